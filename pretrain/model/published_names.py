@@ -1,8 +1,8 @@
 """Converts between a model's stacked experts and published tensor names with one tensor per expert.
 
-transformers 5 stacks experts on loading (`experts.gate_up_proj`), and `save_pretrained` splits them
-(`experts.0.gate_proj.weight`). The Hub, vLLM, llama.cpp and transformers 4 use split experts.
-Both directions use transformers' own conversions, tensor by tensor, so a second copy of a model never exists.
+transformers 5 stacks experts when it loads them (`experts.gate_up_proj`), and `save_pretrained` splits them
+(`experts.0.gate_proj.weight`). The Hub, vLLM, llama.cpp and transformers 4 use split experts. Both directions use
+transformers' own conversions one tensor at a time, so there is never a second copy of a model.
 """
 
 import copy
@@ -33,18 +33,18 @@ class PublishedNames:
     def __init__(self, meta_model: PreTrainedModel):
         tensors = meta_model.state_dict()
         conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
-        # Cached on the model, because `revert_weight_conversion` would otherwise collect them for each tensor.
+        # Cached on the model, because `revert_weight_conversion` would otherwise collect them again for each tensor.
         meta_model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         self.meta_model = meta_model
         self.pieces: dict[str, Shapes] = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
-        """{name in the training model: {published name: shape}}."""
+        """{name in the training model: {published name: shape}}"""
         self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if not meta_model._weight_conversions:
             return
         try:
             pieces = {name: shapes_of(self._split_all({name: tensor})) for name, tensor in tensors.items()}
             together = shapes_of(self._split_all(tensors))
-        except Exception:  # conversions of several tensors may fail in any way on one
+        except Exception:  # if a conversion needs several tensors, it may fail in any way on one
             return
         each = [piece for named in pieces.values() for piece in named.items()]
         if len(each) == len(together) and dict(each) == together:
@@ -58,7 +58,7 @@ class PublishedNames:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns {published name: tensor} for a training model's tensor. Some are views of it."""
+        """Returns {published name: tensor} for a training model's tensor. Some tensors are views of it."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
         return self._split_all({name: tensor})
@@ -75,7 +75,7 @@ class PublishedNames:
                 return read(piece)
             if converter is None:
                 converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
-            # add_tensor only collects. `convert` joins the pieces when all are present.
+            # add_tensor only collects pieces. `convert` joins them when all are present.
             converter.add_tensor(name, piece, pattern, read(piece))
         return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
 
@@ -85,7 +85,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def shapes_in_files(paths: Iterable[Path]) -> Shapes:
-    """Reads {name: shape} of the tensors in safetensors files, from their headers."""
+    """Reads {name: shape} for the tensors in safetensors files from the file headers."""
     found: Shapes = {}
     for path in dict.fromkeys(paths):
         with safe_open(path, framework="pt") as file:
@@ -94,7 +94,7 @@ def shapes_in_files(paths: Iterable[Path]) -> Shapes:
 
 
 class JoinedTensors(Mapping[str, Tensor]):
-    """Saved tensors under the training model's names, whether saved under these or published names."""
+    """Saved tensors under the training model's names, even if they were saved under published names."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
         self._saved = saved
@@ -111,7 +111,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """Returns {name: shape} for tensors saved in these shapes. If pieces don't fit, returns the wrong shape."""
+        """Returns {name: shape} for tensors saved with these shapes. If pieces don't fit, returns the wrong shape."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]
@@ -119,7 +119,7 @@ class JoinedTensors(Mapping[str, Tensor]):
             found[name] = saved[name] if name in saved else [*wrong, self._names.shapes[name]][0]
         return found
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's own method would read the tensor
         return name in self._keys
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""MoE support: routers in transformers' models, coefficients of their losses, the experts' matmuls.
+"""MoE support: routers in transformers' models, coefficients for their losses, and the experts' matmuls.
 
 Shapes: E experts, K experts per token.
 """
@@ -17,15 +17,17 @@ from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
 
 RECORDED = "router_logits"
-"""Key of the module that returns router logits, in the declarations of transformers' classes."""
+"""Key for modules that return router logits, in the declarations of transformers' classes."""
 TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
-"""Names of K, in modules and configurations."""
+"""Names of K in modules and configurations."""
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of the bias added to scores for choosing experts, but not to the weights of their outputs. DeepSeek-V3 uses it
-for balancing (Wang et al., arXiv 2408.15664)."""
+"""Names of a bias that is added to the scores when choosing experts, but not when weighting their outputs.
+
+DeepSeek-V3 uses it for balancing (Wang et al., arXiv 2408.15664).
+"""
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Keys of the balancing loss's coefficient in configurations, on transformers' scale (see training/experts.py)."""
+"""Configuration keys of the balancing loss's coefficient, on transformers' scale (see training/experts.py)."""
 Z_LOSS_COEFFICIENT = "router_z_loss_coef"
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 TAKEN_OVER = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
@@ -34,12 +36,12 @@ TAKEN_OVER += ("act_fn", "_apply_gate", "post_expert_norm")
 
 @dataclass(frozen=True)
 class Router:
-    """One router of a model."""
+    """A router in a model."""
 
     name: str
     module: nn.Module
     block: nn.Module
-    """Module with the router and its experts."""
+    """Module that contains the router and its experts."""
     logits_at: int
     """Index of the logits in the router's output."""
 
@@ -53,7 +55,7 @@ def routers_of(model: nn.Module) -> list[Router]:
         for kind, index, layer_name in specs
         if isinstance(module, kind) and (layer_name is None or f".{layer_name.strip('.')}." in f".{name}.")
     }
-    # A block that returns its router's logits may be declared too, so take the innermost match.
+    # A block that returns its router's logits may also be declared, so we take the innermost match.
     innermost = [name for name in places if not any(other.startswith(f"{name}.") for other in places)]
     return [
         Router(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), places[name])
@@ -64,7 +66,7 @@ def routers_of(model: nn.Module) -> list[Router]:
 def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
     """Yields (class, index of the logits in its output, part of the module's name) for every declaration."""
     for module in model.modules():
-        # Private, because no public attribute gives the index of a router's logits in its outputs.
+        # No public attribute gives the index of a router's logits in its outputs.
         declared = getattr(module, "_can_record_outputs", None) if isinstance(module, PreTrainedModel) else None
         specs = (declared or {}).get(RECORDED) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -74,7 +76,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
 
 
 def experts_per_token(router: Router, config: object) -> int | None:
-    """Returns K from the router, its block or the configuration."""
+    """Returns K, as found in the router, its block or the configuration."""
     for owner in (router.module, router.block, config, getattr(config, "ffn_config", None)):
         for name in TOP_K:
             if isinstance(value := getattr(owner, name, None), int):
@@ -83,17 +85,17 @@ def experts_per_token(router: Router, config: object) -> int | None:
 
 
 def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
-    """Returns (parameters of the routed experts by their names in the block, E).
+    """Returns (routed experts' parameters by their names in the block, E).
 
     transformers 5 keeps a layer's experts in one tensor (E, out, in) or, for dbrx, (E x out, in). Older code has a
-    list of modules. Shared experts, used by every token, are not included.
+    list of modules. The result excludes shared experts, which every token uses.
     """
     inside = {id(parameter) for parameter in router.module.parameters()}
     others = {n: p for n, p in router.block.named_parameters() if id(p) not in inside}
     numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
         return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
-    # Under ZeRO-3, parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
+    # With ZeRO-3, parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)
     experts = experts or next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
@@ -110,9 +112,9 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
 
 
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
-    """Describes how each experts' tensor (E, rows, columns) stores the gate and up projections.
+    """Describes how each expert tensor (E, rows, columns) stores the gate and up projections.
 
-    Returns {name: (matrix dimension along which the two are concatenated, or None for a single matrix; whether they
+    Returns {name: (matrix dimension along which the two are concatenated, or None for a single matrix; True if they
     are interleaved along it)}.
     """
     found: dict[str, tuple[int | None, bool]] = {}
@@ -126,14 +128,14 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
             experts = router.block.get_submodule(owner)
             dim = None
             if key == "gate_up_proj" and down is not None:
-                # (2I, H) and (H, I), or, transposed, (H, 2I) and (I, H).
+                # (2I, H) and (H, I) or, if transposed, (H, 2I) and (I, H).
                 dim = 0 if shape[1] == 2 * down[2] else 1 if shape[2] == 2 * down[1] else None
             found[prefix + name] = (dim, dim is not None and not getattr(experts, "is_concatenated", True))
     return found
 
 
 def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Lists (owner, name) for every router bias in a module, parameter or buffer."""
+    """Lists (owner, name) for every router bias in a module, including parameters and buffers."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -143,15 +145,15 @@ def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def balancing_bias(router: Router) -> Tensor | None:
-    """Returns a router's bias, flat (E,), sharing the model's storage; None without a bias."""
+    """Returns a router's bias, flat (E,) and sharing the model's storage, or None if it has no bias."""
     found = biases_in(router.block)
     return getattr(*found[0]).detach().view(-1) if len(found) == 1 else None
 
 
 def as_buffers(model: nn.Module) -> None:
-    """Turns an architecture's bias parameters without gradients into buffers of the same names.
+    """Turns an architecture's bias parameters without gradients into buffers with the same names.
 
-    Every rank has a full copy of a buffer under all strategies, and optimizers neither decay nor shard it.
+    With all strategies, every rank has a full copy of a buffer, and optimizers neither decay nor shard it.
     """
     for owner, name in biases_in(model):
         if (parameter := owner._parameters.get(name)) is not None and not parameter.requires_grad:
@@ -160,7 +162,7 @@ def as_buffers(model: nn.Module) -> None:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Counts the inactive parameters per token, those of the E - K unused experts."""
+    """Counts the parameters in the E - K experts that a token doesn't use."""
     inactive = 0
     for router in [*routers_of(model), *_undeclared(model)]:
         parameters, experts = expert_parameters(router)
@@ -172,7 +174,7 @@ def inactive_parameters(model: PreTrainedModel) -> int:
 
 
 def _undeclared(model: nn.Module) -> list[Router]:
-    """Lists gates that choose without learning, such as deepseek_v4's hash of the token. They have experts too."""
+    """Lists gates that choose without learning, such as deepseek_v4's hash of the token. They also have experts."""
     known = {router.block for router in routers_of(model)}
     return [
         Router(name, module, model.get_submodule(name.rpartition(".")[0]), 0)
@@ -184,18 +186,21 @@ def _undeclared(model: nn.Module) -> list[Router]:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Coefficients of the routers' losses, and the update rate of their bias; 0 for a model without routers."""
+    """Coefficients for the routers' losses, and the update rate for their bias.
+
+    All are 0 for a model without routers.
+    """
 
     routers: int = 0
     balance: float = 0.0
-    """Coefficient of the balancing loss, averaged over the layers."""
+    """Coefficient for the balancing loss, averaged over the layers."""
     z_loss: float = 0.0
-    """Coefficient of mean(logsumexp(router logits)^2), averaged over the layers."""
+    """Coefficient for mean(logsumexp(router logits)^2), averaged over the layers."""
     bias_rate: float = 0.0
-    """Change of an expert's bias per step."""
+    """Change to an expert's bias per step."""
 
     def in_words(self) -> dict[str, str]:
-        """Returns a row of the banner; empty for a model without routers."""
+        """Returns a row for the startup banner, or {} for a model without routers."""
         if not self.routers:
             return {}
         bias = f", bias +- {self.bias_rate:g} per step" if self.bias_rate else ""
@@ -203,9 +208,9 @@ class RouterLosses:
 
 
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
-    """Returns a run's coefficients: the recipe's, or the model's own.
+    """Returns a run's coefficients, from the recipe or else from the model.
 
-    Raises InputError if neither has one for balancing, or if there is no bias to update.
+    Raises InputError if neither has a balancing coefficient, or if there is no bias to update.
     """
     routers = routers_of(model)
     config = model.config
@@ -227,7 +232,7 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
 
 
 def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
-    """Returns why loss.router_bias_rate has no effect, or None if every router has a bias."""
+    """Explains why loss.router_bias_rate has no effect, or returns None if every router has a bias."""
     without = [router.name for router in routers if balancing_bias(router) is None]
     if routers and not without:
         return None
@@ -242,12 +247,12 @@ def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 def is_known(router: Router, config: PreTrainedConfig) -> bool:
-    """Tells if the router's experts and K are known, so that its choices can be tracked."""
+    """Returns True if the router's number of experts and K are known, so that its choices can be tracked."""
     return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
 def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """Returns the coefficient of the balancing loss. Raises InputError if neither recipe nor model has one."""
+    """Returns the balancing loss's coefficient. Raises InputError if neither the recipe nor the model has one."""
     if loss.router_balance is not None:
         return loss.router_balance
     for name in BALANCE_COEFFICIENTS:
@@ -264,7 +269,7 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
 
 
 def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss of 1 at perfect balance."""
+    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss that is 1 at perfect balance."""
     alpha = getattr(model_config, "aux_loss_alpha", None)
     chosen = experts_per_token(routers[0], model_config)
     if not alpha or not chosen:
@@ -273,7 +278,7 @@ def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 class CastExperts:
-    """View of an experts module for transformers' function, with the weights in another dtype."""
+    """View of an experts module for transformers' function, with the weights in a different dtype."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
         for name in (*TAKEN_OVER, *EXPERT_WEIGHTS, *(f"{weight}_bias" for weight in EXPERT_WEIGHTS)):
@@ -285,10 +290,10 @@ class CastExperts:
 def grouped_mm_in_autocast(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs transformers' grouped_mm, with matmuls in autocast's dtype as in linear layers.
+    """Runs transformers' grouped_mm with matmuls in autocast's dtype, as in linear layers.
 
-    torch.nn.functional.grouped_mm ignores autocast. With fp32 weights, transformers would multiply the experts, most
-    of the model's work, always in fp32, and compiled in a loop that waits for the device.
+    torch.nn.functional.grouped_mm ignores autocast. With fp32 weights, transformers would always multiply the experts,
+    which are most of the model's work, in fp32. Compiled, it would use a loop that waits for the device.
     """
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -298,7 +303,7 @@ def grouped_mm_in_autocast(
     return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
 
 
-# Replaces transformers' entry, so that every MoE model uses it.
+# This replaces transformers' entry, so every MoE model uses it.
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
-# Caused by transformers' own version checks of torch, which compiled code runs once.
+# transformers' own checks of the torch version, which compiled code runs once, cause this warning.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

@@ -1,4 +1,4 @@
-"""Implements Adafactor, with a factored second moment, and stochastic rounding of bf16."""
+"""Adafactor with a factored second moment, and stochastic rounding to bf16."""
 
 import hashlib
 import math
@@ -15,17 +15,17 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
-"""Maximum root mean square of an update, per matrix in a stack such as experts."""
+"""Maximum root mean square of an update, per matrix if matrices are stacked (such as experts)."""
 DECAY_EXPONENT = 0.8
-"""The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
+"""Exponent in the second moment's decay at step t, 1 - t^-DECAY_EXPONENT."""
 MIN_SQUARE = 1e-30
 """Constant added to squared gradients."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's increment."""
 DRAWN_TOGETHER = 2**24
-"""Maximum number of elements rounded together. Each needs 24 bytes."""
+"""Maximum number of elements to round together. Each element needs 24 bytes."""
 
-# Reduced dimensions, from the end, of values per row, per column or per matrix of a parameter.
+# Reduced dimensions, counted from the end, for one value per row, per column or per matrix of a parameter.
 ROW = (-1,)
 COLUMN = (-2,)
 MATRIX = (-2, -1)
@@ -33,30 +33,33 @@ MATRIX = (-2, -1)
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """This rank's part of a parameter: a tile, or flat elements in a tensor of many parameters."""
+    """This rank's part of a parameter: a tile, or flat elements in a tensor that contains many parameters."""
 
     parameter: torch.Tensor
     """Parameter under which the optimizer keeps the state."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     holders: Holders | None = None
-    """Ranks with the other parts. None: this rank has all."""
+    """Ranks with the other parts. None means that this rank has the whole parameter."""
     tile: Tile | None = None
-    """The part's tile or, for flat elements, the tile of the rows containing them. None: the whole parameter."""
+    """The part's tile or, for flat elements, the tile of the rows that contain them.
+
+    None means the whole parameter.
+    """
     start: int = 0
     """Index of the first flat element in the flattened parameter."""
     offset: int | None = None
-    """Index of the first flat element in its tensor. None: the tensor is the part."""
+    """Index of the first flat element in its tensor. None means that the tensor is the part."""
     elements: int = 0
     """Number of flat elements."""
     adds: bool = True
-    """False if another holder has the same part and adds it to the sums."""
+    """False if a different holder has the same part and adds it to the sums."""
 
     @classmethod
     def flat(
         cls, parameter: torch.Tensor, shape: tuple[int, ...], holders: Holders, start: int, offset: int, elements: int
     ) -> Self:
-        """Returns the part with these flat elements."""
+        """Returns a part made up of these flat elements."""
         inner = math.prod(shape[1:])
         rows = ((start // inner, -(-(start + elements) // inner)),) if elements else ()
         return cls(parameter, shape, holders, (rows, *whole_tile(shape[1:])), start, offset, elements)
@@ -67,11 +70,11 @@ class ParameterPart:
         return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the part in the updated tensor, or in one of the same layout."""
+        """Returns a view of the part in the updated tensor, or in a tensor with the same layout."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the part as a tile. Flat elements are padded with zeros to whole rows."""
+        """Returns the part as a tile. Flat elements are padded with zeros to fill whole rows."""
         if self.offset is None:
             return part
         block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)
@@ -79,20 +82,20 @@ class ParameterPart:
         return block
 
     def inside(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns the part of its block."""
+        """Returns the part within its block."""
         if self.offset is None:
             return block
         first = self.rows[0][0][0] if self.elements else 0
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
 
     def share_of(self, sums: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns this rank's contribution to the sums of all holders."""
+        """Returns this rank's contribution to the sums over all holders."""
         return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
 
     def tile_of(self, without: tuple[int, ...]) -> Tile:
         """Returns the block's tile in a reduced version of the whole parameter.
 
-        without: reduced dimensions, from the end: (-1,) for one value per row.
+        without: reduced dimensions, counted from the end, such as (-1,) for one value per row.
         """
         missing = [len(self.shape) + dim for dim in without]
         return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
@@ -101,18 +104,18 @@ class ParameterPart:
 class Adafactor(torch.optim.Optimizer):
     """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
 
-    The second moment of a matrix is stored as its row and column means. Parameters in bf16 are updated with stochastic
-    rounding, up or down at random with an exact expectation, so small updates aren't lost even without an fp32 copy.
-    The random bits are a function of the seed, the step, the parameter's name and the element's position in it, so
-    they are the same in a resumed run and under any sharding.
+    A matrix's second moment is stored as its row and column means. bf16 parameters are updated with stochastic
+    rounding, which rounds up or down at random with an exact expectation. Small updates therefore aren't lost, even
+    without an fp32 copy. The random bits depend on the seed, the step, the parameter's name and the element's position
+    in the parameter, so they don't change when a run resumes or uses different sharding.
 
-    State is replicated on every rank. For sharded parameters, each step has two all-reduces: of all rows and columns,
-    and of the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and `found_inf` are as
-    in torch's fused optimizers.
+    State is replicated on every rank. For sharded parameters, each step has two all-reduces: one for all rows and
+    columns, and one for the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and
+    `found_inf` have the same meaning as in torch's fused optimizers.
 
     Args:
         lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
-        names: names of the parameters, if any is in bf16.
+        names: names of the parameters, needed if any of them is in bf16.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -131,7 +134,7 @@ class Adafactor(torch.optim.Optimizer):
         self.seed = seed
         self.names = names or {}
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """{tensor: its parts}, set by a strategy that shards parameters or updates many as one tensor."""
+        """{tensor: its parts}, set by a strategy that shards parameters or updates many of them as one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
@@ -156,7 +159,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, name: str
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
-        """Updates the weight. Yields tensors to sum over the holders, and receives the sums."""
+        """Updates the weight. Yields tensors to sum over the holders, and receives their sums."""
         state = self.state[part.parameter]
         skips = None
         for key, shape in factored_shapes(part.shape).items():
@@ -165,7 +168,7 @@ class Adafactor(torch.optim.Optimizer):
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
-            # lerp with weight 0 towards an infinite mean would still give NaN.
+            # Even with weight 0, a lerp toward an infinite mean would give NaN.
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
@@ -181,7 +184,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
-        # All updates wait here for one common collective; see `run_together`.
+        # All updates wait here for a common collective; see `run_together`.
         sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
@@ -199,7 +202,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
-            # Flat parts are in larger blocks. Storing the update in the gradient's memory frees the block.
+            # Flat parts are inside larger blocks. Storing the update in the gradient's memory frees the block.
             gradient.copy_(update)
             update = gradient
             del block
@@ -223,7 +226,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
-    """Runs updates in lockstep. Sums their yielded tensors over the ranks in one collective."""
+    """Runs updates in lockstep, and sums the tensors they yield over the ranks in one collective."""
     asked = [next(update) for update in updates]
     while asked:
         if holders is not None:
@@ -240,14 +243,19 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} of Adafactor's state: {step, row, column} of a matrix, otherwise {step, variance}."""
+    """Returns {name: shape} for Adafactor's state: {step, row, column} for a matrix, and otherwise
+    {step, variance}.
+    """
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
 
 
 def are_matrices(shape: tuple[int, ...]) -> bool:
-    """Tells if a parameter is a stack of matrices, such as a layer's experts. Filters per channel aren't."""
+    """Returns True if a parameter is a stack of matrices, such as a layer's experts.
+
+    Per-channel filters don't count.
+    """
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 
@@ -264,7 +272,7 @@ def round_stochastically(
     bf16 is the upper half of fp32's bits. Adding a uniform 16-bit number before truncation carries into the upper half
     with exactly the right probability, for either sign.
 
-    tile, shape: the values' tile in a parameter of this shape. None: the whole parameter.
+    tile, shape: the values' tile in a parameter with this shape. None means the whole parameter.
     """
     if values.dim() == 0:
         return round_stochastically(values.view(1), seed, step).view(())
@@ -284,10 +292,10 @@ def round_stochastically(
 def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> torch.Tensor:
     """Draws a random 16-bit number, as int32, for each element of a parameter's tile.
 
-    Uses SplitMix64 (Steele et al. 2014). The generator's state follows from seed and step, and its counter is the
-    element's position in the whole parameter, so the numbers don't depend on the sharding.
+    Uses SplitMix64 (Steele et al. 2014). The generator's state depends only on the seed and the step, and its counter
+    is the element's position in the whole parameter, so the numbers don't depend on the sharding.
     """
-    numbers = mixed(step.long() + seed)  # the step's number is on the device
+    numbers = mixed(step.long() + seed)  # the step number is on the device
     stride = 1
     for dim, ranges in reversed(list(enumerate(tile))):
         places = torch.cat([torch.arange(first, end, device=step.device) for first, end in ranges or ((0, 0),)])
@@ -304,7 +312,7 @@ def mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def signed(number: int) -> int:
-    """Returns the int64 with the lower 64 bits of a number."""
+    """Returns the int64 that has a number's lower 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 

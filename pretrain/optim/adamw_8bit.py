@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), with bitsandbytes' kernels.
+"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), using bitsandbytes' kernels.
 
-Each block of 256 neighboring elements of the flattened tensor has its own scale for each moment. A shard gets bit for
-bit the whole tensor's update if its blocks are blocks of the whole (see `unit_rows`).
+Each block of 256 neighboring elements in the flattened tensor has its own scale for each moment. A shard gets exactly
+the same update as the whole tensor if its blocks are also blocks of the whole tensor (see `unit_rows`).
 """
 
 import math
@@ -15,20 +15,20 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor, sharded_like
 from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 
 BLOCK = 256
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 MIN_ELEMENTS = 4096
-"""Smaller tensors keep fp32 moments. The unsharded size counts, so that checkpoints fit every layout."""
+"""Minimum number of elements for 8-bit moments. The unsharded size counts, so that checkpoints fit every layout."""
 SCALES = ("absmax1", "absmax2")
-"""State names of the scales of the first and the second moment."""
+"""State names for the first and the second moment's scales."""
 
 
 def block_count(shape: Sequence[int]) -> int:
-    """Returns the number of blocks of a tensor. The last one may be shorter."""
+    """Returns the number of blocks in a tensor. The last block may be shorter."""
     return -(-math.prod(shape) // BLOCK)
 
 
 def has_blocks(shape: Sequence[int]) -> bool:
-    """Tells if a tensor of this unsharded shape has 8-bit moments."""
+    """Returns True if a tensor with this unsharded shape has 8-bit moments."""
     return math.prod(shape) >= MIN_ELEMENTS
 
 
@@ -38,13 +38,13 @@ def unit_rows(shape: Sequence[int]) -> int:
 
 
 def table_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the shape of the table of scales, (units of rows, blocks per unit), sharded like the rows."""
+    """Returns the shape of the table of scales, (units of rows, blocks per unit), which is sharded as the rows are."""
     unit = unit_rows(shape)
     return -(-shape[0] // unit), unit * math.prod(shape[1:]) // BLOCK
 
 
 def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
-    """Tells if a shard's blocks are blocks of the whole tensor, so its rows must start at a multiple of a unit."""
+    """Returns True if a shard's blocks are blocks of the whole tensor. Its rows must start at a multiple of a unit."""
     starts = [first for first, _ in tile[0]]
     return tile[1:] == whole_tile(shape[1:]) and len(starts) < 2 and all(row % unit_rows(shape) == 0 for row in starts)
 
@@ -52,12 +52,12 @@ def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments for large tensors.
 
-    A parameter's state is `step` and the moments `state1` and `state2`. A large one also has the value of each 8-bit
-    code (`qmap1`, `qmap2`) and the scales, (blocks,), or this rank's rows of their `table_shape` as a DTensor. The
-    kernels can't skip a step by a flag on the device, so the caller of `step` must decide.
+    A parameter's state consists of `step` and the moments `state1` and `state2`. A large parameter also has the value
+    of each 8-bit code (`qmap1`, `qmap2`) and the scales: (blocks,) or, for a DTensor, this rank's rows in their
+    `table_shape`. The kernels can't skip a step based on a flag on the device, so the caller of `step` must decide.
 
     Args:
-        params: parameters or groups of them. Raises RuntimeError for a DTensor with split blocks.
+        params: parameters, or groups of them. Raises RuntimeError if a DTensor's shards split a block.
         lr: step size.
     """
 
@@ -130,13 +130,13 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def zeros_for(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns contiguous zeros, with the parameter's shape and sharding."""
+    """Returns contiguous zeros with the parameter's shape and sharding."""
     local = torch.zeros(local_tensor(parameter).shape, dtype=dtype, device=parameter.device)
     return sharded_like(parameter, local, tuple(parameter.shape))
 
 
 def scales_for(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns zero scales, (blocks,), or this rank's rows of their table."""
+    """Returns zero scales: (blocks,) or, for a DTensor, this rank's rows of the table."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return torch.zeros(block_count(shape), device=parameter.device)
@@ -146,7 +146,7 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments, with bitsandbytes' kernels, on a GPU or a CPU."""
+    """AdamW with 8-bit moments, using bitsandbytes' kernels on a GPU or a CPU."""
 
     takes = ("whole", "sharded")
 
@@ -159,7 +159,7 @@ class AdamW8bitSpec(OptimizerSpec):
                 "adamw, muon and adafactor run without it"
             ]
         kernel = "optimizer_update_8bit_blockwise"
-        # Private, because torch has no public function that tells if an operator has a kernel for a device.
+        # torch has no public function to check if an operator has a kernel for a device.
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
         if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):

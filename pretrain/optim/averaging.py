@@ -1,6 +1,6 @@
 """Keeps a running mean of the weights, which are noisy at a constant learning rate.
 
-The mean m of the weights s_1, s_2, ... after every k-th step (k: averaging.every_steps) is
+With weights s_1, s_2, ... after every k-th step (k: averaging.every_steps), the mean m is
 
     m_1 = s_1,    m_n = m_(n-1) + w_n (s_n - m_(n-1))
     tail:  w_n = 1 / n
@@ -8,7 +8,8 @@ The mean m of the weights s_1, s_2, ... after every k-th step (k: averaging.ever
 
 tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
 is the exponential mean with a decay per step of 2^(-1 / h), applied k steps at a time. It starts as a uniform mean
-instead of a bias correction. As in Karras et al., arXiv 2312.02696, the half-life is relative to the run's length.
+instead of using a bias correction. As in Karras et al., arXiv 2312.02696, the half-life is relative to the run's
+length.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,19 @@ from pretrain.config import Averaging
 from pretrain.optim.optimizers import local_tensor
 
 AverageState = dict[str, Any]
-"""Contents of an average: its `kind`, the `first_step` included, and the `count` of steps."""
+"""An average's metadata: its `kind`, the `first_step` included, and the `count` of steps."""
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
-    """Returns the step after which weights enter the average."""
+    """Returns the last step before the average begins."""
     return round((1 - settings.tail_fraction) * total_steps) if settings.kind == "tail" else 0
 
 
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
-    """Tells if an average can continue: it must have the same kind and no weights from before a longer run's tail."""
+    """Returns True if an average can continue.
+
+    It must have the same kind, and after extending a run, no weights from before the longer run's tail.
+    """
     if before is None or before["kind"] != settings.kind:
         return False
     return before["first_step"] > averages_after(settings, total_steps)
@@ -38,9 +42,9 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """Returns the average's contents after including `step`, and the weight w_n of its weights.
+    """Returns the average's metadata after including `step`, and the weight w_n for the weights at that step.
 
-    None: there is no average yet. A weight of 1 begins one.
+    The metadata is None if there is no average yet. A weight of 1 starts an average.
     """
     if step <= averages_after(settings, total_steps):
         return None, 0.0
@@ -56,7 +60,7 @@ def average_after_step(
 def averaging_problems(
     settings: Averaging, *, total_steps: int, exports_average: bool, rounds_stochastically: bool
 ) -> list[str]:
-    """Lists problems of the averaging settings in a run of `total_steps`."""
+    """Lists problems with the averaging settings in a run of `total_steps`."""
     if settings.kind == "none":
         if exports_average:
             return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
@@ -78,7 +82,7 @@ def averaging_problems(
 
 
 class WeightAverage:
-    """Mean of this rank's shards of the weights, in fp32, with the same layout."""
+    """Mean of this rank's weight shards, in fp32 and with the same layout."""
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, torch.Tensor]):
@@ -86,16 +90,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
-        """Moves the mean towards the weights by `share`. Neither communicates nor waits for the device."""
+        """Moves the mean toward the weights by `share`, without communication or waiting for the device."""
         means = list(map(local_tensor, self.means.values()))
         torch._foreach_lerp_(means, list(map(local_tensor, weights.values())), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Swaps the mean with the weights, bit for bit. A second call restores both."""
+        """Swaps the mean and the weights bit for bit. A second call restores both."""
         pairs = zip(self.means.values(), weights.values(), strict=True)
         for mean, weight in (map(local_tensor, pair) for pair in pairs):
-            # One tensor at a time, to avoid a third copy of the model.
+            # Swapping one tensor at a time avoids a third copy of the model.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)

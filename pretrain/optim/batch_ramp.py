@@ -1,4 +1,4 @@
-"""Batch size as a pure function of the step, so resuming needs no state."""
+"""Batch size as a pure function of the step, so that resuming needs no state."""
 
 import bisect
 import itertools
@@ -13,49 +13,51 @@ from pretrain.errors import InputError
 class BatchRamp:
     """Sequences per optimizer step, constant within each level. Built by `batch_ramp`.
 
-    If a run's batch is changed, past levels stay (see `after`).
+    If a run's batch size changes, past levels stay as they were (see `after`).
     """
 
     sequences_per_level: tuple[int, ...]
-    """Global batch of each level, in sequences."""
+    """Each level's global batch size in sequences."""
     first_steps: tuple[int, ...]
-    """Step at which each level begins, ascending from 0."""
+    """First step of each level, ascending from 0."""
     total_steps: int
-    """Optimizer steps of the run."""
+    """Number of optimizer steps in the run."""
     first_sequences: tuple[int, ...] = ()
-    """Sequences trained before each level. (): computed from the levels."""
+    """Sequences trained before each level. () means that they are computed from the levels."""
 
     def __post_init__(self):
         if not self.first_sequences:
             steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
             per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
-            # The class is frozen, and this field follows from the others.
+            # The class is frozen, so this computed field can't be assigned directly.
             object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
     def total_sequences(self) -> int:
-        """Sequences of all steps: the budget, rounded up to whole steps."""
+        """Number of sequences in all steps: the budget, rounded up to whole steps."""
         return self.sequences_before(self.total_steps)
 
     def sequences_at(self, step: int) -> int:
-        """Returns the global batch of `step`, in sequences."""
+        """Returns the global batch size at `step` in sequences."""
         return self.sequences_per_level[self._level(step)]
 
     def sequences_before(self, step: int) -> int:
-        """Counts the sequences of all steps before `step`."""
+        """Counts the sequences in all steps before `step`."""
         level = self._level(step)
         sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
-        # For levels not recorded in an old checkpoint, only the sum is known.
+        # If an old checkpoint hasn't recorded some levels, only their sum is known.
         return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
-        """Returns the minimum number of steps to see this many sequences."""
+        """Returns the minimum number of steps to train on this many sequences."""
         level = max(0, bisect.bisect_left(self.first_sequences, sequences) - 1)
         missing = sequences - self.first_sequences[level]
         return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
-        """Returns these batches from `step` on, after the batches of `past`, which sum to `sequences`."""
+        """Returns these batch sizes from `step` on, preceded by those in `past`, whose sequences add up to
+        `sequences`.
+        """
         earlier = [level for level, first in enumerate(past.first_steps) if first < step]
         later = [level for level, first in enumerate(self.first_steps) if first > step]
         levels = [
@@ -87,11 +89,11 @@ def batch_ramp(
     ramp_from: float = 1.0,
     ramp_over: float = 0.0,
 ) -> BatchRamp:
-    """Builds the batch sizes of a run. Give either total_sequences or total_steps.
+    """Builds a run's batch sizes. Give either total_sequences or total_steps.
 
-    With ramp_from = 1/n, the batch grows through 1/n, 2/n ... n/n of sequences_per_step, a multiple of n.
-    The levels below the full batch share the first `ramp_over` of the run's sequences equally, rounded up to whole
-    steps. The defaults give a constant batch. Raises InputError for a batch that isn't a multiple of n, or a ramp that
+    With ramp_from = 1/n, the batch grows through 1/n, 2/n ... n/n of sequences_per_step, which must be a multiple of
+    n. The levels below the full batch divide the first `ramp_over` of the run's sequences equally, rounded up to whole
+    steps. The defaults give a constant batch size. Raises InputError if the batch isn't a multiple of n or the ramp
     never ends.
     """
     if not ramp_over < 1.0:
@@ -104,7 +106,7 @@ def batch_ramp(
             f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
-    # Exact fractions, because a rounding error could move the end of a level by a step.
+    # A rounding error could move the end of a level by a step, so we use exact fractions.
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
         # Sequences x steps per sequence = total_steps. Smaller batches take more steps per sequence.

@@ -1,12 +1,12 @@
-"""Learning rate as a pure function of progress, so resuming needs no state.
+"""Learning rate as a pure function of progress, so that resuming needs no state.
 
-Steps count from 0. Warmup gives step s the factor (s + 1) / warmup_steps, so the first step changes the weights, and
-the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the last step
-(nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step of a run is just above the floor. Beyond
+Steps count from 0. During warmup, step s has the factor (s + 1) / warmup_steps, so the first step changes the weights
+and the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the run's last step
+(as in nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step is just above the floor. Beyond
 total_steps, the factor stays at the floor.
 
-A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`;
-docs/learning_rate.md shows them.
+A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`. See
+docs/learning_rate.md for plots.
 """
 
 import math
@@ -21,10 +21,12 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""{shape: function from a decay's progress 0..1 to the share left, 1..0}. sqrt: Hägele et al., arXiv 2405.18392."""
+"""{shape: function from a decay's progress (0 to 1) to the remaining share (1 to 0)}. sqrt is from Hägele et al.,
+arXiv 2405.18392.
+"""
 
 DECAYING = ("cosine", "linear", "wsd", "infinite")
-"""Schedules with a decay to a floor at the end of the run. A longer budget may move the end."""
+"""Schedules that decay to a floor at the end of the run. A longer budget may move the end."""
 
 
 @dataclass(frozen=True)
@@ -32,29 +34,35 @@ class Schedule:
     """Learning rate of one run. Raises InputError for phases longer than the run."""
 
     name: str
-    """Key of SCHEDULES."""
+    """Key in SCHEDULES."""
     total_steps: int
-    """Optimizer steps of the run."""
+    """Number of optimizer steps in the run."""
     warmup_steps: int = 0
-    """Steps of linear warmup, at most total_steps."""
+    """Number of linear warmup steps, at most total_steps."""
     final_ratio: float = 0.1
     """Floor of the decay, as a share of the peak."""
     decay_steps: int | None = None
-    """wsd: length of the final decay. None: 20% of the run."""
+    """Length of the final decay (wsd only). None means 20% of the run."""
     decay_shape: str = "linear"
-    """wsd: key of DECAY_SHAPES."""
+    """Key in DECAY_SHAPES (wsd only)."""
     cooldown_steps: int | None = None
-    """infinite: length of the cosine cooldown after the warmup. None: 70% of the run. Set it for a run that may be
-    extended, because a default that grows with total_steps would change learning rates already used."""
+    """Length of the cosine cooldown after the warmup (infinite only).
+
+    None means 70% of the run. Set it for a run that may be extended, because a default that grows with total_steps
+    would change learning rates that were already used.
+    """
     constant_ratio: float = 7.5e-6 / 1.4e-5
-    """infinite: plateau after the cooldown, as a share of the peak."""
+    """Plateau after the cooldown, as a share of the peak (infinite only)."""
     anneal_steps: int = 0
-    """infinite: length of the final annealing. 0: the run ends on the plateau and can be continued."""
+    """Length of the final annealing (infinite only). With 0, the run ends on the plateau and can be continued."""
     first_step: int = 0
-    """Step at which the warmup begins: 0, or the step at which a running run switched to this schedule."""
+    """First warmup step: 0, or the step at which an ongoing run switched to this schedule."""
     decayed: tuple[int, int, float] | None = None
-    """(first step of the final decay, step at which the run's end was moved, the decay's progress at that step). The
-    rest of the decay is stretched to total_steps, so that the learning rate does not jump. None: as planned."""
+    """(first step of the final decay, step at which the run's end was moved, the decay's progress at that step).
+
+    The rest of the decay is stretched to total_steps, so that the learning rate doesn't jump. None means that the end
+    hasn't moved.
+    """
 
     def __post_init__(self):
         problems = _problems_of_schedule(self)
@@ -83,7 +91,7 @@ class Schedule:
 
     @property
     def decays_from(self) -> int:
-        """Step at which the final decay begins; total_steps if there is none, or if the whole run decays."""
+        """First step of the final decay, or total_steps if there is no decay or the whole run decays."""
         return self._decay_begin if self.name in ("wsd", "infinite") else self.total_steps
 
     @property
@@ -99,20 +107,20 @@ class Schedule:
         return self.warmup_end
 
     def progress(self, step: int) -> float:
-        """Returns the decay's progress before `step`, 0 to 1."""
+        """Returns the decay's progress before `step`, from 0 to 1."""
         if self.decayed is None:
             return _progress(step, self._decay_begin, self.total_steps)
         _, begin, progress = self.decayed
         return progress + (1.0 - progress) * _progress(step, begin, self.total_steps)
 
     def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
-        """Returns the schedule after the run's end is moved to `total_steps` at `step`.
+        """Returns the schedule after the run's end has moved to `total_steps` at `step`.
 
-        Learning rates up to `step` don't change. A decay already begun stretches over the remaining
-        steps.
+        Learning rates up to `step` don't change. If the decay has already begun, the rest of it stretches over the
+        remaining steps.
 
         Args:
-            planned: the recipe's schedule for a run of the new length.
+            planned: the recipe's schedule for a run with the new length.
         """
         kept = {"total_steps": total_steps, "first_step": self.first_step, "warmup_steps": self.warmup_steps}
         if self.name == "infinite":
@@ -128,7 +136,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """A schedule with an early end: from `from_step` on, the learning rate decays to the floor."""
+    """A schedule with an early end: the learning rate decays to the floor from `from_step` on."""
 
     schedule: Schedule
     from_step: int
@@ -141,7 +149,7 @@ class Annealing:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of the schedule's linear warmup."""
+        """Number of linear warmup steps in the schedule."""
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
@@ -155,7 +163,9 @@ class Annealing:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983, no restarts)."""
+    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983,
+    without restarts).
+    """
     return _decayed(schedule, "cosine", step)
 
 
@@ -175,9 +185,10 @@ def warmup_stable_decay(schedule: Schedule, step: int) -> float:
 
 
 def infinite(schedule: Schedule, step: int) -> float:
-    """Cools down by a cosine to a plateau, stays, and anneals exponentially over the last anneal_steps to the floor.
+    """Cools down along a cosine to a plateau, stays there, and in the last anneal_steps decays exponentially to the
+    floor.
 
-    Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate, even during the
+    From Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate, even during the
     cooldown.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
@@ -192,7 +203,7 @@ def infinite(schedule: Schedule, step: int) -> float:
 def cooldown_steps_of_infinite(
     total_steps: int, tokens_per_step: int, min_cooldown_tokens: int = 0, cooldown_fraction: float = 0.7
 ) -> int:
-    """Returns the infinite schedule's cooldown in steps: max(min_cooldown_tokens, cooldown_fraction of the run).
+    """Returns the infinite schedule's cooldown steps: max(min_cooldown_tokens, cooldown_fraction of the run).
 
     A run shorter than min_cooldown_tokens stays near the peak, because half a cosine starts flat.
     """
@@ -200,7 +211,7 @@ def cooldown_steps_of_infinite(
 
 
 def learning_rate_for_batch(learning_rate_per_sequence: float, sequences_per_step: int) -> float:
-    """Returns learning_rate_per_sequence times sqrt(global batch in sequences).
+    """Returns learning_rate_per_sequence times sqrt(global batch size in sequences).
 
     Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
     2205.10287).
@@ -218,7 +229,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Lists problems of combined settings. The recipe's types check single settings."""
+    """Lists problems with combinations of settings. The recipe's types check individual settings."""
     if schedule.steps < 1:
         return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
     problems = []

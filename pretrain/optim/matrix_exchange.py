@@ -1,7 +1,8 @@
-"""Exchanges sharded matrices: an owner gathers each one, works on it, and sends it back.
+"""Exchanges sharded matrices: an owner gathers each matrix, works on it, and sends it back.
 
-The matrices of a bucket travel together, in one collective to the owners and one back, or in only one if every rank
-already has every matrix. So the number of collectives depends on an update's bytes, not on its number of matrices.
+A bucket's matrices are sent together, in one collective to the owners and one back. If every rank already has every
+matrix, one collective is enough. The number of collectives depends on the update's size in bytes, not on its number of
+matrices.
 """
 
 import math
@@ -16,16 +17,16 @@ import torch.distributed as dist
 from pretrain.optim.tiles import Tile, rectangles, shape_of
 
 BUCKET_ELEMENTS = 2**24
-"""Elements in a bucket per sharing rank. A larger matrix has its own bucket."""
+"""Number of elements in a bucket per participating rank. A larger matrix has its own bucket."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks with the same matrices, or parts of them. Without a group, only this rank."""
+    """Ranks that hold the same matrices or parts of them. Without a group, this is the only rank."""
 
     group: dist.ProcessGroup | None
     device: torch.device
-    """Device for computation and communication. The optimizer's tensors may be elsewhere."""
+    """Device for computation and communication. The optimizer's tensors may be on a different device."""
 
     @property
     def size(self) -> int:
@@ -38,15 +39,15 @@ class Holders:
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A matrix, as seen by its update."""
+    """A matrix, from the point of view of its update."""
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()
-    """Sizes of the blocks updated as separate matrices, such as q, k and v. (): a single matrix."""
+    """Sizes of blocks that are updated as separate matrices, such as q, k and v. () means a single matrix."""
     block_dim: int = 0
     """Dimension along which the blocks are concatenated."""
     alternates: bool = False
-    """True if the blocks, all of one size, are interleaved row by row along `block_dim`."""
+    """True if the blocks, which are equally large, are interleaved row by row along `block_dim`."""
     stacked: int = 1
     """Number of matrices stacked in the parameter, such as a layer's experts."""
 
@@ -56,7 +57,7 @@ class HiddenMatrix:
         return self.shape[0] * self.shape[1]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns views of the blocks of a tensor of this shape."""
+        """Returns views of the blocks in a tensor with this shape."""
         if self.alternates:
             views = whole.mT if self.block_dim else whole
             count = len(self.blocks)
@@ -72,11 +73,14 @@ class MatrixPiece:
     matrix: HiddenMatrix
     holders: Holders
     tensor: int = 0
-    """Index of that tensor."""
+    """Index of the optimizer's tensor."""
     tiles: tuple[Tile, ...] = ()
-    """Each rank's part. A tile of one dimension refers to the flat matrix. (): every rank has the whole matrix."""
+    """Each rank's part.
+
+    A one-dimensional tile refers to the flattened matrix. () means that every rank has the whole matrix.
+    """
     offset: int = 0
-    """Index of the piece's first element in the flat tensor."""
+    """Index of the piece's first element in the flattened tensor."""
 
     @property
     def elements(self) -> int:
@@ -89,21 +93,21 @@ class MatrixPiece:
 
     @property
     def owner(self) -> int | None:
-        """Rank with the whole matrix, if only one rank has any part."""
+        """Rank with the whole matrix, if all parts are on one rank."""
         return next((rank for rank, count in enumerate(self.counts) if count == self.elements), None)
 
     @property
     def is_alone(self) -> bool:
-        """True if a single rank updates it without communication."""
+        """True if a single rank updates the matrix without communication."""
         return self.holders.size == 1 or self.owner is not None
 
     @property
     def is_here(self) -> bool:
-        """True if this rank has any part."""
+        """True if this rank holds any part of the matrix."""
         return not self.tiles or self.counts[self.holders.rank] > 0
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns this rank's elements, in the shape of its tile."""
+        """Returns this rank's elements in its tile's shape."""
         shape = shape_of(self.tiles[self.holders.rank]) if self.tiles else self.matrix.shape
         return tensors[self.tensor].view(-1).narrow(0, self.offset, math.prod(shape)).view(shape)
 
@@ -122,12 +126,12 @@ class MatrixPiece:
 def pieces_of(
     matrix: HiddenMatrix, holders: Holders, tiles: tuple[Tile, ...] = (), held: int | None = None
 ) -> list[MatrixPiece]:
-    """Returns the piece of a matrix, or of each matrix of a stack.
+    """Returns a matrix's piece, or one piece for each matrix in a stack.
 
     Args:
-        holders: the ranks with parts, or replicas, of the same matrices. They share the work.
-        tiles: each holder's tile of a matrix. (): every rank has the whole matrix.
-        held: number of the stack's matrices with a part on this rank. None: all.
+        holders: the ranks with parts or replicas of the same matrices. They share the work.
+        tiles: each holder's tile of a matrix. () means that every rank has the whole matrix.
+        held: number of the stack's matrices with a part on this rank. None means all of them.
     """
     one = replace(matrix, stacked=1)
     elements = math.prod(shape_of(tiles[holders.rank])) if tiles else matrix.elements
@@ -141,13 +145,13 @@ def replace_whole_matrices(
     dtype: Callable[[torch.device], torch.dtype],
     replace_all: Callable[[list[tuple[torch.Tensor, HiddenMatrix]]], None],
 ) -> None:
-    """Replaces matrices with a function of them, in the tensors with their pieces.
+    """Replaces matrices with a function of them, in the tensors that contain their pieces.
 
-    All ranks of a group must call it, with the same pieces in the same order.
+    All of a group's ranks must call it, with the same pieces in the same order.
 
     Args:
         tensors: this rank's tensors with the pieces.
-        dtype: dtype for sending and computing, by device.
+        dtype: returns the dtype for sending and computing on a device.
         replace_all: overwrites whole matrices with their results.
     """
     shared: dict[Holders, list[MatrixPiece]] = {}
@@ -177,15 +181,15 @@ Bucket = list[tuple[MatrixPiece, int]]
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
-    """Groups the pieces into buckets and balances the owners' work, per bucket and in total."""
+    """Groups the pieces into buckets, and balances the owners' work within each bucket and in total."""
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Sharded and replicated matrices are separate, because they use different collectives. Largest first, equal shapes
-    # together.
+    # Sharded and replicated matrices use different collectives, so we keep them apart. Largest first, with equal
+    # shapes together.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
-        # Proportional to the FLOPs of the matmul X X^T.
+        # Proportional to the FLOPs for the matmul X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
         if not buckets or piece.elements > room or bool(buckets[-1][0][0].tiles) != bool(piece.tiles):
             buckets.append([])
@@ -196,8 +200,8 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills a flat tensor with the equal parts of all ranks, in their order. All ranks must call it."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # name before torch 2.13
+    """Fills a flat tensor with equal parts from all ranks, in rank order. All ranks must call it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
     gather(whole, part, group=group)
 
 
@@ -215,7 +219,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    # Cloned, because a collective must not read the memory that it writes.
+    # A collective must not read the memory that it writes, so we clone.
     gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
@@ -241,7 +245,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
     flat = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
     wholes = [view.view(piece.matrix.shape) for view, piece in zip(flat, mine, strict=True)]
-    # By rank, then by piece, as delivered by the collective.
+    # The collective delivers parts by rank, then by piece.
     arrived = iter(consecutive_views(received, [piece.counts[rank] for rank in processes for piece in mine]))
     places = [
         pair
@@ -261,12 +265,12 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
 
 def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Returns consecutive views of these sizes at the beginning of a flat tensor."""
+    """Returns consecutive views with these sizes, from the beginning of a flat tensor."""
     return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
-    """Groups the values by the groups' lengths."""
+    """Splits the values into groups of the same lengths as `groups`."""
     return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
 
 

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the device's fast matmul dtype.
 
-Math and state names match torch.optim.Muon, which always uses bf16 matmuls. A CPU without bf16 instructions emulates
-them, 50 times slower than fp32.
+The math and state names match torch.optim.Muon, which always uses bf16 matmuls. A CPU without bf16 instructions
+emulates them and is 50 times slower than with fp32.
 """
 
 import math
@@ -17,15 +17,17 @@ from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, p
 from pretrain.optim.optimizers import AdamWSpec, local_tensor
 
 EPS = 1e-7
-"""Minimum Frobenius norm in the division."""
+"""Minimum Frobenius norm to divide by."""
 BATCH_ELEMENTS = 2**22
-"""Maximum elements in a batch of matrices of one shape. Batches keep all cores busy. This or the largest matrix bounds
-the memory of an update."""
+"""Maximum number of elements in a batch of matrices with the same shape.
+
+Batches keep all cores busy. The memory for an update is bounded by this number or the largest matrix.
+"""
 
 Quintic = tuple[float, float, float]
 """Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Polar Express's margin for singular values pushed above the bound by bf16 rounding."""
+"""Polar Express's safety margin, for singular values that bf16 rounding pushes above the bound."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -39,41 +41,42 @@ POLAR_EXPRESS: tuple[Quintic, ...] = (
 
 
 def divided(quintic: Quintic, by: float) -> Quintic:
-    """Returns the polynomial of x / by."""
+    """Returns the polynomial in x / by."""
     a, b, c = quintic
     return a / by, b / by**3, c / by**5
 
 
 COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
-    # Steepest slope at zero that keeps singular values within about 0.7 to 1.2.
+    # The steepest slope at zero that keeps singular values within about 0.7 to 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # All polynomials except the last include the margin. The first includes it twice, once for the norm's division.
+    # All polynomials except the last include the margin. The first includes it twice, because of the division by the
+    # norm.
     "polar_express": (
         divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
         *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: quintics of the iterations}. Further iterations repeat the last."""
+"""{name: quintics for the iterations}. Further iterations repeat the last quintic."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: updates each matrix with its orthogonalized momentum.
+    """Muon, which updates each matrix with its orthogonalized momentum.
 
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
-    The factor gives the update AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
+    The factor gives updates AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
 
-    A step turns gradients into updates in place. `grad_scale` and `found_inf` are as in torch's fused optimizers: a
-    divisor of the gradients, and 1 to skip the update, both read on the device. `copies` are the ranks with replicas
-    of the same whole matrices. They share the work.
+    A step turns gradients into updates in place. `grad_scale` and `found_inf` have the same meaning as in torch's
+    fused optimizers: a divisor for the gradients, and 1 to skip the update. Both are read on the device. `copies` are
+    the ranks with replicas of the same whole matrices, which share the work.
 
     Args:
-        params: matrices only; otherwise raises ValueError.
+        params: matrices; raises ValueError for any other shape.
         lr: step size, on AdamW's scale.
         momentum: m, applied twice by the update (Nesterov).
-        ns_steps: iterations of `orthogonalized`.
-        coefficients: key of COEFFICIENTS.
-        matrices: splits of parameters into blocks updated as separate matrices. Other parameters are one matrix.
+        ns_steps: number of iterations in `orthogonalized`.
+        coefficients: key in COEFFICIENTS.
+        matrices: splits of parameters into separately updated blocks. All other parameters are one matrix each.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -98,7 +101,7 @@ class Muon(torch.optim.Optimizer):
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """{tensor: its pieces}, set by a strategy that shards parameters or updates many as one tensor."""
+        """{tensor: its pieces}, set by a strategy that shards parameters or updates many of them as one tensor."""
         self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
 
     @torch.no_grad()
@@ -124,11 +127,11 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is not None:
             skips = self.found_inf.to(updates[0].device).bool()
             for update, momentum in zip(updates, momenta, strict=True):
-                torch.where(skips, momentum, update, out=update)  # makes the lerp below keep the momentum
+                torch.where(skips, momentum, update, out=update)  # with this value, the lerp below keeps the momentum
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
-        # Grouped by holders, because the ranks of a group must exchange the same pieces in the same order.
+        # Pieces are grouped by holders, because a group's ranks must exchange the same pieces in the same order.
         pieces = self._pieces_in(parameters)
         coefficients = iterations(group["coefficients"], group["ns_steps"])
         replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))
@@ -141,7 +144,7 @@ class Muon(torch.optim.Optimizer):
                 piece.part(weights).add_(piece.part(updates), alpha=-factor)
 
     def _pieces_in(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
-        """Returns the pieces in these tensors, found once."""
+        """Returns the pieces in these tensors, and caches the result."""
         key = tuple(parameters)
         if key not in self._pieces:
             found = []
@@ -156,10 +159,11 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for hidden matrices and AdamW for the rest, as one optimizer.
+    """Combines Muon for hidden matrices and AdamW for all other parameters into one optimizer.
 
     Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so both can use the same
-    learning rate. param_groups and state are the two optimizers' concatenated. A step uses the current groups.
+    learning rate. param_groups and state concatenate the two optimizers' groups and state. A step uses the current
+    groups.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -175,8 +179,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            # Strategies and checkpoints replace this optimizer's groups and state, so they are passed on at every
-            # step.
+            # Strategies and checkpoints replace this optimizer's groups and state, so every step passes them on.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -185,7 +188,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """Returns the factor of an orthogonalized matrix, or the largest factor of its blocks."""
+    """Returns the factor for an orthogonalized matrix, or the largest factor among its blocks."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -201,7 +204,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
             blocks.append(block)
             relative.append(0.2 * math.sqrt(max(block.shape)) / update_scale(matrix))
     for batch in batches_of_one_shape(blocks):
-        # The iteration computes X X^T, which is smallest if rows are the shorter side.
+        # The iteration computes X X^T, which is smallest if the rows are the shorter side.
         wide = [block.mT if block.size(0) > block.size(1) else block for block in (blocks[index] for index in batch)]
         if len(batch) == 1:
             results = [orthogonalized(wide[0].to(product_dtype(wide[0].device)), coefficients)]
@@ -216,7 +219,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
 
 
 def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yields the matrices' indices in batches of one shape (or its transpose), up to BATCH_ELEMENTS."""
+    """Yields indices of matrices in batches with the same shape (or its transpose), up to BATCH_ELEMENTS."""
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alike.setdefault((matrix.device, *sorted(matrix.shape)), []).append(index)
@@ -226,24 +229,24 @@ def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Returns bf16 if the device has bf16 matmul instructions, otherwise fp32."""
+    """Returns bf16 if the device has bf16 matmul instructions, and otherwise fp32."""
     return torch.float32 if missing_bf16(device.type) else torch.bfloat16
 
 
 def iterations(name: str, steps: int) -> list[Quintic]:
-    """Returns the polynomials of this many iterations."""
+    """Returns the polynomials for this many iterations."""
     quintics = COEFFICIENTS[name]
     return [quintics[min(step, len(quintics) - 1)] for step in range(steps)]
 
 
 def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
-    """Maps (..., R, C), R <= C, with singular value decomposition U S V^T to U S' V^T, S' close to one.
+    """Maps a matrix U S V^T (its singular value decomposition) to U S' V^T, with S' close to one.
 
-    Runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype, after dividing by
-    the Frobenius norm, which bounds the largest singular value by one.
+    Shapes: (..., R, C), R <= C. After dividing by the Frobenius norm, which bounds the largest singular value by one,
+    it runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T in the matrices' dtype.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
-    # The Frobenius norm, because a spectral norm would need an SVD.
+    # A spectral norm would need an SVD.
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for a, b, c in coefficients:
         gram = x @ x.mT
@@ -285,13 +288,13 @@ class MuonSpec(AdamWSpec):
         return problems
 
     def outputs(self, name: str) -> int:
-        """Returns the number of outputs of one matrix."""
+        """Returns a matrix's number of outputs."""
         rows, columns = self.model.shapes[name][-2:]
         halves_dim, _ = self.model.stacks.get(name, (None, False))
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Returns the matrix of this name, split by the first matching pattern. Fused gate and up are two blocks."""
+        """Returns the matrix with this name, split by the first matching pattern. Fused gate and up are two blocks."""
         *stack, rows, columns = self.model.shapes[name]
         halves_dim, alternates = self.model.stacks.get(name, (None, False))
         dim = 1 if name in self.model.transposed or halves_dim == 1 else 0
@@ -330,10 +333,10 @@ class MuonSpec(AdamWSpec):
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Returns the given sizes, or the sizes of this many equal blocks."""
+    """Returns the given block sizes, or computes the sizes from a number of equal blocks."""
     return [total // blocks] * blocks if isinstance(blocks, int) else blocks
 
 
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
-    """Returns the first pattern that matches the name."""
+    """Returns the first pattern that matches the name, or None."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

@@ -1,4 +1,4 @@
-"""Defines optimizers, their state by name, weight decay, parameter groups, and the gradient norm."""
+"""Optimizer declarations, optimizer state by name, weight decay, parameter groups, and the gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,25 +23,33 @@ if TYPE_CHECKING:
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MAX_SERIAL_SUM = 2**16
-"""Maximum squares summed sequentially in fp32 on a CPU. The error is 2e-7 with this many, and 1e-5 with a million."""
+"""Maximum number of squares to sum sequentially in fp32 on a CPU.
+
+The error is 2e-7 with this many squares, and 1e-5 with a million.
+"""
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Unsharded shapes and kinds of a model's parameters by name. Under ZeRO-3 the trained parameters are empty."""
+    """Unsharded shapes and kinds of a model's parameters, by name.
+
+    With ZeRO-3, the trained parameters themselves are empty.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
-    """Weights with outputs as columns, such as GPT-2's."""
+    """Names of weights with outputs as columns, such as GPT-2's."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
-    """Roles that determine each parameter's learning rate. Empty: the same for all."""
+    """Roles that determine each parameter's learning rate. If empty, all parameters have the same learning rate."""
     width_ratio: float = 1.0
     """Ratio of the model's width to the width at which the learning rate was tuned."""
     group_rates: Mapping[str, float] = field(default_factory=dict)
-    """{group of `group_of`: learning rate relative to the run's}, for groups with their own."""
+    """{group, as returned by `group_of`: its learning rate relative to the run's}, for groups with their own learning
+    rate.
+    """
     experts: Mapping[str, int] = field(default_factory=dict)
-    """{name of a parameter with a layer's stacked experts: number of experts}."""
+    """{name of a parameter with a layer's stacked experts: number of experts}"""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
     """Experts' matrices; see `routers.expert_matrices`."""
 
@@ -53,11 +61,12 @@ class ModelShapes:
         learning_rate: float | None = None,
         loss_terms: nn.Module | None = None,
     ) -> "ModelShapes":
-        """Reads the shapes of a whole model, possibly on the meta device. Raises InputError as `width_roles` does.
+        """Reads the shapes from a whole model, which may be on the meta device. Raises InputError as `width_roles`
+        does.
 
         Args:
-            learning_rate: the run's peak, the reference for the groups' rates. None: ignore the groups' rates.
-            loss_terms: loss terms' trained modules, as in `LossTerms.trained`.
+            learning_rate: the run's peak learning rate, to which the groups' are relative. None ignores the groups'.
+            loss_terms: modules trained by the loss terms, as in `LossTerms.trained`.
         """
         whole = nn.Module()
         whole.causal_lm = causal_lm
@@ -87,7 +96,7 @@ class ModelShapes:
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
-        """Returns the factor of the learning rate for this parameter."""
+        """Returns this parameter's learning-rate factor."""
         role = self.roles.get(name)
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
@@ -100,12 +109,12 @@ class ModelShapes:
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
-        """Tells if weight decay applies: only to matrices, never to embeddings, norms and biases."""
-        is_vectors = name.endswith("_bias")  # of experts, stacked
+        """Returns True if weight decay applies: only to matrices, and not to embeddings, norms and biases."""
+        is_vectors = name.endswith("_bias")  # stacked expert biases
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Tells if a parameter is a hidden matrix, or a stack of one per expert."""
+        """Returns True if a parameter is a hidden matrix, or a stack with one per expert."""
         is_matrix = len(self.shapes[name]) == 2 or name in self.stacks
         return self.decays(name) and is_matrix and not is_output_head(name)
 
@@ -125,26 +134,29 @@ class OptimizerSpec(ABC):
     model: ModelShapes
 
     takes = ("whole",)
-    """Supported forms of parameters; a strategy names its own as `parameter_form`. whole: single and ddp. sharded:
-    DTensors, sharded along any mesh dimensions. pieces: any part of a flat tensor of many parameters, under
-    ZeRO."""
+    """Supported forms of parameters, one of which is a strategy's `parameter_form`. whole: for single and ddp.
+    sharded: DTensors sharded along any mesh dimensions. pieces: any part of a flat tensor that contains many
+    parameters, for ZeRO.
+    """
     state_is_whole = False
-    """True if each rank keeps the whole state instead of only its shards'."""
+    """True if each rank keeps the whole state instead of only its own shard."""
     shares_work = False
-    """True if ranks with replicas of the parameters share the work of an update (`Muon.copies`)."""
+    """True if ranks with parameter replicas share the work of an update (`Muon.copies`)."""
     runs_from_disk = False
-    """True if it is tested with its state on disk, as in DeepSpeed's NVMe offload."""
+    """True if the optimizer is tested with its state on NVMe, as in DeepSpeed's offload."""
     relative_learning_rate = 1.0
-    """Its usual peak learning rate relative to AdamW's."""
+    """Usual peak learning rate relative to AdamW's."""
     min_batch_factor = MIN_BATCH_FACTOR
-    """Minimum factor of that peak by the batch size; see `scaling_law_learning_rate`."""
+    """Minimum of the factor by which the batch size changes the peak learning rate; see
+    `scaling_law_learning_rate`.
+    """
     updates_in_bf16 = False
-    """True if the update uses bf16 under any precision, if the device has bf16 matmuls."""
+    """True if the update uses bf16 with any precision, provided that the device has bf16 matmuls."""
     clips_heads = False
-    """True if `optim.muon.qk_clip` may bound the attention logits after its update."""
+    """True if `optim.muon.qk_clip` may bound the attention logits after this optimizer's update."""
 
     Options = None
-    """Class of `optim.options`, a config.Section. None: no options."""
+    """Class for `optim.options`, a config.Section. None means that there are no options."""
 
     def options(self, settings: Optim) -> Any:
         """Returns `optim.options` with their defaults."""
@@ -152,11 +164,11 @@ class OptimizerSpec(ABC):
 
     @classmethod
     def auto_learning_rate(cls, parameters: float, tokens_per_step: float) -> float:
-        """Returns the peak learning rate of `learning_rate: auto`."""
+        """Returns the peak learning rate for `learning_rate: auto`."""
         return scaling_law_learning_rate(parameters, tokens_per_step, cls.relative_learning_rate, cls.min_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
-        """Lists why it can't train this model with these settings, or run on this device."""
+        """Lists the reasons why the optimizer can't train this model with these settings or run on this device."""
         return []
 
     @abstractmethod
@@ -167,16 +179,16 @@ class OptimizerSpec(ABC):
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns {name: shape} of a parameter's state after its first step; () for a scalar."""
+        """Returns {name: shape} for a parameter's state after its first step, with () for a scalar."""
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
-        """Moves saved state to its place: moments to their parameter's device, `step` to the CPU unless fused."""
+        """Moves saved state to the right device: the parameter's for moments, and the CPU for `step` unless fused."""
         if key == "step" and not group.get("fused"):
             return value.clone()
         return value.to(parameter.device, copy=True)
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
-        """Builds parameter groups: decaying ones, then the rest, each by learning rate, without empty groups."""
+        """Builds parameter groups: first those with weight decay, then the rest, each split by learning rate."""
         decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
         others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
         return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
@@ -184,9 +196,10 @@ class OptimizerSpec(ABC):
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
     ) -> list[dict]:
-        """Builds one group per scale of the learning rate.
+        """Builds one group per learning-rate scale.
 
-        Scales by width don't change the decay per step. A group's own learning rate does, like the run's.
+        A width-dependent scale doesn't change the decay per step. A group's own learning rate does change it, as the
+        run's learning rate does.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
@@ -200,7 +213,7 @@ class OptimizerSpec(ABC):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has the kernel."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has a fused kernel."""
 
     takes = ("whole", "sharded", "pieces")
     runs_from_disk = True
@@ -246,8 +259,8 @@ def optimizer_builder(
 
     Args:
         causal_lm: the whole model, on the meta device.
-        device_type: device of the optimizer; selects fused kernels.
-        loss_terms: loss terms' trained modules. Their parameter names start with "loss_terms.".
+        device_type: the optimizer's device, which determines if it uses fused kernels.
+        loss_terms: modules trained by the loss terms. Their parameter names start with "loss_terms.".
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate, loss_terms))
     if problems := spec.problems(settings, device_type):
@@ -256,7 +269,7 @@ def optimizer_builder(
 
 
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
-    """Lists why the recipe's optimizer can't train this model or run on this device."""
+    """Lists the reasons why the recipe's optimizer can't train this model or run on this device."""
     try:
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
@@ -276,12 +289,12 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:
-    """Returns the dtype of the updated parameters: fp32 master weights, or bf16 with stochastic rounding."""
+    """Returns the dtype of the updated parameters: fp32 for master weights, or bf16 with stochastic rounding."""
     return torch.bfloat16 if settings.stochastic_rounding else torch.float32
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Describes an optimizer: 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
+    """Describes an optimizer, as in 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
     inner = getattr(optimizer, "optimizer", optimizer)
     decayed = others = 0
     for group in inner.param_groups:
@@ -297,7 +310,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
 ) -> dict[str, torch.Tensor]:
-    """Returns {'<parameter>.<state>': tensor} of all optimizer state. Numbers become 0-dimensional tensors."""
+    """Returns {'<parameter>.<state>': tensor} for all optimizer state. Numbers become 0-dimensional tensors."""
     return {
         f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
         for parameter, state in optimizer.state.items()
@@ -313,13 +326,13 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping] | None = None,
 ) -> None:
-    """Loads saved state, bit for bit, into an optimizer before its first step.
+    """Loads saved state bit for bit into an optimizer before its first step.
 
-    Moments go to their parameter's device. `step` stays on the CPU unless a kernel needs it on the device. Before the
-    first update there is no state, and nothing is loaded. Raises InputError listing missing, unexpected or differently
-    shaped state, before changing anything.
+    Moments go to their parameter's device. `step` stays on the CPU unless a kernel needs it on the device. A
+    checkpoint from before the first update has no state, so nothing is loaded. Raises InputError before changing
+    anything if state is missing, unexpected or has the wrong shape.
 
-    groups: groups of the parameters with this state, if the strategy has replaced the optimizer's own.
+    groups: groups of the parameters with this state, if the strategy has replaced the optimizer's own groups.
     """
     if not tensors:
         return
@@ -332,7 +345,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # Checked first, because an optimizer with half of its state would silently keep training.
+    # We check first, because an optimizer with only half of its state would keep training silently.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
@@ -342,7 +355,7 @@ def load_optimizer_state(
 def check_state(
     optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises InputError listing missing, unexpected or differently shaped state."""
+    """Raises InputError that lists any state that is missing, unexpected or has the wrong shape."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
@@ -356,11 +369,11 @@ def check_state(
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the L2 norm of all gradients together, as an fp32 scalar (a DTensor if the gradients are).
+    """Returns the L2 norm of all gradients together as an fp32 scalar (a DTensor if the gradients are DTensors).
 
-    A CPU sums the squares of a large tensor sequentially in fp32. With 25 million elements, the error is 1e-3 and
-    depends on the sharding, so rows are reduced first. A GPU reduces in a tree, with few kernels for all tensors. The
-    dtype is explicit because norms of bf16 gradients would be bf16 too, with an error of 1%.
+    A CPU sums a large tensor's squares sequentially in fp32. With 25 million elements, the error is 1e-3 and depends
+    on the sharding, so we reduce rows first. A GPU reduces in a tree, with few kernels for all tensors. We set the
+    dtype because the norms of bf16 gradients would otherwise be in bf16, with an error of 1%.
     """
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":
@@ -375,12 +388,12 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of a tensor, as a plain tensor with the same storage."""
+    """Returns this rank's shard as a plain tensor with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of unsharded state. State with another shape than the parameter's isn't sharded."""
+    """Returns this rank's shard of unsharded state. State isn't sharded if its shape differs from the parameter's."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     from pretrain.optim.tiles import local_part
@@ -390,7 +403,7 @@ def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Wraps this rank's shard of a tensor of this shape with the parameter's placements, if it has any."""
+    """Wraps this rank's shard of a tensor with this shape in the parameter's placements, if it has any."""
     if not isinstance(parameter, DTensor):
         return local
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

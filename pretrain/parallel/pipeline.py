@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
 
-The schedules are those of torch.distributed.pipelining. One call of the model runs a whole schedule, forward and
-backward, so the loop does not change. See docs/pipelines.md.
+The schedules come from torch.distributed.pipelining. One model call runs a whole schedule, forward and backward, so
+the training loop doesn't change. See docs/pipelines.md.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem,
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Assignment of stages to ranks, as one of torch's schedules expects it."""
+    """Assignment of stages to ranks, as expected by one of torch's schedules."""
 
     stages_per_rank: int
     is_v: bool = False
     """True if the second half of the stages is assigned in reverse, so that rank 0 also has the last stage."""
     splits_backward: bool = False
-    """True if gradients of inputs and of weights are computed separately, to fill idle time (arXiv 2401.10241)."""
+    """True if input and weight gradients are computed separately, to fill idle time (arXiv 2401.10241)."""
 
     def owners(self, ranks: int) -> list[int]:
-        """Returns the rank, within the pipeline, of each stage."""
+        """Returns each stage's rank within the pipeline."""
         if self.is_v:
             return [*range(ranks), *reversed(range(ranks))]
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
@@ -51,7 +51,7 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 
 
 class Pipeline(Dimension):
-    """Pipeline parallelism (pp) as a dimension: its checks. `MeshStrategy` cuts the model into stages."""
+    """Checks for the pipeline-parallel (pp) dimension of a mesh. `MeshStrategy` cuts the model into stages."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -81,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """torch's stage, except that it reduces gradients only in the last call of a step, and also runs forward only."""
+    """Extends torch's stage: it reduces gradients only in a step's last call, and can run forward only."""
 
     reduces = True
 
@@ -89,8 +89,8 @@ class ReducingStage(PipelineStage):
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # A schedule without a loss skips backward passes, but torch 2.13 still hands their gradients from stage to stage
-    # if a rank has two neighboring ones, as in ZBVZeroBubble, and its stages then raise AssertionError.
+    # A schedule without a loss skips backward passes. But if a rank has two neighboring stages, as in ZBVZeroBubble,
+    # torch 2.13 still passes gradients between them, and its stages raise AssertionError.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
@@ -100,15 +100,16 @@ class ReducingStage(PipelineStage):
 
 
 class PipelineModel(nn.Module):
-    """This rank's stages, called like the whole model, by all ranks of the pipeline with the same batch.
+    """This rank's stages, called like the whole model. All ranks in the pipeline call it with the same batch.
 
-    In training, a call also runs backward and adds the gradient of the micro-batch's mean loss / `micro_steps`. Until
-    a call that `reduces`, gradients are whole and differ between ranks. In evaluation it runs forward only. Returns
-    (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros elsewhere.
+    In training, a call also runs the backward pass, which adds the gradient of the micro-batch's mean loss /
+    `micro_steps`. Gradients stay unsharded and differ between ranks until a call with `reduces`. In evaluation, a call
+    only runs forward. The call returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros
+    on all other ranks.
 
     Args:
         stages: this rank's stages by number.
-        owners: the rank, within the group, of every stage.
+        owners: each stage's rank within the group.
         microbatches: number of pipeline microbatches into which a micro-batch is split.
         hidden_size: width of the hidden states between stages, which are sent in the stages' dtype.
     """
@@ -131,9 +132,9 @@ class PipelineModel(nn.Module):
         self.schedule_name = schedule
         self.microbatches = microbatches
         self.micro_steps = 1
-        """Divisor of the loss."""
+        """Divisor for the loss."""
         self.reduces = True
-        """Whether a call in training ends with a reduction of the gradients."""
+        """True if training calls end with a gradient reduction."""
         self.hidden_size = hidden_size
         self.hidden_dtype = next(iter(stages.values())).dtype
         self.group = group
@@ -141,7 +142,7 @@ class PipelineModel(nn.Module):
         self.rank = dist.get_rank(group)
         self.sequence_parts = sequence_parts
         self.schedules: dict[tuple[int, int, bool], tuple[Any, list[ReducingStage]]] = {}
-        """torch's schedules and their stages by (B, T, whether they also run backward)."""
+        """torch's schedules and their stages, by (B, T, True if they also run backward)."""
 
     @property
     def last_stage(self) -> Stage | None:
@@ -154,11 +155,12 @@ class PipelineModel(nn.Module):
         )
         for stage in self.stages:
             stage.begin(microbatches, self.micro_steps)
-        # Compiled layers compute all gradients at once: with a split backward pass they would compute them twice.
+        # A compiled layer always computes all of its gradients, so a split backward pass would compute them twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
-                # The loop gives all ranks of a pipeline the same seed, but stages must not drop the same elements.
+                # The training loop gives all of a pipeline's ranks the same seed, but stages must not drop the same
+                # elements.
                 seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
             self.run_schedule(input_ids_BT)
         if self.last_stage is None:
@@ -167,13 +169,13 @@ class PipelineModel(nn.Module):
         return self.last_stage.cross_entropy, self.last_stage.cross_entropy
 
     def compile(self, **options) -> None:
-        """Compiles each stage's part of the model, not the schedule."""
+        """Compiles each stage's part of the model, but not the schedule."""
         for stage in self.stages:
             stage.base.compile(**options)
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
         key = (*input_ids_BT.shape, self.training)
-        if self.training:  # torch's stages hold buffers for every microbatch: those of evaluation go when it ends
+        if self.training:  # torch's stages keep buffers for every microbatch, so we drop those from evaluation
             self.schedules = {other: built for other, built in self.schedules.items() if other[-1]}
         if key not in self.schedules:
             self.schedules[key] = self.build_schedule(*key)
@@ -185,9 +187,9 @@ class PipelineModel(nn.Module):
         schedule.step(*inputs, target=target, return_outputs=False)
 
     def build_schedule(self, batch: int, length: int, trains: bool) -> tuple[Any, list[ReducingStage]]:
-        """Builds torch's schedule and its stages for this shape. Given shapes save torch a trial run to find them.
+        """Builds torch's schedule and its stages for this shape. Without the shape, torch would need a trial run.
 
-        A schedule without a loss function runs forward only.
+        A schedule without a loss function only runs forward.
         """
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -215,17 +217,18 @@ class PipelineModel(nn.Module):
             stages[0] if one else stages,
             self.microbatches,
             loss_fn=output_as_loss if trains else None,
-            # It would also divide what earlier micro-steps accumulated, so the losses are weighted instead.
+            # torch would also divide the gradients accumulated in earlier micro-steps, so we weight the losses
+            # instead.
             scale_grads=False,
         )
         return schedule, stages
 
 
 def no_second_part() -> Callable[[], None]:
-    """Makes torch compute all gradients of a stage in its first backward part, and nothing in the second."""
+    """Makes torch compute all of a stage's gradients in the first part of a split backward pass."""
     return lambda: None
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the last stage's output, which is already the loss; torch needs a loss function to run backward."""
+    """Returns the last stage's output, which is already the loss. torch needs a loss function to run backward."""
     return output

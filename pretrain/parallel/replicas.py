@@ -1,8 +1,9 @@
-"""Compares replicas of the same weights on several ranks, bit by bit.
+"""Compares weight replicas on several ranks bit by bit.
 
-Replicas get the same updates and are never compared otherwise, so a flipped bit, a broken link or a kernel that sums
-in another order on one GPU goes unnoticed until the loss shows it. An exact integer digest of each tensor finds any
-changed bit. torch.hash_tensor XORs the elements, so it would miss swapped elements, or the same flip in two.
+Replicas get the same updates and are not compared anywhere else. A flipped bit, a broken link or a kernel that sums in
+a different order on one GPU would go unnoticed until the loss shows it. An exact integer digest of each tensor finds
+any changed bit. torch.hash_tensor XORs the elements, so it would miss swapped elements or the same flip in two
+elements.
 """
 
 from collections.abc import Sequence
@@ -11,22 +12,24 @@ import torch
 import torch.distributed as dist
 
 ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
-"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all its ranks)."""
+"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all
+ranks in the group)
+"""
 
 CHUNK = 2**22
-"""Elements digested at a time, which bounds memory: 32 MB for their products and 32 MB for the weights."""
+"""Number of elements to digest at a time. It bounds memory to 32 MB for the products and 32 MB for the weights."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""{bytes of an element: integer dtype of the same width}."""
+"""{bytes per element: integer dtype with the same width}"""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Lists the differences between replicas, the same list on all ranks; empty if all replicas are equal.
+    """Lists the differences between replicas, with the same result on all ranks. The list is empty if there are none.
 
-    Reads each tensor once and waits for the device. A collective call of all ranks, each with its own groups
+    Reads each tensor once and waits for the device. This is a collective call by all ranks, each with its own groups
     (see `Strategy.replicas`).
 
     Args:
-        device: device for exchanging digests, the strategy's own.
+        device: the strategy's device, used for exchanging digests.
     """
     found: list[str] = []
     for group, tensors in groups:
@@ -47,8 +50,9 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns a 64-bit digest of each tensor's bits, int64 of shape (tensors,), on `device`."""
-    # Random, so that changes of several elements do not cancel. Odd, so that a single one can't vanish modulo 2^64.
+    """Returns a 64-bit digest of each tensor's bits, as an int64 tensor of shape (tensors,) on `device`."""
+    # The weights are random, so that changes to several elements don't cancel, and odd, so that no single change
+    # vanishes modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
@@ -58,7 +62,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums the elements' bit patterns, weighted by position, modulo 2^64, which is exact in any order."""
+    """Sums the elements' bit patterns, weighted by position, modulo 2^64. The result is exact in any order."""
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):
@@ -67,7 +71,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Lists the differences, one line per tensor, naming ranks outside the majority, or all without a majority.
+    """Lists the differences, one line per tensor, with the ranks outside the majority, or all ranks if there is none.
 
     Args:
         digests: int64 of shape (ranks, tensors).

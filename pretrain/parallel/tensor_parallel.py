@@ -1,8 +1,8 @@
-"""Tensor parallelism: each rank holds a slice of every large matrix of the layers, and ranks sum partial results.
+"""Tensor parallelism: each rank holds a slice of every large matrix in the layers, and ranks sum partial results.
 
-It follows the model's own plan (transformers' base_model_tp_plan): a matrix split by columns needs no
-communication, and the next one, split by rows, needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053).
-Embedding, head and norms are replicated, and each rank computes the loss of its part of the tokens.
+It follows the model's own plan (transformers' base_model_tp_plan). A column-split matrix needs no communication. The
+row-split matrix after it needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding, head and
+norms are replicated, and each rank computes its share of the tokens' loss.
 """
 
 import copy
@@ -41,17 +41,17 @@ from pretrain.parallel.mesh_tiles import divided_axes
 from pretrain.parallel.replicas import ReplicaGroup
 
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
-"""{style: dimension of a linear layer's weight (outputs, inputs) that is split}."""
+"""{style: dimension along which a linear layer's weight (outputs, inputs) is split}"""
 SUMMED = "replicated_with_grad_allreduce"
-"""Style of a norm inside a split part: replicated, but each rank only has the gradient from its own heads."""
+"""Style for a norm inside a split part. It is replicated, but each rank has the gradient from only its own heads."""
 
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Matches names of a layer's stacked experts, modules and parameters; shared experts are plain matrices."""
+"""Matches names of a layer's stacked experts, both modules and parameters. Shared experts are plain matrices."""
 
 
 class TensorParallel(Dimension):
-    """Tensor parallelism (tp) as a dimension."""
+    """The tensor-parallel (tp) dimension of a mesh."""
 
     repeats_loss = True
 
@@ -97,9 +97,10 @@ class TensorParallel(Dimension):
             for parameter, name in name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        """Parameters that are whole on every rank, while each rank has only its share of their gradients."""
+        """Parameters that every rank holds whole, although it has only its share of their gradients."""
         if model.from_hidden_states:
-            # The gradient of a copied head is added to the embedding's, so each rank has a share of that too.
+            # The gradient of a copied head is added to the embedding's, so each rank has only a share of the
+            # embedding's gradient.
             head = causal_lm.get_output_embeddings()
             sharing = causal_lm.get_input_embeddings() if self.strategy.copying is head else head
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
@@ -108,12 +109,13 @@ class TensorParallel(Dimension):
             for parameter in name_of
             if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
         ]
-        """Parameters of which all ranks hold the same shard, or the whole."""
+        """Parameters with the same shard on all ranks, or unsharded."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
         self.strategy.sum_gradients(list(whole.values()), self.group)
-        # The others should be equal already, but GPU kernels may sum in any order, and replicas must not drift apart.
+        # In theory, all other gradients are already equal. But GPU kernels may sum in any order, and replicas must not
+        # drift apart.
         others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
         if others:
             torch._foreach_div_(others, self.strategy.sizes.tp)
@@ -124,19 +126,19 @@ class TensorParallel(Dimension):
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """Returns the model's own plan, {pattern of module names in the base model: style}; empty if it has none."""
+    """Returns the model's own plan, {pattern for module names in the base model: style}, or {} if it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """Returns the style for the module of this name; `*` in a pattern matches a layer's index."""
+    """Returns the style for the module with this name. `*` in a pattern matches a layer's index."""
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
 def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
-    """Returns why the model's plan or sizes do not allow `size` ranks, with what works; None if they do.
+    """Explains why the model's plan or sizes don't allow `size` ranks, with alternatives. Returns None if they do.
 
-    splits_experts: tp splits the experts as well, since no other dimension does.
+    splits_experts: tp also splits the experts, because no other dimension does.
     """
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
@@ -175,12 +177,12 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
 @once_per_config
 @one_thread()
 def input_problem(model_config: PreTrainedConfig) -> str | None:
-    """Returns why the model's code cannot be split as its plan says; None if it can.
+    """Explains why the model's code can't be split according to its plan, or returns None.
 
-    Matrices must be plain linear layers, and the tensor that `share_input` passes on must have no other uses: their
-    gradient would be summed over the ranks too. A small copy doubles the gradient at the place where tp would sum it,
-    and halves it at each column-split matrix; this changes gradients only if there are other uses. Raises InputError
-    as `reference_of` does.
+    Matrices must be plain linear layers, and the tensor passed on by `share_input` must have no other uses, because
+    their gradients would be summed over the ranks as well. To find other uses, a small copy doubles the gradient at
+    the place where tp would sum it, and halves it at each column-split matrix. Gradients change only if there are
+    other uses. Raises InputError as `reference_of` does.
     """
     model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
     styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
@@ -230,16 +232,17 @@ def split_unit(
     *,
     splits_experts: bool,
 ) -> None:
-    """Splits the matrices of `unit` that the plan names, and frees the whole ones.
+    """Splits the matrices of `unit` that are in the plan, and frees the whole matrices.
 
     splits_experts: as in `plan_problem`.
     """
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
-        return  # a tied head, whose weight is the embedding's
+        return  # a tied head uses the embedding's weight
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    # Parameters come first: functions that replace a module's forward pass read its parameters after splitting.
+    # Parameters come first, because functions that replace a module's forward pass read its parameters after
+    # splitting.
     names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]
     styles = {name: style for name in names if (style := style_of(f"{inside}.{name}", plan))}
     experts = {name: styles.pop(name) for name in list(styles) if EXPERTS.search(name)}
@@ -254,19 +257,19 @@ def split_unit(
 
 
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
-    """Gives a linear layer this rank's slice, and a forward pass on plain tensors.
+    """Replaces a linear layer's weights with this rank's slice, and makes its forward pass use plain tensors.
 
-    Parameters are DTensors, as fully_shard and checkpoints need them. The forward pass uses their local parts, because
-    dispatching an operator on DTensors takes several times as long on the CPU as the operator itself.
+    Parameters are DTensors because fully_shard and checkpoints need that. The forward pass uses their local parts,
+    because on the CPU, dispatching an operator on DTensors takes several times as long as the operator itself.
     """
     for name, parameter in list(linear.named_parameters()):
         is_whole = style == "rowwise" and name == "bias"
         placement = Replicate() if is_whole else Shard(MATRIX_DIMENSION[style] if name == "weight" else 0)
-        # Every rank has created the same whole matrices, so none has to be sent.
+        # Every rank has created the same whole matrices, so we don't need to send any.
         slice_ = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         setattr(linear, name, nn.Parameter(slice_, requires_grad=parameter.requires_grad))
-    # Methods, because torch.compile compares other callables by identity: it would compile every layer separately, and
-    # give up after the eighth.
+    # These must be methods. torch.compile compares other callables by identity, so it would compile every layer
+    # separately and give up after the eighth.
     linear.forward = MethodType(project if style == "colwise" else project_and_sum, linear)
     linear.tp_group_name = mesh.get_group().group_name
 
@@ -278,13 +281,13 @@ def project(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Multiplies by this rank's slice and sums the partial outputs over the ranks."""
+    """Multiplies by this rank's slice, and sums the partial outputs over the ranks."""
     out = Sum.apply(F.linear(x, linear.weight.to_local()), linear.tp_group_name)
     return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
 
 
 class Sum(torch.autograd.Function):
-    """Sums over the ranks of a group. The gradient, which is the same on all of them, passes unchanged."""
+    """Sums a tensor over a group's ranks. The gradient, which is equal on all ranks, passes through unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -296,7 +299,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """Identity on a tensor that all ranks of a group have. Its gradient is summed over the ranks' columns."""
+    """Returns a tensor that all ranks hold unchanged, and sums its gradient over the ranks' columns."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -309,28 +312,28 @@ class SumOfGradients(torch.autograd.Function):
 
 
 def with_scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Identity that multiplies the gradient by a factor."""
+    """Returns the tensor unchanged, and multiplies its gradient by a factor."""
     x = x.view_as(x)
     x.register_hook(lambda gradient: gradient * factor)
     return x
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    # The operator behind torch's functional collectives, whose module is private too; torch.compile supports it.
+    # This private operator is behind torch's functional collectives. torch.compile supports it.
     summed = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
     return torch.ops._c10d_functional.wait_tensor(summed)
 
 
 def parents_of_columns(styles: Mapping[str, str | None]) -> list[str]:
-    """Lists the names of modules that have column-split matrices as children."""
+    """Lists the names of modules with column-split matrices as children."""
     return sorted({name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"})
 
 
 def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
     """Passes a module's hidden states through one function for all of its column-split matrices.
 
-    Otherwise, each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
-    first, so that the gradient is sent in it. `input_problem` rejects models for which this would be wrong.
+    Without it, each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
+    first, so that the gradient is sent in that dtype. `input_problem` rejects models that this would break.
     """
 
     def replace_input(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -344,10 +347,10 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
 
 
 def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
-    """Makes each rank compute the loss of only its part of the tokens, although all ranks have all hidden states.
+    """Makes each rank compute the loss for only its part of the tokens, although all ranks have all hidden states.
 
-    The loss is then this rank's share, and so is the head's gradient; the cross-entropy is that of all tokens. Without
-    gradients, each rank computes all tokens, since validation records the loss of each one (`recording_losses`).
+    The loss and the head's gradient are then this rank's share, but the cross-entropy covers all tokens. Without
+    gradients, each rank computes all tokens, because validation records each token's loss (`recording_losses`).
     """
     whole_loss = model.loss_of_hidden
     ranks = dist.get_world_size(group)
@@ -364,7 +367,8 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
         return loss * share, cross_entropy
 
     def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
-        # Every rank looks up all tokens, and their gradients will be summed. A term's lookup is a share already.
+        # Every rank looks up all tokens, and the ranks' gradients will be summed. A loss term's lookup is already a
+        # share.
         if looked_up.requires_grad and module.weight.is_leaf:
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
@@ -376,14 +380,17 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's rows: equal parts in rank order; the last ones may be shorter or empty."""
+    """Returns this rank's rows.
+
+    Ranks have equal parts in rank order, except that the last ones may be shorter or empty.
+    """
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
     return x_N[start : start + rows]
 
 
 class PartOfRows(torch.autograd.Function):
-    """Selects `share_of` the hidden states, which every rank has; backward gathers the gradients of all rows."""
+    """Selects this rank's share of the hidden states (`share_of`). The backward pass gathers all rows' gradients."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -403,6 +410,6 @@ class PartOfRows(torch.autograd.Function):
 
 
 def sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums each tensor over the ranks of the group, all in one collective; NCCL copies nothing."""
+    """Sums each tensor over the group's ranks, in a single collective. NCCL needs no copies."""
     if tensors:
         group.allreduce_coalesced(tensors).wait()
