@@ -1,11 +1,12 @@
-"""Separates documents in mixers, layers that pass state from token to token without attention.
+"""Separates documents in mixers, which are layers that pass state from token to token without attention.
 
 Gated delta rules, state-space scans, short convolutions and recurrences start each row at zero and never look ahead.
-So tokens are gathered before the mixer into rows of one document each, padded at the end, and the outputs are gathered
-back. This is correct for any causal mixer with any kernel. Documents that differ in length by less than a factor of
-two share a call. The remaining ones share a call if their padding costs little.
+Before the mixer, we therefore gather tokens into rows with one document each, padded at the end. Afterwards, we gather
+the outputs back. This is correct for any causal mixer with any kernel. Documents that differ in length by less than a
+factor of two share a call. The remaining documents share a call if their padding costs little.
 
-Shapes: B windows, T positions, N = B x T tokens, R rows of a call, L their length, C cells (R x L of all calls).
+Shapes: B windows, T positions, N = B x T tokens, R rows in a call, L row length, C cells (R x L summed over all
+calls).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +22,11 @@ from transformers import PreTrainedModel
 from pretrain.model.compile import layers_of
 
 LITTLE = 1 / 16
-"""Padding, as a share of all tokens, that costs less than another call of a mixer."""
+"""Share of all tokens up to which padding costs less than another mixer call."""
 MAX_CELLS_PER_TOKEN = 2 + LITTLE
-"""Maximum cells per token."""
+"""Maximum number of cells per token."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe packed documents. Rows of one document don't need them."""
+"""Arguments that describe packed documents. Rows with a single document don't need them."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +34,21 @@ class DocumentRows:
     """Positions of each document's tokens in rows."""
 
     shapes: tuple[tuple[int, int], ...]
-    """(rows, length) of each call of a mixer."""
+    """(rows, length) for each mixer call."""
     tokens: Tensor
-    """Token (C,) in each cell, int64. Padding repeats a document's last token. Its outputs are ignored."""
+    """Token index (C,) for each cell, int64. Padding repeats a document's last token, and its outputs are ignored."""
     cells: Tensor
-    """Cell (N,) of each token, int64."""
+    """Cell index (N,) for each token, int64."""
     shape: tuple[int, int]
-    """(B, T)."""
+    """The micro-batch's shape (B, T)."""
 
     @classmethod
     def of(cls, cu_seq_lens: Tensor, shape: tuple[int, int], device: torch.device | str = "cpu") -> "DocumentRows":
-        """Sorts the documents by length.
+        """Sorts documents by length and assigns their tokens to rows.
 
         Args:
-            cu_seq_lens: cumulative lengths in CPU memory, see `attention.document_layout`.
-            device: device of the indices. A GPU copies them from pinned memory without waiting.
+            cu_seq_lens: cumulative lengths in CPU memory; see `attention.document_layout`.
+            device: device for the indices. A GPU copies them from pinned memory without waiting.
         """
         bounds = np.unique(cu_seq_lens.numpy())
         lengths = np.diff(bounds)
@@ -80,7 +81,7 @@ class DocumentRows:
         return cls(tuple(shapes), *(index.to(device, non_blocking=True) for index in indices), shape)
 
     def calls(self, arguments: Any) -> Iterator[Any]:
-        """Yields each call's arguments, with rows (R, L, ...) instead of tensors (B, T, ...) or (1, T, ...)."""
+        """Yields each call's arguments. Tensors (B, T, ...) or (1, T, ...) are replaced by rows (R, L, ...)."""
         first = 0
         for rows, length in self.shapes:
             index = self.tokens[first : first + rows * length]
@@ -102,7 +103,7 @@ class DocumentRows:
         return {self.shape, (1, self.shape[1])}
 
     def together(self, outputs: list[Any]) -> Any:
-        """Combines the outputs of all calls: (B, T, ...) from rows (R, L, ...). States become None."""
+        """Combines all calls' outputs, rows (R, L, ...), into (B, T, ...). States become None."""
         if isinstance(outputs[0], tuple | list):
             return type(outputs[0])(self.together(list(parts)) for parts in zip(*outputs, strict=True))
         if not all(
@@ -115,17 +116,17 @@ class DocumentRows:
 
 
 class Current:
-    """Rows of the current micro-batch, shared by a model's mixers."""
+    """The current micro-batch's rows, shared by a model's mixers."""
 
     given: DocumentRows | None = None
     rows: DocumentRows | None = None
 
 
 def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None:
-    """Makes the mixers of these classes compute each document separately if the model gets `document_rows`.
+    """Makes mixers of these classes process each document separately if the model receives `document_rows`.
 
-    Model and base model then accept this argument, a `DocumentRows`. A layer recomputed in the backward pass uses the
-    rows of the last forward pass, so only one micro-batch may be in flight.
+    The model and its base model then accept this argument, a `DocumentRows`. A layer recomputed in the backward pass
+    uses the rows from the last forward pass, so only one micro-batch may be in flight.
     """
     classes = set(classes)
     mixers = [child for layer in layers_of(model) for child in layer.children() if type(child).__name__ in classes]
@@ -134,7 +135,7 @@ def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None
 
 def _replace_forwards(model: PreTrainedModel, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Current:
     current = Current()
-    # Methods and attributes, because a copy of the model would share closures with the original.
+    # We use methods and attributes, because a copy of the model would share closures with the original.
     for module in modules:
         module.current_documents = current
         module.forward = MethodType(forward, module)
@@ -158,28 +159,28 @@ def _take(base_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[t
 
 @torch.compiler.disable  # its shapes change with every batch
 def in_rows(mixer: nn.Module, *args, **kwargs) -> Any:
-    """Computes the mixer's own forward pass on each document separately."""
+    """Runs the mixer's own forward pass on each document separately."""
     forward = type(mixer).forward
     rows = mixer.current_documents.rows
     if rows is None:
         return forward(mixer, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_SEGMENTS}
     if "attention_mask" in kwargs:
-        kwargs["attention_mask"] = None  # it has the window's positions, not the rows'
+        kwargs["attention_mask"] = None  # the mask covers the window's positions, not the rows'
     if not any(_has_tokens(value, rows) for value in (*args, *kwargs.values())):
         raise ValueError(f"{type(mixer).__name__} got no hidden states of {rows.shape}, the windows of its documents")
     return rows.together([forward(mixer, *a, **k) for a, k in rows.calls((args, kwargs))])
 
 
 LEAK = 1e-4
-"""Minimum relative change of a part's outputs for other documents that counts as a leak."""
+"""Minimum relative change in a part's outputs for other documents that counts as a leak."""
 
 
 def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, arguments: dict[str, Any]) -> set[str]:
-    """Names the classes of the layers' direct parts that mix documents despite `arguments`.
+    """Names the classes of the layers' direct children that mix documents despite `arguments`.
 
-    Each part is called again with another first document. Mixing parts then continue with separated documents, so that
-    later parts are found too. The model is changed permanently.
+    Each child is called a second time with a different first document. If it mixes documents, the pass continues with
+    separated documents, so that we also find later children. The model is changed permanently.
 
     Args:
         first: length of the first document.

@@ -1,7 +1,7 @@
-"""fp8 matmuls: torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
+"""fp8 matmuls, using torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
 
-Weights, optimizer and everything between the matmuls are the same as under bf16. Embedding and output head don't use
-fp8, because it hurts their matmuls most (Peng et al., arXiv 2310.18313).
+Weights, optimizer and everything between the matmuls are the same as with bf16. The embedding and the output head
+don't use fp8, because it hurts their matmuls most (Peng et al., arXiv 2310.18313).
 """
 
 import importlib.util
@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from pretrain.model.compile import layers_of
 
 SMALLEST_CAPABILITY = (8, 9)
-"""Minimum CUDA compute capability with fp8 matrix units: L4, L40, RTX 4090, H100 and newer."""
+"""Minimum CUDA compute capability with fp8 tensor cores: L4, L40, RTX 4090, H100 and newer."""
 SIZE_MULTIPLE = 16
-"""The fp8 kernels need matrix dimensions divisible by this. Other layers stay in bf16."""
+"""Divisor that the fp8 kernels require for matrix dimensions. All other layers stay in bf16."""
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Returns why 'cpu' or 'cuda' on this machine can't train in fp8, or None."""
+    """Explains why 'cpu' or 'cuda' on this machine can't train in fp8, or returns None."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "
@@ -31,7 +31,7 @@ def fp8_problem(device_type: str) -> str | None:
 
 
 def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
-    """Converts the blocks' linear layers to fp8, in place, under the same names. Returns their number.
+    """Converts the blocks' linear layers to fp8 in place, with unchanged names, and returns their number.
 
     The model may be on the meta device. emulate: simulate the rounding slowly without fp8 hardware, for tests.
     """
@@ -46,7 +46,7 @@ def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
 
 
 def fp8_layers(causal_lm: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Lists the linear layers inside the blocks that are supported by the fp8 kernels."""
+    """Lists the linear layers inside the blocks that the fp8 kernels support."""
     inside = [module for layer in layers_of(causal_lm) for module in layer.modules()]
     return [
         module

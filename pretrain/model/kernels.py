@@ -1,4 +1,4 @@
-"""Chooses FlashAttention 3 if it works, and lists a GPU run's kernels and unused faster ones."""
+"""Activates FlashAttention 3 if it works, and lists a GPU run's kernels and the faster ones it doesn't use."""
 
 import functools
 import importlib.metadata
@@ -23,7 +23,7 @@ from pretrain.model.model_config import first_line
 HOPPER = (9, 0)
 """Compute capability that FlashAttention 3 requires."""
 FLASH_3_TOLERANCE = 2e-2
-"""Maximum difference of two flash attentions due to bf16 or fp16 rounding, relative to the largest number."""
+"""Maximum difference between two flash attentions due to bf16 or fp16 rounding, relative to the largest value."""
 
 
 def prefer_flash_3(
@@ -31,7 +31,7 @@ def prefer_flash_3(
 ) -> str | None:
     """Makes varlen run FlashAttention 3 in this process if `attention: auto` chose varlen and it works here.
 
-    Returns None, or why it doesn't. Arguments as in `kernels_not_used`.
+    Returns None, or the reason why it doesn't. The arguments are the same as in `kernels_not_used`.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if requested != "auto" or attention != "groundwork_sdpa" or varlen:
@@ -43,15 +43,15 @@ def prefer_flash_3(
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic is true, but its backward pass is deterministic only for some head widths"
     width, _ = head_widths(model_config) or (64, 64)
-    return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # as `sdpa` pads it
+    return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # the width to which `sdpa` pads heads
 
 
 @functools.cache
 def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None:
-    """Makes torch run FlashAttention 3 and compares both on a small batch. Undoes it and returns the problem, if any.
+    """Makes torch run FlashAttention 3, and compares it with torch's own kernel on a small batch.
 
-    The package has its own versions and arguments, and may be built without heads of this width. Then the first step
-    would fail.
+    If that fails, undoes the change and returns the problem. The package has its own versions and arguments, and may
+    be built without heads of this width. Without this check, the first step would fail.
     """
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
@@ -63,14 +63,14 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
         if all(difference <= FLASH_3_TOLERANCE for difference in differences):
             return None
         problem = f"its results differ from torch's kernel by {max(differences):.2g}"
-    except Exception as error:  # a package built for another torch may fail in any way
+    except Exception as error:  # a package built for a different torch may fail in any way
         problem = f"fails here ({first_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
     return problem
 
 
 def _small_varlen(dtype: torch.dtype, width: int, device: str) -> list[torch.Tensor]:
-    """Returns output and gradients in fp32 for two segments, two empty ones, and grouped heads."""
+    """Returns the output and the gradients in fp32 for two segments, two empty ones, and grouped heads."""
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def kernels_used(
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> str:
-    """Names the kernels of a run on a GPU, with versions. Arguments as in `kernels_not_used`."""
+    """Names a GPU run's kernels, with versions. The arguments are the same as in `kernels_not_used`."""
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
         module, _ = FLASH_PACKAGES[name]
@@ -120,10 +120,10 @@ def kernels_not_used(
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> list[str]:
-    """Lists faster or possibly faster kernels on a GPU, and why this run does not use them.
+    """Lists GPU kernels that are or may be faster, with the reason why this run doesn't use them.
 
     Args:
-        requested: the recipe's `attention`.
+        requested: `attention` in the recipe.
         attention: the model's attention, one of `attention.candidates_of`.
         dtype: dtype of the matmuls.
     """
@@ -152,7 +152,7 @@ def kernels_not_used(
 
 
 def version_of(module: str) -> str:
-    """Returns the version of the package that provides a module; their names may differ."""
+    """Returns the version of the package that provides a module, which may have a different name."""
     packages = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(packages[0])

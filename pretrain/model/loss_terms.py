@@ -1,4 +1,4 @@
-"""Additional loss terms, each a class in an extension; see docs/own_loss.md.
+"""Additional loss terms, each defined by a class in an extension; see docs/own_loss.md.
 
 Shapes: B sequences, T positions, D hidden width, V vocabulary.
 """
@@ -22,34 +22,34 @@ from pretrain.registry import LOSS_TERMS
 
 
 class TermOptions(Section):
-    """Base of a term's `Options`."""
+    """Base class for a term's `Options`."""
 
     coefficient: float = 1.0
-    """Factor of the term in the loss."""
+    """Factor by which the term is multiplied in the loss."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A term's view of a micro-batch."""
+    """The part of a micro-batch that a term can use."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     hidden_BTD: Tensor
-    """Last hidden states, the head's input."""
+    """Last hidden states, which are the head's input."""
     documents_BT: Tensor
-    """Number of each token's document within its sequence, from 0; all 0 without document_mask."""
+    """Index of each token's document within its sequence, from 0. All indices are 0 without document_mask."""
     step: int
-    """Number of the step, from 0."""
+    """Step number, from 0."""
     head: "nn.Module | Shared"
     """Output head with a weight of shape (V, D)."""
     given_embedding: "nn.Module | Shared | None"
     """Result of `embedding`."""
     attention: Mapping[str, Any]
-    """The model's other arguments. Another transformers model separates the same documents with them."""
+    """The model's other arguments. With them, a different transformers model separates the same documents."""
     cap: float | None = None
-    """Cap of the model's logits, cap x tanh(logits / cap), or None."""
+    """Cap in cap x tanh(logits / cap), which the model applies to its logits, or None."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
-    """Converts between this rank's tokens and whole sequences."""
+    """Converter between this rank's tokens and whole sequences."""
 
     @property
     def embedding(self) -> "nn.Module | Shared":
@@ -59,15 +59,18 @@ class Seen:
         return self.given_embedding
 
     def whole(self, values_BT: Tensor) -> Tensor:
-        """Returns the values of whole sequences, given values (B, T, ...) for this rank's tokens."""
+        """Returns values for whole sequences, given values (B, T, ...) for this rank's tokens."""
         return self.sequences.whole(values_BT)
 
     def own(self, values_BT: Tensor) -> Tensor:
-        """Returns the values for this rank's tokens, given values of whole sequences."""
+        """Returns values for this rank's tokens, given values for whole sequences."""
         return self.sequences.own(values_BT)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (..., V) logits of hidden states (..., D). Pass a few rows at a time, because all may not fit."""
+        """Returns logits (..., V) for hidden states (..., D).
+
+        Pass a few rows at a time, because all logits may not fit.
+        """
         logits = F.linear(hidden, self.head.weight, getattr(self.head, "bias", None))
         return logits if self.cap is None else self.cap * (logits.float() / self.cap).tanh()
 
@@ -85,7 +88,7 @@ class Sequences:
 class Shared:
     """The model's head or embedding, for a term that several ranks compute for the same tokens.
 
-    The gradients of its parameters are summed over these ranks, so each rank contributes its share.
+    Gradients of its parameters are summed over these ranks, so each rank contributes only its share.
     """
 
     def __init__(self, module: nn.Module, ranks: int):
@@ -108,7 +111,7 @@ class Shared:
 
 
 class LossTerm(ABC):
-    """Loss term: a sum over tokens.
+    """A loss term, which is a sum over tokens.
 
     Register a subclass in `registry.LOSS_TERMS`. Its nested class `Options` declares its settings. Its trained
     parameters are in `module`; it has no other state.
@@ -116,10 +119,12 @@ class LossTerm(ABC):
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention. Then the
-    term also supports cp, which gives a rank only a part of each sequence."""
+    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention.
+
+    The term can then run with cp, which gives a rank only a part of each sequence.
+    """
     embeds = False
-    """True if the term uses `seen.embedding`. Then a pipeline's last stage has it too."""
+    """True if the term uses `seen.embedding`. A pipeline's last stage then also has the embedding."""
 
     def __init__(self, options: TermOptions, model_config: PreTrainedConfig):
         self.options = options
@@ -128,24 +133,27 @@ class LossTerm(ABC):
         """Module built by `module`."""
 
     def module(self) -> nn.Module | None:
-        """Builds the term's trained module, on the CPU in fp32, with random numbers from the run's seed.
+        """Builds the term's trained module on the CPU in fp32, with random numbers from the run's seed.
 
-        Each of its parameters must have a gradient in every step.
+        All of its parameters must have a gradient in every step.
         """
         return None
 
     @classmethod
     def has_parameters(cls) -> bool:
-        """Tells if terms of this class have trained parameters."""
+        """Returns True if terms of this class have trained parameters."""
         return cls.module is not LossTerm.module
 
     @abstractmethod
     def __call__(self, seen: Seen) -> Tensor:
-        """Returns the term of each token (B, T), or their sum. It is divided by all tokens of the step."""
+        """Returns each token's term (B, T), or the sum over tokens.
+
+        It is divided by the number of tokens in the step.
+        """
 
 
 class LossTerms:
-    """A run's terms, and their means since the last log."""
+    """A run's loss terms, and their means since the last log."""
 
     def __init__(self, settings: Loss, model_config: PreTrainedConfig, *, seed: int, dtype: torch.dtype):
         self.terms: dict[str, LossTerm] = {}
@@ -157,7 +165,7 @@ class LossTerms:
             self.terms[name] = term
             if made.has_parameters():
                 with torch.random.fork_rng(devices=[]):
-                    # One seed per term, so that its weights don't depend on other terms.
+                    # Each term has its own seed, so that its weights don't depend on other terms.
                     torch.default_generator.manual_seed(module_seed(seed, f"loss_terms.{name}"))
                     term.trained = self.trained[name] = term.module()
                 for parameter in term.trained.parameters():  # buffers, such as rotary tables, must not be rounded
@@ -172,7 +180,7 @@ class LossTerms:
         self.step = 0
         self.sequences = Sequences()
         self.ranks = 1
-        """Ranks that compute the terms of the same tokens, and sum their gradients of the head."""
+        """Number of ranks that compute the terms for the same tokens, and sum their head gradients."""
         self._sums: Tensor | None = None
 
     def add(
@@ -184,16 +192,16 @@ class LossTerms:
         embedding: nn.Module | None,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Returns the sum of all terms x their coefficients, per token of this rank."""
+        """Returns the sum of all terms times their coefficients, per token on this rank."""
         is_tied = embedding is not None and embedding.weight is head.weight
         shown = [Shared(each, self.ranks) if self.ranks > 1 else each for each in (head, embedding)]
-        if not (self.embeds and is_tied):  # an untied embedding's gradient is already whole on every rank
+        if not (self.embeds and is_tied):  # an untied embedding's gradient is already complete on every rank
             shown[1] = embedding if self.embeds else None
         documents_BT = self.documents(arguments.get("position_ids"), targets_BT)
         seen = Seen(
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
-        # All micro-batches of a step have the same number of tokens, so their mean is the step's mean.
+        # All micro-batches in a step have the same number of tokens, so the mean of their means is the step's mean.
         means = [
             _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
         ]
@@ -202,14 +210,14 @@ class LossTerms:
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
 
     def documents(self, positions_BT: Tensor | None, like_BT: Tensor) -> Tensor:
-        """Returns the number of each token's document within its whole sequence."""
+        """Returns each token's document index within its whole sequence."""
         if positions_BT is None:
             return torch.zeros_like(like_BT)
         starts_BT = self.sequences.whole((positions_BT == 0).long())
         return self.sequences.own((starts_BT.cumsum(dim=1) - 1).clamp(min=0)).expand_as(like_BT)
 
     def figures(self, strategy: Any) -> dict[str, float]:
-        """Returns {'loss_NAME': mean over all ranks since the last call}, before coefficients. Collective."""
+        """Returns {'loss_NAME': mean over all ranks since the last call}, without coefficients (a collective call)."""
         known = torch.zeros(len(self.terms) + 1, device=strategy.device) if self._sums is None else self._sums.float()
         *sums, count = strategy.sum(known).tolist()
         self._sums = None
@@ -217,7 +225,7 @@ class LossTerms:
 
 
 def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
-    """Validates a term's result. Raises InputError unless it is a tensor with one number per token, or a scalar."""
+    """Validates a term's result. Raises InputError unless it is a tensor with one value per token, or a scalar."""
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -228,9 +236,9 @@ def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
-    """Lists why the terms don't run under the launched strategy or with these settings.
+    """Lists reasons why the terms don't run with the launched strategy or these settings.
 
-    scales_width: True if optim.parametrization sets the learning rate of each model parameter.
+    scales_width: True if optim.parametrization sets each model parameter's learning rate.
     """
     if not settings.terms:
         return []

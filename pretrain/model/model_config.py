@@ -1,7 +1,7 @@
 """Reads and verifies a model's configuration, because transformers ignores unknown keys.
 
-In transformers, `{"model_type": "llama", "hiden_size": 512}` silently gives a model 4,096 wide. Here such a key is an
-error, reported with all other problems of the file.
+In transformers, `{"model_type": "llama", "hiden_size": 512}` silently creates a model with a width of 4,096. Here, an
+unknown key is an error, reported together with all other problems in the file.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES, place_of
 
-# Keys outside the dataclass fields that transformers reads from a file.
+# Keys that transformers reads from a file although they aren't dataclass fields.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
-# Flat spellings that transformers moves into rope_parameters.
+# Flat keys that transformers moves into rope_parameters.
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 FLAT_IN_ROPE = ("rope_theta", "partial_rotary_factor")
 # Examples for messages.
@@ -48,21 +48,24 @@ LARGEST = (
     (r"(?:size|dim|rank|width|inner|_embd|d_model|dff?)$", 1 << 20, "numbers in a vector"),
     (r"", 10**9, "of anything"),
 )
-"""(keys, largest value, unit). The first matching pattern counts. The largest known models have some 130 layers,
-128 heads, 16,384 experts, 300,000 tokens, 110,000 numbers in a vector, 10 million positions."""
+"""(keys, largest value, unit).
+
+The first matching pattern counts. The largest known models have about 130 layers, 128 heads, 16,384 experts, 300,000
+tokens, 110,000 numbers in a vector and 10 million positions.
+"""
 NUMBER_RULES = (
     (r"drop", lambda value: 0 <= value < 1, "a probability from 0 to below 1"),
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number above 0 and below 1, such as 1e-6"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number from 0, such as 0.02"),
 )
-"""(pattern of a key's name, check of a number, description of allowed numbers)."""
+"""(pattern for a key's name, check for a number, description of allowed numbers)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
 POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 MAX_DEPTH = 20
-"""Maximum nesting of lists and objects."""
+"""Maximum nesting depth of lists and objects."""
 
 
 def load_model_config(
@@ -72,16 +75,17 @@ def load_model_config(
     vocabulary_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedConfig:
-    """Returns the configuration of a model given as a .json file, as a folder with config.json, or as a Hub ID.
+    """Returns the configuration for a model, given a .json file, a folder with config.json, or a Hub ID.
 
-    A .json file is verified key by key. Missing special-token IDs are None instead of the class's defaults, which
-    belong to another tokenizer. A folder or Hub ID was written by a library, often an older one with other keys, and
-    isn't verified. No weights are read. Raises InputError listing all problems.
+    A .json file is verified key by key. If special-token IDs are missing, they are None instead of the class's
+    defaults, which belong to a different tokenizer. A folder or Hub ID isn't verified, because a library wrote it, and
+    older ones use different keys. No weights are read. Raises InputError that lists all problems.
 
     Args:
-        changes: {key: new value}, verified like the keys of a .json file. Objects are merged.
-        vocabulary_size: token IDs in the data. If the model's vocabulary follows the data (`follows_the_data`), it is
-        `padded_vocabulary` of this. None, without data: the file's value or the class's default.
+        changes: {key: new value}, verified in the same way as the keys in a .json file. Objects are merged.
+        vocabulary_size: number of token IDs in the data. If the model's vocabulary follows the data (see
+            `follows_the_data`), it is `padded_vocabulary` of this number. None means that there is no data, so it is the
+            file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions
@@ -121,7 +125,7 @@ def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -
 
 
 def register_code_of(name_or_path: str) -> None:
-    """Registers a model's own code, so that it is found like the library's models."""
+    """Registers a model's own code, so that it's found in the same way as the library's models."""
     from pretrain.model.own_code import own_keys_of, register_folder
 
     path = Path(name_or_path)
@@ -138,7 +142,10 @@ def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, A
 
 
 def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
-    """Returns 'rope_theta 500,000, rope_type default'; empty for a model without them."""
+    """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default'.
+
+    Returns '' for a model without them.
+    """
     shown = {
         key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
     }
@@ -146,7 +153,7 @@ def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
 
 
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
-    """Tells if the data determines a model's vocabulary: vocab_size is missing or auto.
+    """Returns True if the data determines a model's vocabulary size, because vocab_size is missing or auto.
 
     transformers always writes vocab_size, so a file without it was written by hand.
     """
@@ -157,7 +164,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
-    """Rounds up token IDs to a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
+    """Rounds up the number of token IDs to a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
     multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
     return -(-vocabulary_size // multiple) * multiple
 
@@ -181,14 +188,14 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys with the changes applied. Aliases of a key count as the same."""
+    """Returns the keys with the changes applied. A key's aliases count as the same key."""
     names = config_class.attribute_map
     changed = dict(keys)
     for key, value in changes.items():
         for other in [name for name in changed if names.get(name, name) == names.get(key, key) and name != key]:
             del changed[other]
         rope = changed.get("rope_parameters")
-        if key in FLAT_IN_ROPE and isinstance(rope, dict):  # transformers then ignores the flat spelling
+        if key in FLAT_IN_ROPE and isinstance(rope, dict):  # transformers would ignore the flat key
             changed["rope_parameters"] = {**rope, key: value}
         else:
             changed[key] = _merged(changed.get(key), value)
@@ -202,7 +209,7 @@ def _merged(value: Any, change: Any) -> Any:
 
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
-    """Raises InputError for a multimodal model, naming its text part."""
+    """Raises InputError for a multimodal model, with the name of its text part."""
     try:
         text = config.get_text_config()
     except ValueError:  # several text parts
@@ -231,13 +238,13 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
 def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
-    """Builds the configuration from these keys, and verifies the `stated` ones, which were written by hand."""
+    """Builds the configuration from these keys, and verifies those in `stated`, which were written by hand."""
     if _depth(stated) > MAX_DEPTH:  # the checks below recurse
         raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} deep, which no model needs")
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
-    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd), so check the class's own.
+    # transformers accepts standard names instead of a class's own names (hidden_size for GPT-2's n_embd).
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
@@ -253,7 +260,7 @@ def _checked_config(
         keys.setdefault(token, None)
     try:
         config = config_class.from_dict(keys)
-    except Exception as error:  # a class's own code may raise anything for unexpected values
+    except Exception as error:  # a class's own code may raise any error for unexpected values
         reason = error.__cause__ or error
         raise InputError(f"{where}: {config_class.__name__} rejects it: {described(reason)}") from error
     # Some models read head_dim without falling back to the usual default.
@@ -331,7 +338,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
 
 @functools.cache
 def model_source(config_class: type[PreTrainedConfig]) -> str:
-    """Returns the source of the module with the class's causal language model; empty if unreadable."""
+    """Returns the source of the module with the class's causal language model, or '' if it's unreadable."""
     try:
         return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
     except (ImportError, OSError, TypeError, ValueError, KeyError):
@@ -339,14 +346,14 @@ def model_source(config_class: type[PreTrainedConfig]) -> str:
 
 
 def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Finds keys read by the model but not declared by the class, such as Qwen3-MoE's head_dim."""
+    """Finds keys that the model reads but the class doesn't declare, such as Qwen3-MoE's head_dim."""
     source = model_source(config_class)
     by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
     return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
 
 
 def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Tells if the model reads the key directly, without a default for an explicit null."""
+    """Returns True if the model reads the key directly, without a default for an explicit null."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
@@ -356,14 +363,14 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Formats an error of a library or of a model's own code (with its location) in one line."""
+    """Formats an error from a library or from a model's own code (with its location) as one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
 
 
 def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
-    """Returns 'num_hidden_layers 2, now 4' for all differing keys that describe the model."""
+    """Describes how the keys of two models differ, as in 'num_hidden_layers 2, now 4'."""
     if type(earlier) is not type(now):
         return f"model_type {earlier.model_type}, now {now.model_type}"
     names = sorted(_own_fields(type(now)) - {"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -374,14 +381,14 @@ def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """A configuration's key: a field of transformers 5's classes, or an argument of an older class's `__init__`."""
+    """A configuration key: a field in transformers 5's classes, or an `__init__` argument in older classes."""
 
     type: Any
     default: Any
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
-    """Returns {key: type and default} for all keys of a configuration class."""
+    """Returns {key: type and default} for all keys in a configuration class."""
     fields = {field.name: ConfigField(field.type, field.default) for field in dataclasses.fields(config_class)}
     for kind in reversed(config_class.__mro__):
         own = kind.__dict__.get("__init__")
@@ -396,12 +403,12 @@ def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Returns the keys that describe the model: those that a class adds to the general ones."""
+    """Returns the keys that describe the model: those that a class adds to the general keys."""
     return fields_of(config_class).keys() - fields_of(PreTrainedConfig).keys()
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """Checks a value's type against the class's annotations. Returns the problem or None."""
+    """Checks a value's type against the class's annotations. Returns the problem, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
         return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
@@ -417,7 +424,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
-    """Lists impossible shapes among values of the right type, by the standard names of transformers."""
+    """Lists impossible shapes among values with the right type, under transformers' standard names."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
@@ -448,10 +455,10 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
 
 
 def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Lists the problems of the values in a model's JSON, except rotary positions.
+    """Lists problems with the values in a model's JSON, except rotary positions.
 
     Args:
-        defaults: defaults of the class's keys. If one is an activation or negative, the key accepts such values.
+        defaults: the class's default values. A key accepts activations or negative numbers if its default is one.
     """
     problems = []
     for path, value in _numbers(keys):
@@ -468,7 +475,9 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
 
 
 def _number_problems(path: str, value: float, default: Any) -> list[str]:
-    """Lists the problems of one number; path: 'rope_parameters.factor' for a number within an object."""
+    """Lists problems with one number. path: dotted if the number is inside an object, as in
+    'rope_parameters.factor'.
+    """
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
         example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
@@ -487,9 +496,9 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 
 
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
-    """Lists the problems of rotary positions, given as one object or one per kind of layer.
+    """Lists problems with rotary positions, given as one object or one per kind of layer.
 
-    has_keys: True if the class declares rope_parameters, so their keys are known. transformers checks nested ones.
+    has_keys: True if the class declares rope_parameters, so their keys are known. transformers checks nested objects.
     """
     known = {*RopeParameters.__annotations__, "type"}
     problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
@@ -527,7 +536,10 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (dotted path, number) for every number in nested objects and lists. A list's numbers have its path."""
+    """Yields (dotted path, number) for every number in nested objects and lists.
+
+    Numbers in a list have the list's path.
+    """
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _numbers(value, f"{path}.{key}" if path else str(key))

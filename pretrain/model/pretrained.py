@@ -19,17 +19,17 @@ from pretrain.model.routers import as_buffers
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens of an extended tokenizer. Each is initialized with the mean of the old tokens of the same text."""
+    """Tokens added to a tokenizer. Each is initialized with the mean of the old tokens that make up its text."""
 
     first: int
-    """First new ID. Smaller ones are the model's own."""
+    """First new ID. Smaller IDs belong to the original model."""
     parts: list[list[int]]
-    """IDs of each new token's text in the model's own tokenizer."""
+    """IDs for each new token's text in the original tokenizer."""
     rows: int
-    """Rows of the extended embedding, including padding."""
+    """Number of rows in the extended embedding, including padding."""
 
     def extend(self, old: torch.Tensor) -> torch.Tensor:
-        """Returns an embedding, head or its bias, (tokens, ...), with rows for the new tokens.
+        """Adds rows for the new tokens to an embedding, a head or its bias, (tokens, ...).
 
         Padding beyond the old rows is initialized with the mean of all tokens.
         """
@@ -41,11 +41,11 @@ class NewTokens:
 
 
 TensorPlaces = dict[str, tuple[Path, str]]
-"""{name of a tensor, or of each of its published pieces: (file, name in it)}"""
+"""{name of a tensor, or of each of its published pieces: (file, name in the file)}"""
 
 
 class PretrainedTensors:
-    """Weights of a folder or Hub ID, under the training model's names, always in fp32."""
+    """Weights from a folder or Hub ID, under the training model's names and always in fp32."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class PretrainedTensors:
         self._of_vocabulary = vocabulary_tensors(names.meta_model) if new_tokens else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor into its own CPU memory. Integers keep their type."""
+        """Reads a tensor into newly allocated CPU memory. Integers keep their type."""
         tensor = self._found(name)
         if name in self._of_vocabulary:
             return self._new_tokens.extend(tensor.to(torch.float32))
-        # Always copied, because safetensors returns a view of the memory-mapped file.
+        # We always copy, because safetensors returns a view of the memory-mapped file.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
@@ -76,9 +76,9 @@ class PretrainedTensors:
         return tensors[name] if name in tensors else self._names.join(name, tensors.pop)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Loads the weights of the module called `unit` inside `causal_lm`, which is on the meta device.
+        """Loads the weights for the module called `unit` inside `causal_lm`, which is on the meta device.
 
-        Unsaved buffers (rotary tables) are computed. `tie_weights` handles tied parameters.
+        Buffers that aren't saved (rotary tables) are computed. `tie_weights` handles tied parameters.
         """
         root = causal_lm.get_submodule(unit)
         values: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -89,11 +89,12 @@ class PretrainedTensors:
                     tensor = self.read(prefix + key)
                     values.append((module, key, tensor))
                     parameter = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                    parameter._is_hf_initialized = True  # transformers' initializers skip it
+                    parameter._is_hf_initialized = True  # transformers' initializers skip marked parameters
                     setattr(module, key, parameter)
-        initialize_module(causal_lm, unit, seed=0)  # for buffers missing in files
+        initialize_module(causal_lm, unit, seed=0)  # for buffers missing in the files
         for module, key, tensor in values:
-            # Set again, because an initializer outside transformers may have overwritten it despite the mark.
+            # An initializer outside transformers may have overwritten the values despite the mark, so we set them
+            # again.
             setattr(module, key, nn.Parameter(tensor, requires_grad=module._parameters[key].requires_grad))
         for name, buffer in root.named_buffers(prefix=unit):
             if name in self._places:
@@ -101,20 +102,20 @@ class PretrainedTensors:
 
 
 class TensorsInMemory(PretrainedTensors):
-    """Weights in a dict of CPU tensors. Reading removes each, so a full second copy never exists."""
+    """Weights in a dict of CPU tensors. Reading a tensor removes it, so there is never a full second copy."""
 
     def _found(self, name: str) -> torch.Tensor:
         return self._places.pop(name)
 
 
 class LoadedModel:
-    """A whole model of the same architecture on the CPU. Its tensors are moved to the training model."""
+    """A whole model with the same architecture on the CPU. Its tensors are moved to the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Moves the parameters and buffers of the module called `unit` into the same module of `causal_lm`."""
+        """Moves the parameters and buffers in the module called `unit` to the same module in `causal_lm`."""
         source = self._model.get_submodule(unit)
         for name, module in causal_lm.get_submodule(unit).named_modules():
             twin = source.get_submodule(name)
@@ -125,7 +126,7 @@ class LoadedModel:
 
 
 def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns {name: parameter} of a model's embedding and head, with a row per token."""
+    """Returns {name: parameter} for a model's embedding and head, which have one row per token."""
     modules = [
         module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
     ]
@@ -136,8 +137,8 @@ def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Loads a pretrained model from a folder or the Hub, always with fp32 master weights.
 
-    Only safetensors are read, because the older pickle format can execute code on load. Raises InputError for a
-    missing model, missing weights, or an unsupported attention.
+    It only reads safetensors, because loading the older pickle format can execute code. Raises InputError if the model
+    or some of its weights are missing, or if its attention isn't supported.
     """
     if name_or_path.endswith(".json"):
         raise InputError(
@@ -174,10 +175,10 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
-    """Opens the weights of a folder or a Hub ID. Loads the whole model if its files need conversion.
+    """Opens the weights in a folder or Hub ID, and loads the whole model if its files need conversion.
 
-    This is the case if transformers merges several kinds of tensors on loading (except separately saved experts, which
-    are joined here). Then every rank holds the whole model until its own part is built. new_tokens: tokens added to
+    That happens if transformers merges several kinds of tensors while loading, except for separately saved experts,
+    which we join here. Every rank then holds the whole model until its own part is built. new_tokens: tokens added to
     the vocabulary. Raises InputError as `load_pretrained` does.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
@@ -192,7 +193,7 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError if a local folder has no weights, or damaged ones."""
+    """Raises InputError if a local folder's weights are missing or damaged."""
     if name_or_path.endswith(".json"):
         raise InputError(
             f"init: pretrained, but model: {name_or_path} is a JSON without weights; give a model's folder or "
@@ -203,11 +204,11 @@ def find_weights(name_or_path: str) -> None:
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """Returns {name in the file: file} for all tensors of a folder or Hub ID; {} without safetensors.
+    """Returns {name in the file: file} for all tensors in a folder or Hub ID, or {} if it has no safetensors.
 
-    Raises InputError for a damaged file.
+    Raises InputError if a file is damaged.
     """
-    # Private, because cached_file has no public way to return None for a missing file.
+    # cached_file has no public way to return None for a missing file.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)
@@ -218,7 +219,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
         else:
             paths = [Path(single)] if single else []
     except OSError:
-        return {}  # load_pretrained reports the problem
+        return {}  # load_pretrained reports this problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{index}: is not a valid index of weights ({type(error).__name__}: {error}); restore the file"
@@ -236,7 +237,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
 def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
     """Finds the model's tensors in the files, with or without the base model's prefix.
 
-    Returns None if a parameter is missing or has another shape.
+    Returns None if a parameter is missing or has the wrong shape.
     """
     meta_model = names.meta_model
     shapes = shapes_in_files(files.values())

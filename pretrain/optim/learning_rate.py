@@ -31,7 +31,7 @@ DECAYING = ("cosine", "linear", "wsd", "infinite")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate of one run. Raises InputError for phases longer than the run."""
+    """A run's learning-rate schedule. Raises InputError if its phases are longer than the run."""
 
     name: str
     """Key in SCHEDULES."""
