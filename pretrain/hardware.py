@@ -1,4 +1,4 @@
-"""Reports the machine's peak arithmetic rates (for MFU), memory and cores."""
+"""Measures the machine's peak FLOP/s (for MFU), and reports its memory and cores."""
 
 import ctypes
 import os
@@ -23,15 +23,15 @@ DEVICE_FILE = Path("/dev/nvidia0")
 """Device file of NVIDIA's driver on Linux."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""{precision: dtype of the activations}."""
+"""{precision: dtype of the activations}"""
 
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
-"""Values of ONEDNN_MAX_CPU_ISA for which oneDNN multiplies bf16 by converting it to fp32."""
+"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN converts bf16 to fp32 for matmuls."""
 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Returns why 'cpu' or 'cuda' emulates bf16 matmuls; None if the device has native instructions.
+    """Explains why 'cpu' or 'cuda' emulates bf16 matmuls. Returns None if the device has native instructions.
 
     ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matmuls to an older CPU's instructions, but
     torch.cpu's own checks ignore them.
@@ -41,7 +41,7 @@ def missing_bf16(device_type: str) -> str | None:
         return None if native else "this GPU has no bf16 instructions"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN for bf16 matmuls"
-    # Private, because torch has no public function for a CPU's instructions.
+    # torch has no public function for a CPU's instructions.
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
@@ -57,9 +57,10 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it; None if it isn't or is native.
+    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it. Returns None if it isn't, or is
+    native.
 
-    Uses small matrices on a CPU, because an emulated matmul of (1024, 1024) takes seconds.
+    On a CPU, it uses small matrices, because an emulated matmul of (1024, 1024) takes seconds.
     """
     reason = missing_bf16(device.type)
     if reason is None:
@@ -78,13 +79,13 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 
 
 MIN_CORES = 2
-"""Cores needed per process on a GPU: one for the loop, one for reading ahead, compiling and communicating."""
+"""Cores needed per GPU process: one for the training loop, and one for reading ahead, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
 """Linux's folder with one entry per InfiniBand or RoCE adapter."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
-    """Lists problems of this machine or container that slow down training on GPUs, with remedies."""
+    """Lists problems with this machine or container that slow down training on GPUs, with remedies."""
     if device.type != "cuda":
         return []
     found = [few_cores()]
@@ -96,7 +97,10 @@ def environment_warnings(device: torch.device) -> list[str]:
 
 
 def few_cores() -> str | None:
-    """Warns if this process has too few cores. Counts its bound cores, or its share of the machine's."""
+    """Warns if this process has too few cores.
+
+    Counts the cores it is bound to, or its share of the machine's cores.
+    """
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
     share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -129,9 +133,9 @@ def unused_infiniband() -> str | None:
 
 
 def unusable_gpu() -> str | None:
-    """Returns the problem if torch can't use an NVIDIA GPU, unless CUDA_VISIBLE_DEVICES hides it.
+    """Returns the problem if torch can't use an NVIDIA GPU, unless CUDA_VISIBLE_DEVICES hides the GPU.
 
-    Training would otherwise silently run on the CPU, a hundred times slower.
+    Without this check, training would silently run on the CPU, a hundred times slower.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return None
@@ -156,7 +160,7 @@ def unusable_gpu() -> str | None:
 
 
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's driver; None if missing or unreadable."""
+    """Returns the version of NVIDIA's driver, or None if it's missing or unreadable."""
     try:
         version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -165,14 +169,14 @@ def driver_version() -> str | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """Returns (peak FLOP/s in matmuls, source of the number). The peak of an unlisted GPU is None."""
+    """Returns (peak FLOP/s in matmuls, source of the number). The peak is None for a GPU that isn't listed."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if (gpu := gpu_called(name)) is None:
             return None, f"unknown peak of {name}"
         return gpu.bf16_flops, f"data sheet of {name}, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # emulated, the larger size takes seconds
+    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # if emulated, the larger size takes seconds
     flops = measured_matrix_flops(dtype, device, size=size)
     return flops, f"measured {dtype} matmul on {torch.get_num_threads()} threads"
 
@@ -185,9 +189,9 @@ def measured_matrix_flops(
     least_repeats: int = 5,
     least_seconds: float = 0.5,
 ) -> float:
-    """Measures the FLOP/s of the best (size, size) matmul within `least_seconds`, after a warm-up.
+    """Measures the FLOP/s of the fastest (size, size) matmul within `least_seconds`, after a warmup.
 
-    Takes the best one because the system may keep all threads on one core for the first tenth of a second.
+    It uses the fastest one because the system may keep all threads on one core for the first tenth of a second.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if a.is_cuda else lambda: None
@@ -214,7 +218,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """Describes the device, its memory, and for a GPU the driver and torch's CUDA."""
+    """Describes the device and its memory, and for a GPU also the driver and torch's CUDA version."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -227,7 +231,7 @@ def device_in_words(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Returns the memory of the GPU, or this process's share of the machine's."""
+    """Returns the GPU's memory, or this process's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -240,9 +244,9 @@ def available_cores() -> int:
 
 
 def use_all_cores() -> None:
-    """Shares the machine's cores among its processes. Launchers set a single thread per process.
+    """Divides the machine's cores among its processes, because launchers set a single thread per process.
 
-    Keeps a number set by the user: any number except 1, or 1 without a launcher.
+    It keeps a number that you set: any number except 1, or 1 without a launcher.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -251,18 +255,18 @@ def use_all_cores() -> None:
 
 
 def threads_beside(device: torch.device) -> str:
-    """Returns OMP_NUM_THREADS for a process next to training; 1 if training on this device uses the cores."""
+    """Returns OMP_NUM_THREADS for a process next to training. It is 1 if training on this device uses the cores."""
     return str(torch.get_num_threads()) if device.type == "cuda" else os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Seeds like torch.manual_seed, but saves 0.6 ms that it spends on stack traces without a GPU."""
+    """Sets the seed as torch.manual_seed does, but saves the 0.6 ms that it spends on stack traces without a GPU."""
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def compute_deterministically() -> None:
     """Makes torch use only deterministic kernels. An operator without one raises RuntimeError when called."""
-    # cuBLAS reads it for its first handle. With other workspaces, its sums depend on concurrent work.
+    # cuBLAS reads this variable for its first handle. With other workspaces, its sums depend on concurrent work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; nothing here reads uninitialized memory
@@ -270,9 +274,9 @@ def compute_deterministically() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory (on Linux only).
+    """Makes glibc keep freed memory (only on Linux).
 
-    A step on a CPU frees and allocates the same gigabyte again. Clearing its pages each time would take 4% of a step
+    On a CPU, each step frees and allocates the same gigabyte. Clearing its pages each time would take 4% of a step
     (docs/measurements_cpu.md).
     """
     allocator = ctypes.CDLL(None)

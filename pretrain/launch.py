@@ -39,20 +39,22 @@ ENDED_ON_PURPOSE = {
     EXIT_PREEMPTED,
     EXIT_INTERRUPTED,
 }
-"""Exit statuses after which a restart would fail again immediately."""
+"""Exit statuses after which a restarted run would fail again immediately."""
 
 SHUTDOWN_SECONDS = 300
-"""Time for which torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. The
-default of 30 s is too short for the checkpoint of a large model."""
+"""Seconds that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
+
+The default of 30 s is too short to save a large model's checkpoint.
+"""
 SHORTEST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Maximum pause before a restart. Pauses double after every short-lived start."""
+"""Maximum pause before a restart. The pause doubles after every short-lived start."""
 LONG_LIFE_SECONDS = 600.0
 """Lifetime after which the pause is reset."""
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs `accelerate launch` with these arguments. Returns the exit status of the script."""
+    """Runs `accelerate launch` with these arguments, and returns the script's exit status."""
     import torch.distributed.launcher.api
     import torch.distributed.run  # loads all of torchrun, including its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -70,14 +72,14 @@ def launch(arguments: list[str]) -> int:
     parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own default lacks SIGUSR1
     try:
         launch_command(parsed)
-    except subprocess.CalledProcessError as ended:  # one process
+    except subprocess.CalledProcessError as ended:  # with one process
         return status_of(ended.returncode)
     except ChildFailedError as failed:
         return status_of(failed.get_first_failure()[1].exitcode)
     except SignalException as asked:
         wait_for_the_rest(asked.sigval)
         return status_after(asked.sigval)
-    except ValueError as error:  # accelerate's own checks of its arguments and files
+    except ValueError as error:  # from accelerate's own checks of its arguments and files
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
@@ -94,16 +96,16 @@ def wait_for_checkpoints() -> None:
 
 
 def patient_agent() -> type:
-    """Returns torchrun's agent class, changed to not restart processes that ended on purpose."""
+    """Returns torchrun's agent class, changed so that it doesn't restart processes that ended on purpose."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        # Private, because torchrun restarts after any exit status and has no public hook before a restart. Its
-        # max_restarts is fixed when the agent starts.
+        # torchrun restarts after any exit status and has no public hook before a restart. Its max_restarts is fixed
+        # when the agent starts.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                # Processes terminated by torchrun after another one ended count as failures too.
+                # If one process ends and torchrun terminates the others, they also count as failures.
                 codes = {end.exitcode for end in result.failures.values()} - {-signal.SIGTERM}
                 if codes and codes <= ENDED_ON_PURPOSE:
                     self._remaining_restarts = 0
@@ -113,12 +115,12 @@ def patient_agent() -> type:
 
 
 def status_after(number: int) -> int:
-    """Returns the exit status of a run ended by a signal."""
+    """Returns the exit status for a run that was ended by a signal."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
-    """Returns a process's exit status. A process killed by a signal counts as crashed."""
+    """Returns a process's exit status. If a signal killed the process, it counts as crashed."""
     if code < 0:
         print(f"the run was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return CRASHED
@@ -126,7 +128,7 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """Forwards a second signal, which ended torchrun's wait, and returns after all processes have ended."""
+    """Forwards a second signal, which has ended torchrun's wait, and returns after all processes have ended."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -139,9 +141,10 @@ def pass_on(number: int) -> None:
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command, restarting it while it crashes or has to be continued. Returns its exit status.
+    """Runs a command, restarts it if it crashes or must be continued, and returns its exit status.
 
-    Doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash loop.
+    It doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash
+    loop.
     """
     pause = SHORTEST_PAUSE_SECONDS
     while True:
@@ -176,14 +179,14 @@ def ended(process: subprocess.Popen) -> int | None:
 
 
 HEARD: list[int] = []
-"""Signals received so far; any of them ends the run."""
+"""Signals received so far. Any of them ends the run."""
 
 
 def hear_signals(*, alone_ends: bool) -> None:
     """Records each signal and forwards it. A process without child processes ends immediately if `alone_ends`.
 
-    Used for a single process, for which accelerate only waits. With several, torchrun's handlers take over. The
-    terminal sends Ctrl-C to all processes. SIG_IGN would not work, because child processes inherit it.
+    This is for a single process, for which accelerate only waits. With several processes, torchrun's handlers take
+    over. The terminal sends Ctrl-C to all processes. SIG_IGN wouldn't work, because child processes inherit it.
     """
 
     def hear(number, _):

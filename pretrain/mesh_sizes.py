@@ -2,9 +2,10 @@
 
     pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, only for experts
 
-They are set as parallelism_config_X_size in the accelerate config, as options of the same name, or as environment
-variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables from its options and its config, except
-for pp and ep, which are read from the config here if they have no variable. `pretrain.launch` has all options.
+You can set them as parallelism_config_X_size in the accelerate config, as command-line options with this name, or as
+environment variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables from its options and its
+config, except for pp and ep. If these two have no variable, we read them from the config here. `pretrain.launch` has
+all options.
 """
 
 import math
@@ -18,14 +19,14 @@ from pretrain.errors import InputError
 
 
 class Row(NamedTuple):
-    """A row of DIMENSIONS."""
+    """A row in DIMENSIONS."""
 
     kind: str
     """Module and class that apply the dimension to a model; see pretrain/parallel/dimension.py."""
     reads: bool = False
-    """True if its ranks read different sequences."""
+    """True if the dimension's ranks read different sequences."""
     is_inner: bool = False
-    """True if it divides ranks of other dimensions, as ep divides those of dp_shard, cp and tp."""
+    """True if it divides other dimensions' ranks, as ep divides those of dp_shard, cp and tp."""
 
 
 DIMENSIONS: dict[str, Row] = {
@@ -36,17 +37,17 @@ DIMENSIONS: dict[str, Row] = {
     "tp": Row("pretrain.parallel.tensor_parallel:TensorParallel"),
     "ep": Row("pretrain.parallel.expert_parallel:ExpertParallel", is_inner=True),
 }
-"""Outermost first. tp is innermost, because neighboring ranks have the fastest links."""
+"""The dimensions, outermost first. tp is innermost, because neighboring ranks have the fastest links."""
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
 """Modules that launch processes."""
 DROPPED = ("pp", "ep")
-"""Sizes not supported by accelerate's launcher."""
+"""Sizes that accelerate's launcher doesn't support."""
 THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all remaining processes."""
 
 
 class Sizes:
-    """Number of ranks along each dimension, by position or name. The default is 1."""
+    """Number of ranks along each dimension, given by position or name. The default is 1."""
 
     pp: int
     dp_replicate: int
@@ -76,17 +77,19 @@ class Sizes:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that shard the dense parameters, including cp ranks, which are data parallel for parameters."""
+        """Number of ranks that shard the dense parameters, including cp ranks, which are data parallel
+        for parameters.
+        """
         return self.dp_shard * self.cp
 
     @property
     def batch(self) -> int:
-        """Ranks that read different sequences."""
+        """Number of ranks that read different sequences."""
         return math.prod(getattr(self, name) for name, row in DIMENSIONS.items() if row.reads)
 
     @property
     def efsdp(self) -> int:
-        """Ranks that shard the same experts."""
+        """Number of ranks that shard the same experts."""
         return self.fsdp * self.tp // self.ep
 
     def named(self) -> dict[str, int]:
@@ -100,7 +103,7 @@ def setting(dimension: str) -> str:
 
 
 def variable(dimension: str) -> str:
-    """Returns a size's environment variable."""
+    """Returns the name of a size's environment variable."""
     return f"PARALLELISM_CONFIG_{dimension.upper()}_SIZE"
 
 
@@ -114,9 +117,9 @@ def processes_launched() -> int:
 
 
 def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Splits a launcher's arguments into {dimension: size} not supported by accelerate, and the others.
+    """Splits a launcher's arguments into {dimension: size} for sizes that accelerate doesn't support, and the rest.
 
-    Stops at the first file ending in .py or --module, because the rest belongs to the script.
+    Stops at the first file ending in .py or at --module, because everything after it belongs to the script.
     """
     found: dict[str, str] = {}
     rest: list[str] = []
@@ -141,7 +144,7 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 def launcher_command() -> tuple[list[str], Path] | None:
     """Returns the arguments and folder of the `accelerate launch` that started this process, or None.
 
-    The launcher doesn't pass on its config's name or its command line, so they are read from the parent process.
+    The launcher passes on neither its config's name nor its command line, so we read them from the parent process.
     """
     import psutil
 
@@ -160,7 +163,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
 
 def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size} from the accelerate config, as text; {} if unreadable."""
+    """Returns {dimension: size} from the accelerate config as text, or {} if it's unreadable."""
     command = launcher_command()
     if command is None:
         return {}
@@ -172,12 +175,12 @@ def sizes_in_file() -> dict[str, str]:
     try:
         section = yaml.safe_load((folder / name).read_text(encoding="utf-8")).get("parallelism_config") or {}
     except (OSError, AttributeError, yaml.YAMLError):
-        return {}  # accelerate has already reported it
+        return {}  # accelerate has already reported the problem
     return {name: str(section[setting(name)]) for name in DIMENSIONS if setting(name) in section}
 
 
 def requested_sizes() -> dict[str, str]:
-    """Returns {dimension: size} from the launcher, as text, without sizes of 1."""
+    """Returns {dimension: size} from the launcher as text, without sizes of 1."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
     in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
@@ -189,9 +192,9 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises InputError listing invalid sizes and alternatives.
+    """Returns the size of every dimension. Raises InputError that lists invalid sizes and alternatives.
 
-    Remaining processes are sharded under `distributed_type: FSDP`, and replicated under `MULTI_GPU`.
+    Remaining processes shard the model with `distributed_type: FSDP`, and replicate it with `MULTI_GPU`.
     """
     processes = processes_launched()
     numbers, rest, problems = {}, [], []
@@ -205,7 +208,7 @@ def launched_sizes() -> Sizes:
     experts = numbers.pop("ep", None)
     all_for_experts = "ep" in rest
     rest = [name for name in rest if name != "ep"]
-    # accelerate's own configs have null for an open dp_shard.
+    # accelerate's own configs write null for an open dp_shard.
     if len(rest) > 1 and "dp_shard" in rest:
         rest.remove("dp_shard")
     if len(rest) > 1:

@@ -1,16 +1,16 @@
-"""Attention within documents, for packed windows of a token stream. No token attends to another document.
+"""Attention within documents, for packed windows from a token stream. No token attends to a different document.
 
 Every document in the stream is followed by the end-of-document ID, which serves as the first token of the next
-document's segment, like a BOS token. A segment begins at position 0 of a window and at every end-of-document token of
+document's segment, like a BOS token. A segment begins at position 0 in a window and at every end-of-document token in
 the input. So every position has a target (the opening token's target is the document's first token), none is masked,
 and every step has the same number of targets.
 
 transformers' models call the function registered under config._attn_implementation and pass on their keyword
-arguments. Names registered here have no mask function, so transformers doesn't build a (B, 1, T, T) mask from the
-restarting position_ids. Segments arrive as cumulative lengths instead, padded to a fixed size, which avoids
-both recompilation and waiting for the device.
+arguments. Names registered here have no mask function, so transformers doesn't build a (B, 1, T, T) mask from
+position_ids that restart. Instead, models receive segments as cumulative lengths. These are padded to a fixed size,
+which avoids both recompilation and waiting for the device.
 
-Shapes: B windows, T positions, H query heads, G key heads, E width of a head, S segments.
+Shapes: B windows, T positions, H query heads, G key heads, E head width, S segments.
 """
 
 import importlib.util
@@ -36,27 +36,30 @@ IGNORED = -100
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
 SEGMENTS_PER_WINDOW = 8
-"""Capacity of cu_seq_lens in segments per window. A batch with more doubles it, which recompiles compiled code once. A
-GPU kernel launches as many blocks for each segment, used or not, as for a whole window. A capacity for the worst case,
-or proportional to the window's length, would launch mostly idle blocks."""
+"""Capacity of cu_seq_lens in segments per window.
+
+A batch with more segments doubles it, which recompiles compiled code once. A GPU kernel launches as many blocks for
+each segment, used or not, as for a whole window. A capacity that covers the worst case or is proportional to the
+window's length would launch mostly idle blocks.
+"""
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""True if varlen attention accepts fewer key heads than query heads; torch 2.11's doesn't."""
+"""True if varlen attention accepts fewer key heads than query heads. torch 2.11 doesn't."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
-"""True if a compiled as_strided of a slice starts at the slice. On torch 2.11 it reads wrong numbers."""
+"""True if a compiled as_strided of a slice starts at the slice. With torch 2.11, it reads wrong values."""
 FLEX_BLOCK = 128
-"""Size of flex attention's blocks of queries and keys."""
+"""Number of queries, and of keys, in a flex attention block."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
-    """Returns the segments of a batch of windows, as CPU tensors.
+    """Returns the segments in a batch of windows, as CPU tensors.
 
-    These are position_ids (B, T) int64, which restart at each segment, and cu_seq_lens_q and cu_seq_lens_k, the same
-    int32 (S + 1,) cumulative lengths over the flattened batch, padded with B x T to a size that depends on B and T
-    (doubled until all segments fit).
+    The result has position_ids (B, T) int64, which restart at each segment, and identical cu_seq_lens_q and
+    cu_seq_lens_k, int32 (S + 1,). These are cumulative lengths over the flattened batch, padded with B x T to a size
+    that depends on B and T (doubled until all segments fit).
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
-    # A window usually starts mid-document; its first token still opens a segment.
+    # A window usually starts mid-document, but its first token still opens a segment.
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
@@ -73,10 +76,10 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
-    """Returns keyword arguments for a model on `device` with attn_implementation `attention` (`choose_attention`).
+    """Returns keyword arguments for a model on `device` whose attn_implementation is `attention` (`choose_attention`).
 
-    layout: see `document_layout`. A GPU copies it from pinned memory without waiting. For flex_attention, the block
-    mask is built here, once for all layers.
+    layout: see `document_layout`. A GPU copies it from pinned memory without waiting. For flex_attention, we build the
+    block mask here, once for all layers.
     """
     if classes_in_rows(attention):
         from pretrain.model.document_rows import DocumentRows
@@ -92,7 +95,8 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         return {"position_ids": position_ids}
     if "+mask" in attention:
         return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
-    # The window's length, because the longest segment's length changes from step to step and would recompile.
+    # We pass the window's length, because the longest segment's length changes from step to step and would cause
+    # recompilation.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
 
@@ -102,15 +106,15 @@ class HostBatch:
     """Micro-batch in CPU memory, pinned for a GPU so that the copy is asynchronous."""
 
     ids: Tensor
-    """Token IDs (B, T + 1) in the shards' integer type, 25% to 50% of the bytes of int64."""
+    """Token IDs (B, T + 1) in the shards' integer type, which takes 25% to 50% of the bytes of int64."""
     layout: Mapping[str, Tensor] | None
-    """Segments, see `document_layout`. None: attend over the whole window."""
+    """Segments; see `document_layout`. None means attention over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """Returns the model's arguments; see `model_inputs`."""
-        # Cast on the device, so that the copy moves only 2 or 4 bytes per token ID.
+        # Casting on the device means that the copy moves only 2 or 4 bytes per token ID.
         ids = self.ids.to(device, non_blocking=True).to(torch.int64)
-        targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() would not copy a single row
+        targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() wouldn't copy a single row
         if rows is not None:
             targets[rows:] = IGNORED
         arguments = attention_arguments(self.layout, attention, device) if self.layout is not None else {}
@@ -118,12 +122,12 @@ class HostBatch:
 
 
 def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
-    """Returns a batch of token IDs (B, T + 1), each row one `window`, for a model on `device`."""
+    """Returns a batch of token IDs (B, T + 1), one `window` per row, for a model on `device`."""
     layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
         return batch
-    # Copies from pageable memory are synchronous.
+    # Copies from pageable memory would be synchronous.
     pinned = {name: tensor.pin_memory() for name, tensor in layout.items()} if layout is not None else None
     return HostBatch(batch.ids.pin_memory(), pinned)
 
@@ -137,23 +141,23 @@ def model_inputs(
     attention: str,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the model's arguments, on its device, from token IDs (B, T + 1), each row one `window`.
+    """Returns the model's arguments on its device, from token IDs (B, T + 1) with one `window` per row.
 
     Args:
         attention: the model's attn_implementation, which determines the form of the document boundaries.
-        rows: number of leading rows that count. The other rows' targets are ignored. None: all rows count.
+        rows: number of leading rows that count. Targets in all other rows are ignored. None means that all rows count.
     """
     batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
     return batch.on_device(device, attention, rows)
 
 
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
-    """Returns the candidate implementations of a recipe's `attention`, fastest first.
+    """Returns candidate implementations for a recipe's `attention`, fastest first.
 
-    training/probe.py tests which of them an architecture computes correctly. This module's own support no soft caps,
-    sinks or position biases, and some models do not pass on the document boundaries. The fallbacks are transformers'
-    own: `sdpa` and `eager` build a dense mask from restarting position_ids. `+mask` passes this mask, for models that
-    ignore the positions, and `+masks(...)` passes one per kind of layer, with its window.
+    training/probe.py tests which of them an architecture computes correctly. This module's implementations don't
+    support soft caps, sinks or position biases, and some models don't pass on the document boundaries. The fallbacks
+    are transformers' own: `sdpa` and `eager` build a dense mask from position_ids that restart. `+mask` passes this
+    mask to models that ignore the positions, and `+masks(...)` passes one mask per kind of layer, with its window.
     """
     own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
@@ -168,14 +172,14 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
 
 
 def implementation_of(attention: str) -> str:
-    """Returns the attn_implementation of transformers behind one of `candidates_of`."""
+    """Returns transformers' attn_implementation for one of the names from `candidates_of`."""
     return attention.partition("+")[0]
 
 
 def with_rows(attention: str, classes: Collection[str]) -> str:
-    """Returns an attention's name with the mixer classes that compute each document separately.
+    """Adds the mixer classes that process each document separately to an attention's name.
 
-    See model/document_rows.py. Without classes, this is the attention's own name.
+    See model/document_rows.py. Without classes, the name doesn't change.
     """
     if not classes:
         return attention
@@ -183,22 +187,23 @@ def with_rows(attention: str, classes: Collection[str]) -> str:
 
 
 def classes_in_rows(attention: str) -> list[str]:
-    """Returns the classes given to `with_rows`; none for other attentions."""
+    """Returns the classes that were given to `with_rows`, or [] for other names."""
     classes = attention.partition("+rows(")[2]
     return classes.removesuffix(")").split(",") if classes else []
 
 
 def without_rows(attention: str) -> str:
-    """Returns the attention given to `with_rows`."""
+    """Returns the attention's name that was given to `with_rows`."""
     return attention.partition("+rows(")[0]
 
 
 def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:
     """Returns the attn_implementation for a requested attention.
 
-    auto is sdpa: on a CPU the operator of model/cpu_attention.py, on a GPU in half precision torch's varlen flash
-    attention, on a GPU in fp32 or older than Ampere a dense mask. Raises InputError, listing alternatives, if the
-    device, the dtype, a missing package or the windows (None: not checked) don't support the request.
+    auto is the same as sdpa. On a CPU, sdpa is the operator in model/cpu_attention.py. On a GPU in half precision, it
+    is torch's varlen flash attention, and on a GPU in fp32 or older than Ampere, it uses a dense mask. Raises
+    InputError, with alternatives, if the device, the dtype, a missing package or the windows (None: not checked) don't
+    support the request.
     """
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
@@ -210,14 +215,14 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
 
 
 FLASH_CAPABILITY = (8, 0)
-"""Minimum CUDA compute capability of flash attention's kernels: A100, RTX 3090 and newer."""
+"""Minimum CUDA compute capability for flash attention's kernels: A100, RTX 3090 and newer."""
 NEWEST_OF_FLASH_3 = (9, 0)
-"""FlashAttention 3 supports only Hopper; its kernels do not run on newer GPUs."""
+"""Newest compute capability with FlashAttention 3, which supports only Hopper."""
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
     "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
 }
-"""{attention: (module, how to install it)}."""
+"""{attention: (module, how to install it)}"""
 ATTENTION_NAMES = {
     "auto": "groundwork_sdpa",
     "sdpa": "groundwork_sdpa",
@@ -227,11 +232,13 @@ ATTENTION_NAMES = {
     "flash_attention_2": "groundwork_fa2",
     "flash_attention_3": "groundwork_fa3",
 }
-"""{a recipe's attention: the attn_implementation of transformers}."""
+"""{attention in a recipe: attn_implementation in transformers}"""
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Returns why an attention of ATTENTION_NAMES does not work here, as a phrase after its name, or None."""
+    """Explains why an attention in ATTENTION_NAMES doesn't work here, as a phrase that follows its name, or returns
+    None.
+    """
     if requested in ("auto", "sdpa", "eager"):
         return None
     if requested == "flex_attention":
@@ -252,14 +259,14 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
 
 
 WIDEST_OF_FLASH = 256
-"""Maximum width of a head in flash attention's kernels."""
+"""Maximum head width in flash attention's kernels."""
 WITHOUT_BACKWARD = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
-"""First and last GPU with too little shared memory for the backward pass of heads of width 193 to 224."""
+"""First and last GPU with too little shared memory for the backward pass with head widths from 193 to 224."""
 
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None, width: int) -> bool:
-    """Tells if this GPU runs torch's flash attention for heads of this width. T4 and V100 never do."""
+    """Returns True if this GPU runs torch's flash attention for heads of this width. T4 and V100 never do."""
     capability = torch.cuda.get_device_capability(device_index)
     is_small = any(first <= capability <= last for first, last in WITHOUT_BACKWARD)
     lacks_backward = is_small and 192 < width <= 224
@@ -267,7 +274,7 @@ def has_flash_kernels(device_index: int | None, width: int) -> bool:
 
 
 def why_not_flash(config: PreTrainedConfig) -> str | None:
-    """Returns why `sdpa` needs a dense mask for this model on a GPU with flash attention, or None."""
+    """Explains why `sdpa` needs a dense mask for this model on a GPU with flash attention, or returns None."""
     names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
     if any(isinstance(share := getattr(config, name, None), float) and share > 0 for name in names):
         return "supports no dropout, which this model's attention uses in training"
@@ -280,7 +287,7 @@ def why_not_flash(config: PreTrainedConfig) -> str | None:
 
 
 def head_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns the widths of a head's query and value, from the configuration's usual keys, or None."""
+    """Returns a head's query and value widths from the configuration's usual keys, or None."""
     width, hidden, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if not width and isinstance(hidden, int) and isinstance(heads, int):
         width = hidden // heads
@@ -301,17 +308,17 @@ def sdpa(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within segments, or over the whole window if there is no cu_seq_lens_q.
+    """Computes causal attention within segments, or over the whole window without cu_seq_lens_q.
 
-    Supports training, and generation without padding: attention_mask is passed only if it is already (B, 1, T, T).
-    Signature and result (B, T, H, E) follow transformers' attention interface.
+    Supports training, and generation without padding: attention_mask is only passed on if it is already (B, 1, T, T).
+    The signature and the result (B, T, H, E) follow transformers' attention interface.
     """
-    # Ignoring one of these would silently train a different model.
+    # Ignoring one of these arguments would silently train a different model.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length = query_BHTE.shape[2]
     keys = key_BGTE.shape[2]
-    # A window as long as the sequence masks nothing, but would rule out kernels without window support.
+    # A window as long as the sequence masks nothing, but it would rule out kernels without window support.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -324,13 +331,13 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # A single query is the newest generated token and sees every key. is_causal only fits square scores.
+    # A single query is the newest generated token, which attends to every key. is_causal only fits square scores.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
-        # Only torch's flash kernel supports grouped heads. The others fall back to (T, T) weights in memory.
+        # Only torch's flash kernel supports grouped heads. The other kernels fall back to (T, T) weights in memory.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
         is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
@@ -371,7 +378,7 @@ def eager(
 def flash_attention_2(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
-    """Computes `sdpa` with the package flash_attn, which also supports soft caps."""
+    """Computes `sdpa` with the flash_attn package, which also supports soft caps."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     return _flash(flash_attn_func, flash_attn_varlen_func, *tensors, dropout_p=dropout, **kwargs), None
@@ -380,7 +387,7 @@ def flash_attention_2(
 def flash_attention_3(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
-    """Computes `sdpa` with the package flash_attn_interface, which also supports soft caps, but no dropout."""
+    """Computes `sdpa` with the flash_attn_interface package, which also supports soft caps, but no dropout."""
     from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
     _refuse("flash_attention_3", ("dropout",), {"dropout": dropout or None})
@@ -389,7 +396,7 @@ def flash_attention_3(
 
 AttentionInterface.register("groundwork_sdpa", sdpa)
 AttentionInterface.register("groundwork_eager", eager)
-# The names must not contain "flash", because transformers would build position masks for them and wait for the device.
+# If the names contained "flash", transformers would build position masks for them and wait for the device.
 AttentionInterface.register("groundwork_fa2", flash_attention_2)
 AttentionInterface.register("groundwork_fa3", flash_attention_3)
 
@@ -404,7 +411,9 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
 
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Casts to one dtype, because autocast ignores custom operators, and a norm can leave query and key in fp32."""
+    """Casts to a common dtype, because autocast ignores custom operators, and a norm can leave query
+    and key in fp32.
+    """
     device_type = tensors[0].device.type
     in_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
@@ -412,7 +421,7 @@ def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
-    """Returns a boolean mask (B or 1, 1, T, keys), true where a query may attend; the queries are the last keys."""
+    """Returns a mask (B or 1, 1, T, keys), True if a query may attend to a key. The queries are the last keys."""
     batch, _, length, _ = query_BHTE.shape
     keys = key_BGTE.shape[2]
     key_position = torch.arange(keys, device=query_BHTE.device)
@@ -433,9 +442,10 @@ def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
 
 
 def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
-    """Returns (B, 1, T, T) masks in transformers' format: booleans for sdpa, numbers to add for eager.
+    """Returns (B, 1, T, T) masks in transformers' format: booleans for sdpa, and numbers to add for eager.
 
-    Returns one mask for all layers, or {kind of layer: mask} for the kinds in the attention's name (`candidates_of`).
+    The result is one mask for all layers, or {kind of layer: mask} for the kinds in the attention's name
+    (`candidates_of`).
     """
     implementation, _, form = attention.partition("+")
     segment_BT = segment_ids(cu_seq_lens, batch, length)
@@ -457,9 +467,9 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
 
 
 class _TokensFirst(torch.autograd.Function):
-    """Views (B, H, T, E) as (B x T, H, E), where the memory has heads within tokens.
+    """Views (B, H, T, E) as (B x T, H, E), if memory has heads within tokens.
 
-    Inductor gives a rotated query the strides that an as_strided of it has in Python. Before a view, it would put
+    Inductor gives a rotated query the strides that its as_strided has in Python. With a plain view, Inductor would put
     heads before tokens, and then copy them.
     """
 
@@ -477,8 +487,8 @@ class _TokensFirst(torch.autograd.Function):
 
 def _tokens_first(x_BHTE: Tensor) -> Tensor:
     """Returns (B x T, H, E), without a copy if possible."""
-    # Not for a slice, such as the keys in GPT-2's (B, T, 3 x H x E), because Inductor may lay out the whole tensor
-    # differently than Python, and as_strided would read other numbers.
+    # We exclude slices, such as the keys in GPT-2's (B, T, 3 x H x E), because Inductor may lay out the whole tensor
+    # differently from Python, and as_strided would then read the wrong values.
     if torch.compiler.is_compiling() and INDUCTOR_KEEPS_OFFSETS and x_BHTE.transpose(1, 2).is_contiguous():
         return _TokensFirst.apply(x_BHTE)
     return x_BHTE.transpose(1, 2).flatten(0, 1)
@@ -487,7 +497,7 @@ def _tokens_first(x_BHTE: Tensor) -> Tensor:
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     batch, heads, length, width = query_BHTE.shape
     if width % 8:
-        # torch pads for its own sdpa, but varlen_attn rejects other widths.
+        # torch pads for its own sdpa, but varlen_attn rejects widths that aren't a multiple of 8.
         scaling = width**-0.5 if scaling is None else scaling
         query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
     tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
@@ -517,15 +527,15 @@ def _flash(
     dropout_p: float | None = None,
     **kwargs,
 ) -> Tensor:
-    """Returns (B, T, H, F) from a package's functions for whole windows and for segments; F may be less than E."""
+    """Returns (B, T, H, F) from a package's functions for whole windows and for segments. F may be less than E."""
     _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
     tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
     batch, _, length, width = query_BHTE.shape
     value_width = value_BGTF.shape[-1]
-    # The kernels need values as wide as keys. The padding is removed below.
+    # The kernels need values that are as wide as the keys. The padding is removed below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
-    # Without this the backward pass uses atomic adds, whose order varies.
+    # Otherwise, the backward pass uses atomic adds, whose order varies.
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     if dropout_p is not None:
@@ -535,15 +545,15 @@ def _flash(
     else:
         tensors = [_tokens_first(x) for x in tensors]
         out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
-    out = out[0] if isinstance(out, tuple) else out  # early releases of FlashAttention 3 also return the logsumexp
+    out = out[0] if isinstance(out, tuple) else out  # early FlashAttention 3 releases also return the logsumexp
     return out.view(batch, length, -1, width)[..., :value_width]
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    """Builds create_block_mask's result without evaluating all (T, T) pairs in each micro-step.
+    """Builds the result of create_block_mask without evaluating all (T, T) pairs in each micro-step.
 
-    Segments are contiguous, so the first and last segments of a block of queries and of an earlier block of keys show
-    if the blocks share a segment (then some pairs count), or lie in the same one (then all do).
+    Segments are contiguous. To compare a block of queries with an earlier block of keys, we therefore only need each
+    block's first and last segment. If they share a segment, some pairs count. If both lie inside it, all pairs count.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -572,6 +582,8 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
 
 
 def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int32 (number of true entries in each row, their positions followed by the others')."""
+    """Returns int32 (number of True entries in each row, their positions followed by the positions of the other
+    entries).
+    """
     order = torch.argsort(is_in.to(torch.int8), dim=-1, descending=True, stable=True)
     return is_in.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

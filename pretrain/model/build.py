@@ -1,7 +1,7 @@
 """Builds models from configurations, counts parameters and FLOPs, and initializes the weights.
 
 Initial weights depend only on (configuration, seed). Every module has its own seed, so any part of a model can be
-initialized without the rest and is the same under every strategy (see `initialize_module`).
+initialized without the rest, and gets the same weights with every strategy (see `initialize_module`).
 """
 
 import copy
@@ -35,17 +35,19 @@ from pretrain.model.routers import as_buffers, inactive_parameters
 _Value = TypeVar("_Value")
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
-"""FLOPs per token. Only layers with attention count."""
+"""Formula for the FLOPs per token. Only layers with attention count."""
 NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
 
 
 def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
-    """Builds the model without storage: parameters and buffers on the meta device, in fp32, with tied parameters.
+    """Builds the model without storage: fp32 parameters and buffers on the meta device, with tied parameters.
 
-    padding_idx is cleared in every embedding. Packed training data has no padding, and torch.nn.Embedding initializes
-    that row to zero without a gradient, which would affect the end-of-document ID if it is also the padding ID.
-    attention None is the library's default: sdpa if the architecture supports it, otherwise eager. Raises InputError
-    if the model or the machine does not support the requested attention.
+    This clears padding_idx in every embedding, because packed training data has no padding. torch.nn.Embedding
+    initializes the padding row to zero without a gradient, which would affect the end-of-document ID if it is also the
+    padding ID.
+
+    attention: None means the library's default, which is sdpa if the architecture supports it, and otherwise eager.
+    Raises InputError if the model or the machine doesn't support the requested attention.
     """
     if attention is None:
         attention = library_attention(config)
@@ -53,7 +55,7 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **given)
-    except Exception as error:  # a model's own code may raise anything for unexpected values
+    except Exception as error:  # a model's own code may raise any error for unexpected values
         raise InputError(_building_problem(config, attention, error)) from error
     clear_padding(model)
     as_buffers(model)
@@ -64,14 +66,14 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
 
 
 def library_attention(config: PreTrainedConfig) -> str:
-    """Returns sdpa if the architecture's own code supports it, otherwise eager."""
+    """Returns sdpa if the architecture's own code supports it, and otherwise eager."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # Private, because transformers has no public flag for a class's supported attention.
+    # transformers has no public flag for the attentions that a class supports.
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
 def use_attention(model: PreTrainedModel, attention: str) -> None:
-    """Switches a built model to another attention (see `attention.candidates_of`)."""
+    """Switches a built model to a different attention (see `attention.candidates_of`)."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
     _use_rows(model, attention)
@@ -97,7 +99,7 @@ class KeyedConfig:
 
 
 def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[[PreTrainedConfig], _Value]:
-    """Caches the results of a function of a configuration by the configuration's content, up to 64 of them."""
+    """Caches a function's results by the content of the configuration, up to 64 of them."""
     cached = functools.lru_cache(maxsize=64)(lambda keyed: function(keyed.config))
 
     @functools.wraps(function)
@@ -109,7 +111,7 @@ def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[
 
 @dataclass(frozen=True)
 class _Counts:
-    """Counts of a model's parameters: all, in matmuls, and inactive."""
+    """Parameter counts for a model: all, those in matmuls, and inactive ones."""
 
     all: int
     in_matmuls: int
@@ -126,15 +128,15 @@ def _counts(config: PreTrainedConfig) -> _Counts:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters; a tied pair counts once."""
+    """Counts the parameters. A tied pair counts once."""
     return _counts(config).all
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
-    """Counts N of the 6N FLOPs per token: the parameters used in matmuls.
+    """Counts the parameters used in matmuls, which are N in the 6N FLOPs per token.
 
-    An embedding is a lookup, not a matmul, so it counts only if it is tied to the head (as in PaLM, arXiv 2204.02311,
-    appendix B). Learned positions, as in GPT-2, are a lookup too.
+    An embedding is a lookup, not a matmul, so it only counts if it's tied to the head (as in PaLM, arXiv 2204.02311,
+    appendix B). Learned positions, as in GPT-2, are also a lookup.
     """
     return _counts(config).in_matmuls
 
@@ -146,16 +148,16 @@ def active_parameters(config: PreTrainedConfig) -> int:
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
-    """Counts N of 6N: the active parameters used in matmuls (see `count_non_embedding_parameters`)."""
+    """Counts the active parameters used in matmuls, N in 6N (see `count_non_embedding_parameters`)."""
     counts = _counts(config)
     return counts.in_matmuls - counts.inactive
 
 
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
-    """Counts the FLOPs of forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), with active N.
+    """Counts the FLOPs in a forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), with active N.
 
     If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. In a hybrid
-    model, only layers with attention count. The other mixers' operations besides matmuls are ignored.
+    model, only layers with attention count. Operations other than matmuls in the other mixers are ignored.
     """
     attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
@@ -172,7 +174,7 @@ def attention_layers(config: PreTrainedConfig) -> int:
 
 
 def attention_width(config: PreTrainedConfig) -> float:
-    """Returns query heads x head width, which may differ from the hidden width (Qwen3); 0 without attention."""
+    """Returns query heads x head width, which may differ from the hidden width (Qwen3), or 0 without attention."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0.0 if heads is None else config.hidden_size
@@ -183,7 +185,7 @@ def attention_width(config: PreTrainedConfig) -> float:
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
-    """Names all parameters of nn.Embedding modules, with every name of tied ones (including the head's).
+    """Names all parameters in nn.Embedding modules, with every name of tied parameters (including the head's).
 
     Works for meta, whole and sharded models, because it checks the owner instead of the shape.
     """
@@ -199,9 +201,9 @@ def transposed_names(model: nn.Module) -> set[str]:
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
-    """Builds a model with new fp32 weights on the CPU, which depend only on (config, seed).
+    """Builds a model with new fp32 weights on the CPU. They depend only on (config, seed).
 
-    The global random state is neither read nor changed. Raises InputError as `build_meta_model` does.
+    The function neither reads nor changes the global random state. Raises InputError as `build_meta_model` does.
     """
     model = build_meta_model(config, attention=attention)
     initialize_module(model, "", seed=seed)
@@ -210,16 +212,16 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
 
 
 def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded: bool = False) -> None:
-    """Initializes the weights of the module called `name` inside `model` ("" is the whole model), and no others.
+    """Initializes only the weights in the module called `name` inside `model` ("" is the whole model).
 
-    Meta tensors are created on the CPU, and existing ones are written in place. The model's own `_init_weights`
-    initializes modules, children first, each with the seed (seed, module's name), so a block gets the same weights
-    alone as within the whole model. A module can be initialized alone if no ancestor's `_init_weights` writes into it:
-    a decoder layer, the embedding, the final norm, the head. (GPT-2's attention sets the weights of its c_proj, so
-    initialize the attention or its block, not the c_proj.) `model.tie_weights()` handles tied
-    parameters.
+    Meta tensors are created on the CPU, and existing tensors are written in place. The model's own `_init_weights`
+    initializes modules, children first, each with the seed (seed, module name). A block therefore gets the same
+    weights on its own as within the whole model. You can initialize a module separately if no ancestor's
+    `_init_weights` writes into it: a decoder layer, the embedding, the final norm or the head. (GPT-2's attention sets
+    its c_proj's weights, so initialize the attention or its block instead of the c_proj.) `model.tie_weights()`
+    handles tied parameters.
 
-    Random numbers are always drawn on the CPU, because other devices draw different ones from the same seed. Raises
+    Random numbers are always drawn on the CPU, because other devices draw different numbers from the same seed. Raises
     InputError if the architecture leaves a parameter or buffer without a value.
 
     is_loaded: parameters will be loaded later and stay NaN until then. Buffers get their values.
@@ -236,7 +238,8 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
                 if is_loaded and not module._buffers:  # otherwise a buffer's random numbers would differ
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = True  # private, as in `_run_initializer`
-                # One seed per module, so that its weights don't depend on which other modules are initialized here.
+                # Each module has its own seed, so its weights don't depend on which other modules are initialized
+                # here.
                 torch.default_generator.manual_seed(module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
@@ -248,7 +251,7 @@ class SavedWeights(Protocol):
     """Existing weights; see model/pretrained.py."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Gives the module called `unit` its weights on the CPU."""
+        """Loads the weights for the module called `unit` on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -257,18 +260,18 @@ class InitialWeights:
 
     seed: int
     pretrained: SavedWeights | None = None
-    """Weights to load. None: draw them from the seed."""
+    """Weights to load. None means that they are drawn from the seed."""
     dtype: torch.dtype = torch.float32
-    """Dtype of the parameters. Buffers keep theirs, because rotary tables must not be rounded."""
+    """Dtype of the parameters. Buffers keep their dtype, because rotary tables must not be rounded."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """{name of a parameter: factor} for weights drawn from the seed; see `width_roles`."""
+    """{parameter name: factor} for weights drawn from the seed; see `width_roles`."""
     are_loaded: bool = False
-    """True if a checkpoint is loaded next. Weights stay NaN until then, which takes a third of the time."""
+    """True if a checkpoint is loaded next. The weights stay NaN until then, which takes a third of the time."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Gives the module called `unit` inside `causal_lm`, which is on the meta device, its weights on the CPU.
+        """Fills in CPU weights for the module called `unit` inside `causal_lm`, which is on the meta device.
 
-        The values do not depend on the number or order of filled units. `unit` is one of `units_of(causal_lm)`, or ""
+        The values don't depend on the number or order of filled units. `unit` is one of `units_of(causal_lm)`, or ""
         for the whole model. Call `causal_lm.tie_weights()` after the last unit.
         """
         if self.pretrained is not None:
@@ -282,10 +285,11 @@ class InitialWeights:
 
 
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Names the separately buildable parts: each layer, then every module without layers, in the model's order.
+    """Names the parts that can be built separately: each layer, then every module without layers, in the model's
+    order.
 
-    Together they are the whole model. Raises InputError for parameters directly in the modules that contain the
-    layers.
+    Together, they make up the whole model. Raises InputError if a module that contains layers has parameters of its
+    own.
     """
     layers = set(layers_of(causal_lm))
     layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
@@ -299,7 +303,7 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
                 f"model: {type(causal_lm).__name__} has {own[0][0]} outside its layers{name and f', in {name}'}, so "
                 "strategies that build it layer by layer cannot run it; use ddp"
             )
-        # A module that contains layers can't be built alone, but its other children can.
+        # A module that contains layers can't be built separately, but its other children can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]
     return [*layer_names, *others]
@@ -308,18 +312,19 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
     """Writes the data's end-of-document ID into a base model's configuration.
 
-    Every document follows the ID that ended the previous one, so the ID opens and closes each text, and bos and eos
-    are the same, as in GPT-2. It is not set as the padding ID, because then it would never be learned (see
-    `build_meta_model`). Batched generation finds its padding ID in generation_config.json (see `save_model_metadata`).
+    Every document follows the ID that ended the previous one. The ID therefore opens and closes each document, and
+    serves as both bos and eos, as in GPT-2. It isn't set as the padding ID, because then it would never be learned
+    (see `build_meta_model`). Batched generation finds its padding ID in generation_config.json (see
+    `save_model_metadata`).
     """
     config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
-    """Lists the problems of training this model on token IDs 0 to vocabulary_size - 1.
+    """Lists problems with training this model on token IDs from 0 to vocabulary_size - 1.
 
-    has_weights: True for a pretrained model. Its vocabulary can only be extended.
+    has_weights: True for a pretrained model, whose vocabulary can only be extended.
     """
     if vocabulary_size <= config.vocab_size:
         return []
@@ -337,7 +342,10 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Describes the weights of two models that differ in shape or exist in only one; None if all match."""
+    """Describes the weights that differ in shape between two models or exist in only one.
+
+    Returns None if all match.
+    """
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -350,10 +358,11 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Writes a model folder except weights and tokenizer: config.json, generation_config.json, own code.
+    """Writes a model folder without weights and tokenizer: config.json, generation_config.json and the model's own
+    code.
 
-    A local architecture's file is copied next to config.json, with an auto_map for its classes. The default padding ID
-    of generation is the end-of-document ID.
+    A local architecture's file is copied next to config.json, with an auto_map for its classes. Generation's default
+    padding ID is the end-of-document ID.
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -362,7 +371,7 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
-    # Only classes with GenerationMixin have one.
+    # Only classes with GenerationMixin have a generation_config.
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     generation.bos_token_id = config.bos_token_id
     generation.eos_token_id = config.eos_token_id
@@ -372,7 +381,7 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
 
 
 def clear_padding(model: nn.Module) -> None:
-    """Makes every row of the embeddings trainable; see `build_meta_model`."""
+    """Makes every embedding row trainable; see `build_meta_model`."""
     for embedding in _embeddings(model):
         embedding.padding_idx = None
 
@@ -382,11 +391,10 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _embed_in_bf16(model: PreTrainedModel) -> None:
-    """Makes embeddings, and thus the residual stream, use bf16 under bf16 autocast.
+    """Makes embeddings, and thus the residual stream, use bf16 with bf16 autocast.
 
-    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, 25% more
-    memory traffic (docs/measurements_cpu.md). fp16 is excluded, because its largest number is
-    65,504.
+    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, with 25%
+    more memory traffic (docs/measurements_cpu.md). fp16 is excluded, because its largest number is 65,504.
     """
     for embedding in _embeddings(model):
         embedding.register_forward_hook(_in_bf16_of_autocast)
@@ -399,7 +407,7 @@ def _in_bf16_of_autocast(module: nn.Module, args: tuple, looked_up: Tensor) -> T
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
-    """Makes BLOOM's ALiBi ignore the document mask, because it would count positions in it as in a padding mask.
+    """Makes BLOOM's ALiBi ignore the document mask. Otherwise, it would count positions as in a padding mask.
 
     The biases are linear in the key's position and softmax ignores a constant offset, so all documents can share them.
     """
@@ -416,7 +424,7 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
 def _building_problem(config: PreTrainedConfig, attention: str, error: Exception) -> str:
     in_its_table = isinstance(error, KeyError) and error.args == (
         implementation_of(attention),
-    )  # of attention classes
+    )  # in the table of attention classes
     if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     if isinstance(error, ImportError | ValueError):
@@ -428,13 +436,13 @@ def _building_problem(config: PreTrainedConfig, attention: str, error: Exception
 
 
 def module_seed(seed: int, module_name: str) -> int:
-    """Returns a 63-bit seed for one module, hashed because streams of adjacent seeds may be correlated."""
+    """Returns a 63-bit seed for one module. It is hashed because adjacent seeds may give correlated random streams."""
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """Returns the innermost PreTrainedModel containing the module. Its `_init_weights` handles the module."""
+    """Returns the innermost PreTrainedModel that contains the module. Its `_init_weights` handles the module."""
     innermost = current = model
     for part in module_name.split(".") if module_name else ():
         current = getattr(current, part)
@@ -444,7 +452,7 @@ def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedM
 
 
 def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> None:
-    """Moves a module's own meta tensors to the CPU, filled with NaN so that missing values are detected later."""
+    """Moves a module's own meta tensors to the CPU, filled with NaN so that we can detect missing values later."""
     prefix = f"{module_name}." if module_name else ""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta and prefix + name not in tied_names:
@@ -459,7 +467,7 @@ def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> N
 def _run_initializer(
     initializing_model: PreTrainedModel, module: nn.Module, module_name: str, tied_names: set[str]
 ) -> None:
-    """Runs `_init_weights` on one module, skipping tied parameters, which another module initializes."""
+    """Runs `_init_weights` on one module, except for tied parameters, which a different module initializes."""
     prefix = f"{module_name}." if module_name else ""
     own = module.named_parameters(recurse=False)
     tied = [parameter for name, parameter in own if prefix + name in tied_names]

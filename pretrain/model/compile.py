@@ -1,4 +1,4 @@
-"""Compiles a model's layers, or sets up their recomputation, in place. Parameter names do not change."""
+"""Compiles a model's layers, or sets up activation checkpointing, in place. Parameter names don't change."""
 
 import importlib.util
 import math
@@ -19,28 +19,31 @@ from pretrain.config import MemoryBudget, RunConfig
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """Lists the model's blocks in order, by transformers' list of modules that must not be split."""
-    # Private, but transformers' only list of block classes; Accelerate uses it too.
+    """Lists the model's blocks in order, based on transformers' list of modules that must not be split."""
+    # This private attribute is transformers' only list of block classes. accelerate also uses it.
     names = set(causal_lm._no_split_modules or ())
-    # Base classes count too, because FSDP replaces a sharded module's class by a subclass with another name.
+    # Base classes also count, because FSDP replaces a sharded module's class with a subclass that has a different
+    # name.
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 LAYERS_COMPILED_WHOLE = 4
-"""Up to this many layers, compiling the whole model takes only a few seconds more than one layer."""
+"""Maximum number of layers for which compiling the whole model takes only a few seconds more
+than compiling one layer.
+"""
 
 
 def choose_compile(
     requested: str, causal_lm: PreTrainedModel, *, device_type: str, is_alone: bool, is_plain: bool
 ) -> str:
-    """Returns the mode of `compile_model` for the recipe's compile.
+    """Returns the mode for `compile_model`, given the recipe's compile setting.
 
-    auto is full for a few layers on a CPU, because calling each compiled layer separately costs 5% of a 1M model's
-    step (docs/measurements_cpu.md).
+    auto is full for a few layers on a CPU, because calling each compiled layer separately takes 5% of a 1M model's
+    step time (docs/measurements_cpu.md).
 
     Args:
         is_alone: True if a single process trains the model.
-        is_plain: True if nothing within its layers is counted or recomputed.
+        is_plain: True if nothing in the layers is counted or recomputed.
     """
     if requested != "auto":
         return requested
@@ -53,42 +56,43 @@ def compile_model(
 ) -> None:
     """Compiles in place. none: nothing. regional: each block, with one shared compilation. full: all of `model`.
 
-    Shapes are static. A batch of another shape is recompiled instead of running slower dynamic code.
+    Shapes are static. A batch with a different shape is recompiled instead of running slower dynamic code.
 
     Args:
         lengths: number of sequence lengths in the run. Each is compiled for training and for validation.
         memory_budget: share of the activations that each compiled graph keeps.
     """
-    # Documented, though its module has a private name. Layers are compiled later, in the first step.
+    # This setting is documented, although its module's name is private. Layers are compiled later, in the first step.
     functorch_config.activation_memory_budget = memory_budget
-    # Under tp, process groups are inputs of the graph. They hold no activations. Older torch doesn't measure them.
+    # With tp, process groups are inputs of the graph. They hold no activations, but torch measures them unless it's
+    # old.
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
-        # Beyond torch's limit of eight, layers would silently run uncompiled. Most share one compilation, unless a
-        # strategy gives each its own functions, as tensor parallel does for experts.
+        # Beyond torch's limit of eight, layers would silently run uncompiled. Most layers share one compilation,
+        # unless a strategy gives each of them its own functions, as tensor parallelism does for experts.
         most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
-            # These two classes use the tanh approximation. The exact GELU is unchanged.
+            # These two classes use the tanh approximation. The exact GELU doesn't change.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
-        # Dynamo would split each layer at every 25 MB of DDP's buckets, to overlap them with its backward pass. Layers
-        # overlap with each other anyway, and unsplit ones move 25% less memory (docs/measurements_cpu.md).
+        # To overlap DDP's buckets with a layer's backward pass, Dynamo would split the layer after every 25 MB. Layers
+        # overlap with each other anyway, and unsplit layers cause 25% less memory traffic (docs/measurements_cpu.md).
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
-            # Not layer.compile(), which would trace the hooks of FSDP and DeepSpeed, and break the graph.
+            # layer.compile() would trace the hooks of FSDP and DeepSpeed, and break the graph.
             layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
 
 
 def compiler_problems(requested: str, device_type: str) -> list[str]:
-    """Lists torch.compile's missing requirements on this machine for the recipe's compile, with remedies.
+    """Lists torch.compile's missing requirements on this machine for the recipe's compile setting, with remedies.
 
-    Otherwise the first compiled step would fail, after the model has been built.
+    Without this check, the first compiled step would fail, after the model has been built.
     """
     if requested == "none":
         return []
@@ -111,7 +115,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """Computes the tanh form of GELU with a sigmoid, because 1 + tanh(y) = 2 sigmoid(2 y).
+    """Computes GELU's tanh form with a sigmoid, because 1 + tanh(y) = 2 sigmoid(2 y).
 
     Compiled for a CPU, tanh takes three times as long as an exponential (docs/measurements_cpu.md).
     """
@@ -120,7 +124,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> list[str]:
-    """Lists why this model's activations can't be recomputed as requested."""
+    """Lists reasons why this model's activations can't be recomputed as requested."""
     mode = config.activation_checkpointing
     if mode == "none":
         return []
@@ -149,7 +153,7 @@ def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> lis
 
 
 def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Lists the dropouts in the model's layers with their probabilities, by the names of attributes."""
+    """Lists the dropouts in the model's layers by attribute name, with their probabilities."""
     found = set()
     for module in (module for layer in layers_of(causal_lm) for module in layer.modules()):
         own = {name: value for name, value in vars(module).items() if "drop" in name}
@@ -159,11 +163,11 @@ def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
 
 
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
-    """Sets up recomputation outside the compiler.
+    """Sets up activation recomputation outside the compiler.
 
     none: keep all activations. full: keep each block's input and recompute the rest. A share: recompute this share of
-    the blocks, rounded up and spread evenly, so that each pipeline stage has its part. `compile_model` sets a memory
-    budget.
+    the blocks, rounded up and spread evenly so that it also applies to each pipeline stage. If mode is a memory
+    budget, `compile_model` sets it.
     """
     if mode == "none" or isinstance(mode, MemoryBudget):
         return

@@ -1,13 +1,16 @@
-"""Causal attention within segments on a CPU: a custom operator that torch.compile does not trace, and plain matmuls,
-traced by torch.compile, for short windows.
+"""Causal attention within segments on a CPU.
 
-Segments of medium length are computed in blocks of queries with plain matmuls. Scores are in fp32, the rest is in the
-inputs' dtype, and the probabilities are kept for the backward pass. On two cores without AMX this takes about half the
-time of torch's flash kernel, which has a slow backward pass on a CPU in half precision. The kept probabilities grow
-with the square of the length, so long segments use the flash kernel. Short ones do too, because call overhead
-dominates. The limit for short segments depends on the dtype, and is the same with AVX2 and AVX-512.
+A custom operator, which torch.compile doesn't trace, handles most windows. For short windows, we use plain matmuls
+that torch.compile traces.
 
-Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads of one block.
+Segments of medium length are computed in blocks of queries with plain matmuls. The scores are in fp32 and everything
+else in the inputs' dtype, and the probabilities are kept for the backward pass. On two cores without AMX, this takes
+about half as long as torch's flash kernel, whose backward pass is slow on a CPU in half precision. The memory for the
+probabilities grows with the square of the length, so long segments use the flash kernel. Short segments also use it,
+because call overhead dominates. The limit for short segments depends on the dtype, and is the same with AVX2 and
+AVX-512.
+
+Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads in one block.
 """
 
 import functools
@@ -20,22 +23,24 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS = 48
 FP32_SHORTEST_IN_BLOCKS = 256
 LONGEST_IN_BLOCKS = 1024
-"""Range of segment lengths computed in blocks of queries (measured in docs/measurements_cpu.md)."""
+"""Range of segment lengths that are computed in blocks of queries (measured in docs/measurements_cpu.md)."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
-"""Maximum tokens of windows left to the compiler, if available (measured there too)."""
+"""Maximum window length in tokens that is left to the compiler, if available (also measured there)."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
-"""Bytes of fp32 scores in one block of queries, over the windows computed together. More overflows the caches, and
-less needs more calls."""
+"""Bytes of fp32 scores per block of queries, over all windows computed together.
+
+More bytes would overflow the caches, and fewer would need more calls.
+"""
 
 
 def attend(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns causal attention (B, H, T, E) within the segments of the B x T tokens, given by cu_seq_lens (S + 1,).
+    """Returns causal attention (B, H, T, E) within the segments given by cu_seq_lens (S + 1,).
 
-    cu_seq_lens None: each window is one segment.
+    If cu_seq_lens is None, each window is one segment.
     """
     if as_products(query_BHTE.dtype, query_BHTE.shape[2]):
         return attend_by_products(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling)
@@ -47,9 +52,9 @@ def attend(
 
 
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
-    """Tells if compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
+    """Returns True if compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
 
-    The flash kernel gains little from a second thread on short windows, and is called for each segment.
+    On short windows, the flash kernel gains little from a second thread, and needs one call per segment.
     """
     longest = HALF_LONGEST_AS_PRODUCTS if dtype in HALF_DTYPES else FP32_LONGEST_AS_PRODUCTS
     return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
@@ -60,7 +65,7 @@ def attend_by_products(
 ) -> Tensor:
     """Computes `attend` with operations that the compiler fuses, except the matmuls.
 
-    Scores are in fp32, the rest in the inputs' dtype.
+    The scores are in fp32, and everything else is in the inputs' dtype.
     """
     batch, heads, length, width = query_BHTE.shape
     scale = width**-0.5 if scaling is None else scaling
@@ -79,9 +84,9 @@ def attend_by_products(
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Tells if segments of this many tokens in this many windows are computed in blocks of queries.
+    """Returns True if segments of this length, in this many windows, are computed in blocks of queries.
 
-    In half precision torch's flash kernel is slow on every CPU; in fp32 it handles short segments well.
+    torch's flash kernel is slow in half precision on every CPU. In fp32, it handles short segments well.
     """
     if dtype not in HALF_DTYPES:
         return FP32_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS
@@ -89,13 +94,13 @@ def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 
 def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Tells if `attend` is faster than torch's own causal attention when each window is one segment."""
+    """Returns True if `attend` is faster than torch's own causal attention when each window is one segment."""
     own = in_blocks(dtype, windows, tokens) or as_products(dtype, tokens)
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """Lists (rows, positions) of the segments. Adjacent rows with one segment each are grouped."""
+    """Lists (rows, positions) for the segments. Adjacent rows that have only one segment each are grouped."""
     ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(ends):
@@ -111,7 +116,7 @@ def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slic
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
-    """Lists (rows, positions, whether in blocks of queries) in the order of computation."""
+    """Lists (rows, positions, True if in blocks of queries) in the order of computation."""
     batch, heads, length, _ = query_BHTE.shape
     parts = []
     for rows, positions in segments_of(cu_seq_lens, batch, length):
@@ -126,7 +131,7 @@ def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, s
 
 
 def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    """Returns fp32 for half precision unless the segment is long. It's faster, including conversions."""
+    """Returns fp32 for half precision, because it's faster even with the conversions, unless the segment is long."""
     is_long = positions.stop - positions.start > LONGEST_IN_BLOCKS
     return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
@@ -136,7 +141,7 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Probabilities:
-    """Probabilities of all blocks, concatenated in one tensor, in the order of computation."""
+    """Probabilities for all blocks, concatenated into one tensor in the order of computation."""
 
     def __init__(self, kept: Tensor):
         self._kept = kept
@@ -149,8 +154,10 @@ class _Probabilities:
 
 
 def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
-    """Allocates for the worst case, a segment as long as the window or the longest in blocks. Unwritten memory takes
-    no pages."""
+    """Allocates probabilities for the worst case, a segment as long as the window or as the longest one in blocks.
+
+    Memory that isn't written takes no pages.
+    """
     batch, heads, length, _ = query_BHTE.shape
     longest = min(length, LONGEST_IN_BLOCKS)
     keys = (longest + BLOCK_QUERIES) // 2 + 1
@@ -159,7 +166,7 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
 
 
 def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
-    """Copies some rows of (B, H or G, T, E) into (N, T, E), with key heads repeated for their query heads."""
+    """Copies some rows of (B, H or G, T, E) into (N, T, E), and repeats key heads for their query heads."""
     if x_RHTE.shape[1] == heads:
         return x_RHTE.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     return x_RHTE.repeat_interleave(heads // x_RHTE.shape[1], dim=1).flatten(0, 1)
@@ -167,14 +174,14 @@ def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
-    """Returns (Q, Q) to add to the scores of a block's last keys. masked_fill takes seven times as long."""
+    """Returns a (Q, Q) mask to add to the scores for a block's last keys. masked_fill takes seven times as long."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
 def _forward_in_blocks(
     out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities | None
 ) -> None:
-    """Writes the attention of some rows into out_RHTE."""
+    """Writes the attention output for some rows into out_RHTE."""
     rows, heads, length, _ = query_RHTE.shape
     score_dtype = _score_dtype(query_RHTE.dtype)
     query_NTE = _heads_together(query_RHTE, heads).to(score_dtype) * scale
@@ -204,13 +211,13 @@ def _backward_in_blocks(
     value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
     blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
-    for begin, end in reversed(blocks):  # the last block spans all keys, so it comes first and creates the sums
-        # Contiguous, because bmm copies a strided slice each time, and each is used twice.
+    for begin, end in reversed(blocks):  # the last block covers all keys, so it comes first and creates the sums
+        # Each tensor is used twice, and bmm would copy a strided slice each time.
         query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
-        # Private, but the only way to write a softmax's gradient in place.
+        # This private function is the only way to write a softmax's gradient in place.
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
         gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
@@ -232,9 +239,9 @@ def _backward_in_blocks(
 def _packed_attention(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (output (B, H, T, E), logsumexp (B, H, T) from the flash kernel, probabilities of blocks).
+    """Returns (output (B, H, T, E), logsumexp (B, H, T) from the flash kernel, probabilities from the blocks).
 
-    keeps: whether a backward pass will follow.
+    keeps: True if a backward pass will follow.
     """
     out_BHTE, lse_BHT, kept = _empty_outputs(query_BHTE, keeps)
     probabilities = _Probabilities(kept) if keeps else None
@@ -244,7 +251,7 @@ def _packed_attention(
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
-        # Private, because the public function doesn't return the logsumexp, which our backward pass needs.
+        # The public function doesn't return the logsumexp, which our backward pass needs.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.to(dtype) for x in inputs), 0.0, True, scale=scale
         )
@@ -278,7 +285,7 @@ def _packed_attention_backward(
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
         arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
-        # Private, as in the forward pass.
+        # This operator is private, as in the forward pass.
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
         )
@@ -304,7 +311,7 @@ def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
 
 
 def _empty_outputs(query_BHTE: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernel returns the logsumexp in fp32, for fp64 input in fp64.
+    # The kernel returns the logsumexp in fp32, or in fp64 for fp64 inputs.
     dtype = _score_dtype(query_BHTE.dtype)
     batch, heads, length, _ = query_BHTE.shape
     lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Computes every head's largest attention logit in blocks of queries, without a (T, T) matrix.
 
-Shapes: B windows, R some of them, T positions, Q queries of a block, K keys, H query heads, G key heads, N query heads
-per key head, E width of a head.
+Shapes: B windows, R some of the windows, T positions, Q queries in a block, K keys, H query heads, G key heads, N
+query heads per key head, E head width.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.model.attention import segment_ids
 
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Number of logits computed together, by device: a CPU's cache size, and 256 MB on a GPU."""
+"""Number of logits to compute together, by device. It fits a CPU's cache, and takes 256 MB on a GPU."""
 MAX_QUERIES = 256
 RECORDING = "groundwork_recording"
 """Name of the attention function registered by `record_largest_logits`."""
 RECORD = "largest_logits_H"
-"""Attribute of an attention module, (H,) fp32: the largest logits since its last reset."""
+"""Name of an attention module's attribute with the largest logits since its last reset, (H,) in fp32."""
 
 
 def largest_logits(
@@ -31,10 +31,10 @@ def largest_logits(
     sliding_window: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Returns each query head's largest unmasked attention logit, (H,) in fp32.
+    """Returns each query head's largest unmasked attention logit, (H,) in fp32, without waiting for the device.
 
-    mask: a dense mask, or flex attention's. None: causal attention within segments and window. The queries are the
-    last keys. Doesn't wait for the device.
+    mask: a dense mask, or flex attention's. None means causal attention within segments and window. The queries are at
+    the positions of the last keys.
     """
     batch, heads, length, width = query_BHTE.shape
     groups, keys = key_BGTE.shape[1:3]
@@ -57,7 +57,7 @@ def largest_logits(
             if isinstance(mask, Tensor):
                 here = mask[rows if len(mask) > 1 else slice(None), :1, first:end, seen]
                 allowed_RQK = (here if here.dtype == torch.bool else here == 0)[:, 0]
-            elif mask is not None:  # flex attention's
+            elif mask is not None:  # flex attention's mask
                 zero = torch.zeros((), dtype=torch.long, device=position.device)
                 number_R = torch.arange(rows.start, rows.stop, device=position.device)[:, None, None]
                 allowed_RQK = mask.mask_mod(number_R, zero, position[first:end, None], position[seen])
@@ -75,7 +75,7 @@ def largest_logits(
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 
 
-# A custom operator, because the compiler would unroll the blocks of every layer.
+# This is a custom operator because the compiler would unroll the blocks in every layer.
 @torch.library.custom_op("groundwork::largest_logits", mutates_args=())
 def _largest_logits(
     query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None
@@ -89,8 +89,8 @@ def _(query_BHTE, key_BGTE, cu_seq_lens, scaling, window):
 
 
 def record_largest_logits(causal_lm: PreTrainedModel) -> None:
-    """Makes the model's attention record the largest logits of training, in modules with RECORD."""
-    name = causal_lm.config._attn_implementation  # private, but transformers has no public name for it
+    """Makes the model's attention record the largest logits in training, in modules with the RECORD attribute."""
+    name = causal_lm.config._attn_implementation  # private, because transformers has no public name for it
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def recording(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments):

@@ -1,6 +1,6 @@
 """Next-token loss from hidden states that never materializes all logits.
 
-Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens of one chunk.
+Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens in a chunk.
 """
 
 import functools
@@ -22,36 +22,42 @@ if TYPE_CHECKING:
     from pretrain.model.loss_terms import LossTerms
 
 CPU_CHUNK_BYTES = 64 * 2**20
-"""Bytes of one chunk's fp32 logits on a CPU."""
+"""Bytes per chunk of fp32 logits on a CPU."""
 GPU_CHUNK_SHARE = 1 / 40
 GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
-"""Minimum and maximum bytes of a chunk's fp32 logits on a GPU; in between they are GPU_CHUNK_SHARE of its memory."""
+"""Minimum and maximum bytes per chunk of fp32 logits on a GPU.
+
+In between, the size is GPU_CHUNK_SHARE of its memory.
+"""
 CPU_PIECE_BYTES = 2 * 2**20
-"""Bytes of fp32 logits per softmax piece on a CPU, so that they stay in its cache."""
+"""Bytes of fp32 logits per softmax piece on a CPU, small enough for its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
-"""Bytes of fp32 rows of the head's gradient per addition on a CPU."""
+"""Bytes of fp32 rows in the head's gradient per addition on a CPU."""
 FEW_LOGITS = 2**20
-"""Number of logits that take 4 MB in fp32 and fit a CPU's caches."""
+"""Number of logits that take 4 MB in fp32 and fit into a CPU's caches."""
 NO_Z_LOSS = "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0"
 NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
     f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
 )
 MIN_CHUNK_TOKENS = 256
-"""Minimum rows per chunk. Every chunk reads and writes the head's whole gradient, which dominates with fewer rows."""
+"""Minimum rows per chunk.
+
+Every chunk reads and writes the head's whole gradient, which dominates if there are fewer rows.
+"""
 
 
 class LossRecorder:
-    """Holds the optional list that collects the loss of every token; see `recording_losses`."""
+    """Holds the optional list that collects every token's loss; see `recording_losses`."""
 
     losses: list[Tensor] | None = None
 
 
 @contextmanager
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects the losses of every token, (N,) in fp32, in nats, from calls of `model` without gradients inside.
+    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` without gradients in this context.
 
-    A pipeline's last stage adds its microbatches one by one. Its other ranks add nothing.
+    A pipeline's last stage adds its microbatches one by one. The other ranks in the pipeline add nothing.
     """
     losses: list[Tensor] = []
     recorders = [module.recorder for module in model.modules() if hasattr(module, "recorder")]
@@ -76,16 +82,16 @@ def next_token_loss(
     backend: str = "chunked",
     record: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean cross-entropy in nats over the targets that are not IGNORED, or 0 if there are none.
+    """Returns the mean cross-entropy in nats over the targets that aren't IGNORED, or 0 if there are none.
 
-    Matmuls run in autocast's dtype if autocast is on, softmax and sums always in fp32. Returns (loss, cross_entropy),
+    Matmuls use autocast's dtype if autocast is on. Softmax and sums are always in fp32. Returns (loss, cross_entropy),
     both fp32 scalars. The loss is for the backward pass and includes z_loss x mean(logsumexp^2) (PaLM, arXiv
-    2204.02311). The cross-entropy is detached and excludes it.
+    2204.02311). The cross-entropy is detached and excludes this term.
 
     Args:
-        cap: logits are cap x tanh(logits / cap), in fp32. None: not capped.
-        backend: a key of LOSS_BACKENDS.
-        record: collects the loss of every token, (N,) in fp32, only without gradients.
+        cap: logits are cap x tanh(logits / cap), in fp32. None means no cap.
+        backend: a key in LOSS_BACKENDS.
+        record: collects every token's loss, (N,) in fp32, but only without gradients.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
@@ -93,7 +99,7 @@ def next_token_loss(
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Lists loss settings that do not work with this model. Raises InputError as `reference_of`."""
+    """Lists loss settings that don't work with this model. Raises InputError as `reference_of` does."""
     if settings.backend != "torch" or not projects_hidden_states(model_config):
         return []
     return torch_loss_problems(settings.z_loss, logit_cap(model_config))
@@ -102,10 +108,11 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
     """Returns the number of tokens per chunk.
 
-    Every chunk reads and writes the head's fp32 gradient once, so a GPU with much memory is faster with few chunks.
+    Every chunk reads and writes the head's fp32 gradient once, so a GPU with a lot of memory is faster with few
+    chunks.
 
     Args:
-        device_bytes: memory of the GPU; ignored for a CPU.
+        device_bytes: the GPU's memory; ignored for a CPU.
     """
     least, most = GPU_CHUNK_BYTES
     chunk_bytes = max(least, min(most, GPU_CHUNK_SHARE * device_bytes)) if device_type == "cuda" else CPU_CHUNK_BYTES
@@ -135,7 +142,7 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
 
 
 def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
-    """Lists why the backend `torch` can't compute this loss."""
+    """Lists reasons why the `torch` backend can't compute this loss."""
     has_options = hasattr(nn, "LinearCrossEntropyOptions")
     return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
 
@@ -168,20 +175,21 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": _torch,
     "logits": _logits,
 }
-"""Implementations of the same loss: this module's, eager or with a compiled softmax per chunk, torch's own chunked
-function, and plain logits (large, for comparison)."""
+"""Implementations of the same loss: this module's chunked loss, eager or with a compiled softmax per chunk, torch's
+own chunked function, and plain logits (large, for comparison).
+"""
 
 
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
-    """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
+    """Returns the key in LOSS_BACKENDS for the recipe's loss.backend.
 
     auto is chunked, or chunked_compiled on a GPU with compilation. On a GPU, every kernel reads and writes a chunk's
-    logits: 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 compiled. On a
-    CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md), unless the whole model is
-    compiled and there are few logits. Then they are left to the compiler.
+    logits. This takes 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 bytes
+    if compiled. On a CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md). The
+    exception is a fully compiled model with few logits, for which we leave them to the compiler.
 
     Args:
-        logits: number of fp32 logits per micro-batch. None: unknown, or not fp32 (gradients would be summed in bf16).
+        logits: number of fp32 logits per micro-batch. None means unknown, or not fp32 (so gradients sum in bf16).
     """
     if requested != "auto":
         return requested
@@ -197,7 +205,7 @@ def loss_of_logits(
     logits_NV = logits_BTV.flatten(0, -2).float()
     targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
-    count = is_target_N.sum().clamp(min=1)  # with only padding rows, the loss is 0, not NaN
+    count = is_target_N.sum().clamp(min=1)  # with only padding rows, the loss is 0 instead of NaN
     if record is not None:
         record.append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
     cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
@@ -227,12 +235,14 @@ def _chunked_loss(
     compiled: bool,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradients with
-    respect to the three inputs, and, if no gradient is needed, the cross-entropy of each token (otherwise empty).
+    """Computes the summed loss and its gradients chunk by chunk.
 
-    The gradients are computed here, so that no chunk's logits are computed twice. They are gradients of the sum, not
-    the mean, of cross-entropy + z_loss x logsumexp^2, because the mean's could underflow in half-precision matmuls.
-    Gradients not in `needs` are empty.
+    Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradients with respect
+    to the three inputs, and, if no gradient is needed, each token's cross-entropy (otherwise empty).
+
+    We compute the gradients here so that no chunk's logits are computed twice. They are gradients of the sum, not the
+    mean, of cross-entropy + z_loss x logsumexp^2, because the mean's gradients could underflow in half-precision
+    matmuls. Gradients not in `needs` are empty.
     """
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     losses_N = _empty_losses(hidden_ND, needs)
@@ -240,7 +250,7 @@ def _chunked_loss(
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, cap=cap, needs_gradient=any(needs))
     softmax_less_target_ = _compiled_softmax_less_target_(cap) if compiled else eager
-    # Autocast is off, because the casts below set the dtype of each matmul.
+    # The casts below set each matmul's dtype, so autocast is off.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -249,7 +259,7 @@ def _chunked_loss(
             hidden_CD = hidden_ND[rows].to(dtype)
             weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
-            # IGNORED is not a valid index. Such rows get weight 0.
+            # IGNORED isn't a valid index. Rows with this target get weight 0.
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
@@ -278,15 +288,16 @@ def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype,
 
 def _save_for_backward(ctx, inputs, output):
     *_, ctx.needs = inputs
-    # The forward pass has computed the gradients. The backward pass only scales them.
+    # The forward pass has already computed the gradients. The backward pass only scales them.
     ctx.save_for_backward(*output[2:5])
     # Only the sums have a gradient. Zeros for the other outputs would take as much memory as the head.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_sums, *_):
-    # In place outside compiled code, because the head's gradient is too large to hold twice. Not in place if the graph
-    # is kept for a second backward, as in zero-bubble pipelines, because that would scale the gradients twice.
+    # Outside compiled code, we scale in place, because the head's gradient is too large to hold twice. But if the
+    # graph is kept for a second backward pass, as in zero-bubble pipelines, scaling in place would scale the gradients
+    # twice.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
@@ -301,11 +312,13 @@ _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 def _softmax_less_target_(
     block_CV: Tensor, target_C1: Tensor, z_loss: float, cap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns each row's (cross-entropy, logsumexp). Overwrites the logits by softmax - onehot / (1 + 2 z_loss lse).
+    """Returns each row's (cross-entropy, logsumexp), and overwrites the logits with softmax - onehot / (1 + 2 z_loss
+    lse).
 
-    Multiplied by (1 + 2 z_loss lse), this is d loss / d logits. The factor is applied on the (C, D) side of the
-    matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x tanh(logits / cap), and the
-    result includes its derivative 1 - tanh^2. A CPU processes the block in pieces that fit its cache.
+    Multiplied by (1 + 2 z_loss lse), the overwritten values are d loss / d logits. We apply this factor on the (C, D)
+    side of the matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x tanh(logits /
+    cap), and the result includes its derivative 1 - tanh^2. A CPU processes the block in pieces that fit into its
+    cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -331,7 +344,7 @@ def _softmax_less_target_(
 def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Compiles `_softmax_less_target_` into one kernel that reads the block twice and writes it once.
 
-    The kernel overwrites the block even if no gradient is needed, so that validation does not recompile.
+    The kernel overwrites the block even if no gradient is needed, so that validation doesn't recompile it.
     """
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -355,7 +368,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's (softmax, logsumexp) in fp32. The top probability is exp(0) / sum, which gives the sum.
 
-    The cast comes first, because a CPU takes twice as long for softmax or maximum of half-precision rows.
+    We cast first, because softmax and maximum of half-precision rows take a CPU twice as long.
     """
     if logits_RV.device.type == "cpu":
         logits_RV = logits_RV.float()
@@ -379,24 +392,24 @@ def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
         return
-    if total_VD.is_cuda and torch.version.hip is None:  # a single kernel, available only on CUDA
+    if total_VD.is_cuda and torch.version.hip is None:  # a single kernel that is only available on CUDA
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
         return
     rows = total_VD.shape[0]
-    if total_VD.device.type == "cpu":  # to add two dtypes, a CPU first copies one of them
+    if total_VD.device.type == "cpu":  # to add two dtypes, a CPU first copies one of the tensors
         rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
     for start in range(0, total_VD.shape[0], rows):
         total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
 
 
 class LanguageModelLoss(nn.Module):
-    """transformers' causal language model with its loss. Strategies wrap it and the loop calls it.
+    """transformers' causal language model with its loss. Strategies wrap it, and the training loop calls it.
 
     Parameter names start with "causal_lm." for the model, and "loss_terms." for loss terms.
 
-    from_hidden_states: the logits are exactly head(last hidden state), capped or not, so they don't have to be
-    materialized. None: detected by `projects_hidden_states`. Models that scale their logits (cohere, granite) compute
-    them in their own forward pass, which needs the memory.
+    from_hidden_states: True if the logits are exactly head(last hidden state), capped or not, so they don't have to be
+    materialized. None means that `projects_hidden_states` checks this. Models that scale their logits (cohere,
+    granite) compute them in their own forward pass, which needs the memory.
     """
 
     def __init__(
@@ -427,11 +440,14 @@ class LanguageModelLoss(nn.Module):
 
     @property
     def _no_split_modules(self):
-        """Names of the block classes, used by Accelerate for wrapping."""
+        """Names of the block classes, which accelerate uses for wrapping."""
         return self.causal_lm._no_split_modules
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_kwargs) -> tuple[Tensor, Tensor]:
-        """Returns (loss, cross_entropy) as in `next_token_loss`. Passes attention_kwargs (position_ids ...) on."""
+        """Returns (loss, cross_entropy) as in `next_token_loss`.
+
+        The model receives attention_kwargs (position_ids ...).
+        """
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)
             return loss_of_logits(outputs.logits, targets_BT, self.z_loss, self._record())

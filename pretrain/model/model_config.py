@@ -84,8 +84,8 @@ def load_model_config(
     Args:
         changes: {key: new value}, verified in the same way as the keys in a .json file. Objects are merged.
         vocabulary_size: number of token IDs in the data. If the model's vocabulary follows the data (see
-            `follows_the_data`), it is `padded_vocabulary` of this number. None means that there is no data, so it is the
-            file's value or the class's default.
+            `follows_the_data`), it is `padded_vocabulary` of this number. None means that there is no data, so it is
+            the file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions

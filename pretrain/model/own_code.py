@@ -1,4 +1,4 @@
-"""Registers models that transformers lacks: files of `architectures`, and folders with their own code."""
+"""Registers models that transformers lacks: files in `architectures`, and folders with their own code."""
 
 import json
 import sys
@@ -22,15 +22,15 @@ USUAL_NAMES = {
     "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "hidden_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_length", "block_size"),
 }
-"""{transformers' name: common names in other code}."""
+"""{transformers' name: common names in other code}"""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
-"""Sizes required for computing FLOPs and memory."""
+"""Sizes that FLOPs and memory depend on."""
 
 
 def register(module: ModuleType) -> str:
     """Registers a module's causal language model and returns its model_type.
 
-    Raises InputError unless it defines exactly one by the convention above.
+    Raises InputError unless the module defines exactly one, according to the convention in `architectures`.
     """
     defined_here = {
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
@@ -72,14 +72,14 @@ def register_classes(
     causal_class: type[PreTrainedModel],
     model_class: type[PreTrainedModel] | None,
 ) -> None:
-    """Registers the classes with transformers, and adds aliases of sizes to `attribute_map`.
+    """Registers the classes with transformers, and adds aliases for sizes to `attribute_map`.
 
     Registered classes are saved with their code, so `from_pretrained(folder, trust_remote_code=True)` works on
-    machines without this project. Raises InputError for a model_type of transformers, classes of another
-    configuration, or missing sizes.
+    machines without this project. Raises InputError if the model_type belongs to transformers, the classes belong to a
+    different configuration, or a size is missing.
     """
     model_type = config_class.model_type
-    # Not get(), which finds only entries already loaded in this lazy mapping.
+    # In this lazy mapping, get() only finds entries that are already loaded.
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
         said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
@@ -103,10 +103,13 @@ def register_classes(
 
 
 def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
-    """Adds aliases of sizes, such as n_layer, to the class's attribute_map. Raises InputError if one is missing."""
+    """Adds aliases for sizes, such as n_layer, to the class's attribute_map.
+
+    Raises InputError if a size is missing.
+    """
     try:
         example = config_class()
-    except Exception as error:  # a class's own code may raise anything
+    except Exception as error:  # a class's own code may raise any error
         raise InputError(
             f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work; give its arguments defaults"
         ) from error
@@ -134,9 +137,9 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
         name_or_path: a folder or Hub ID.
         keys: its config.json.
 
-    Raises InputError with file, line and message for a mistake in the code.
+    Raises InputError with file, line and message if there is a mistake in the code.
     """
-    register_all()  # so that its types can't be reused
+    register_all()  # makes sure that the folder can't reuse a local architecture's model_type
     auto_map = keys["auto_map"]
     names = {kind: auto_map.get(kind) for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel")}
     for kind in ("AutoConfig", "AutoModelForCausalLM"):
@@ -154,7 +157,7 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
     digest = digest_of(files)
     classes = {}
     for kind, path in paths.items():
-        # Named by its content, so that a checkpoint's copy of the code is the same module.
+        # The module's name depends on its content, so that a checkpoint's copy of the code is the same module.
         module = import_file(path, f"groundwork_own_{digest}")
         class_name = names[kind].partition(".")[2]
         if not hasattr(module, class_name):
@@ -166,9 +169,9 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
 
 
 def fetched(name_or_path: str, file: str) -> Path:
-    """Returns the path of a Python file of a folder or Hub ID, after fetching its relative imports.
+    """Returns the path of a Python file in a folder or Hub ID, after fetching its relative imports.
 
-    Raises InputError for a missing file.
+    Raises InputError if a file is missing.
     """
     try:
         path = Path(cached_file(name_or_path, file)).absolute()
@@ -185,7 +188,7 @@ def fetched(name_or_path: str, file: str) -> Path:
 
 
 def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
-    """Returns the config.json of a folder or Hub ID if its auto_map names its own code, otherwise None."""
+    """Returns a folder's or Hub ID's config.json if its auto_map names its own code, and otherwise None."""
     try:
         keys = json.loads(Path(cached_file(name_or_path, "config.json")).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -194,9 +197,9 @@ def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
 
 
 def register_own(model_type: str) -> None:
-    """Registers the file of `architectures` for a model_type of MODEL_TYPES.
+    """Registers the file in `architectures` for a model_type in MODEL_TYPES.
 
-    Raises InputError with file, line and message for a mistake in it.
+    Raises InputError with file, line and message if there is a mistake in the file.
     """
     path = Path(architectures.__path__[0]) / f"{model_type}.py"
     found = register(import_file(path, architectures.__name__))
@@ -205,6 +208,6 @@ def register_own(model_type: str) -> None:
 
 
 def register_all() -> None:
-    """Registers every file of `architectures` without errors, for folders of unknown models."""
+    """Registers every file in `architectures` that has no errors, for folders with unknown models."""
     for model_type in architectures.MODEL_TYPES:
         Problems().attempt(register_own, model_type)

@@ -1,7 +1,7 @@
-"""Changes positions during a run: more of them, or other rotary frequencies (docs/long_context.md).
+"""Changes positions during a run: longer sequences, or different rotary frequencies (docs/long_context.md).
 
-The frequencies are not part of the weights, so a model can continue with all its weights under new ones. Learned
-position embeddings, as in GPT-2, can't grow.
+The frequencies aren't weights, so a model keeps all of its weights when they change. Learned position embeddings, as
+in GPT-2, can't grow.
 """
 
 import copy
@@ -19,18 +19,19 @@ from pretrain.model.model_config import changed_config, described
 from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
-"""Keys that a stage with another rope_type keeps from the previous stage."""
+"""Keys that a stage keeps from the previous stage if its rope_type is different."""
 OF_EACH_INPUT = ("dynamic", "longrope")
-"""Types with frequencies that depend on the length of the input, which would differ for shorter sequences."""
+"""Types with frequencies that depend on the input's length, so they would differ for shorter sequences."""
 KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
 """Configuration keys that a stage changes."""
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
-    """Returns the model's configuration in each stage: enough positions for its sequences, and its rotary parameters.
+    """Returns the model's configuration in each stage, with enough positions for its sequences and its rotary
+    parameters.
 
     A stage that changes neither shares the previous stage's configuration object. Raises InputError if the model's
-    positions can't be changed this way.
+    positions can't be changed in this way.
     """
     problems = Problems()
     configs = [config]
@@ -39,7 +40,7 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
         rope_parameters = data.mixtures[number].rope_parameters
         longest = getattr(configs[-1], "max_position_embeddings", None)
         grows = longest is not None and window.sequence_length > longest
-        # Without stages `length_problems` reports the length.
+        # Without stages, `length_problems` checks the length.
         if not data.stages or not (grows or rope_parameters):
             configs.append(configs[-1])
             continue
@@ -53,7 +54,10 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
 def _changed(
     config: PreTrainedConfig, place: str, length: int | None, rope_parameters: dict[str, Any] | None
 ) -> PreTrainedConfig:
-    """Returns the configuration with these positions and rotary parameters; None: unchanged. Raises InputError."""
+    """Returns the configuration with these positions and rotary parameters.
+
+    None leaves them unchanged. Raises InputError.
+    """
     changes: dict[str, Any] = {} if length is None else {"max_position_embeddings": length}
     if rope_parameters:
         changes |= _rope_changes(config, place, rope_parameters)
@@ -70,7 +74,7 @@ def _changed(
 
 
 def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration's changes for a stage's rope_parameters. Raises InputError."""
+    """Returns the configuration changes for a stage's rope_parameters. Raises InputError."""
     before = getattr(config, "rope_parameters", None)
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
@@ -99,7 +103,10 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
 
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Names tables with the length of the model's positions, which prevent growth; None if there are none."""
+    """Names tables whose length is the model's number of positions, which can't grow.
+
+    Returns None if there are none.
+    """
     shapes = [
         {
             "learns a vector for each": {name: p.shape for name, p in model.named_parameters()},
@@ -113,7 +120,7 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Compares a small copy with frequencies changed in place to one built with the new frequencies."""
+    """Compares a small copy whose frequencies are changed in place with one built with the new frequencies."""
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
     _take_positions(small, keyed_changed.config)
@@ -125,7 +132,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         use_positions(model, keyed_changed.config)
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
-    except Exception as error:  # the library's own classes may raise anything
+    except Exception as error:  # the library's own classes may raise any error
         return f"does not support changed positions ({described(error)}); omit rope_parameters"
     if torch.equal(wanted, before):
         return "computes the same with and without them; omit them"
@@ -135,7 +142,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
 
 
 def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTrainedModel) -> None:
-    """Gives a built model the positions of `config` in place, by updating its configuration and rotary tables.
+    """Gives a built model the positions in `config`, by updating its configuration and rotary tables in place.
 
     Args:
         model: a model, a part of one, or a module that contains one.

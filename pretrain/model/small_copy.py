@@ -1,9 +1,9 @@
-"""Builds a small, fast copy of any architecture with the same classes and every kind of layer.
+"""Builds a small, fast copy of any architecture, with the same classes and every kind of layer.
 
-The handling of documents, future tokens and the loss does not depend on the size, so results for the copy apply to the
-model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
-copy, the layers keep their width and only their number is reduced. The library's eager forward pass of the copy is the
-reference for everything else.
+How a model handles documents, future tokens and the loss doesn't depend on its size, so results for the copy apply to
+the model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
+copy, the layers keep their width and only their number is reduced. The copy's forward pass with the library's eager
+attention is the reference for everything else.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -27,10 +27,13 @@ from pretrain.model.model_config import described
 
 VOCABULARY = 96
 SMALL_PARAMETERS = 8_000_000
-"""Maximum parameters of a copy that keeps its widths."""
+"""Maximum number of parameters in a copy that keeps its widths."""
 NARROW_PARAMETERS = 64_000_000
 LARGEST_PARAMETERS = 700_000_000
-"""Maximum parameters of any copy, if no narrow one works: two layers of a 13B model, 3 GB in fp32, 30 s."""
+"""Maximum number of parameters in any copy, if no narrow copy works.
+
+This allows two layers of a 13B model (3 GB in fp32, 30 s).
+"""
 HEADS = 4
 HEAD_WIDTH = 16
 WIDTHS = {
@@ -58,7 +61,7 @@ WIDTHS = {
     ("linear_num_key_heads",): HEADS // 2,
     ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"): HEAD_WIDTH,
 }
-"""{names of a size: its value in the narrow copy, if the model's is larger}."""
+"""{names for a size: its value in the narrow copy, if the model's value is larger}"""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 STATE_SPACE_HEADS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
@@ -66,7 +69,7 @@ STATE_SPACE_HEADS = (
     ("expand", "num_heads", "head_dim"),
     ("expand", "mamba_num_heads", "mamba_head_dim"),
 )
-"""(expansion, heads, head width) of state-space layers: heads x head width = expansion x hidden size."""
+"""(expansion, heads, head width) in state-space layers, with heads x head width = expansion x hidden size."""
 GROWING = (
     *(name for names in list(WIDTHS)[:2] for name in names),
     *(name for names in list(WIDTHS)[4:7] for name in names),
@@ -74,34 +77,38 @@ GROWING = (
     *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
     *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
 )
-"""Names of sizes proportional to the model's width. The number of heads grows, not their width."""
+"""Names of sizes that are proportional to the model's width. The number of heads grows, but not their width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names of the soft cap of the logits."""
+"""Names of the logits' soft cap."""
 SHORT_WINDOW = 6
-"""Length of the copy's sliding windows and chunks, shorter than its sequences."""
+"""Length of the copy's sliding windows and chunks. It is shorter than the copy's sequences."""
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
 """Document lengths in each of two windows."""
 SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
-"""Document lengths for models with too few positions for the above."""
+"""Document lengths for models with too few positions for DOCUMENT_LENGTHS."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
 """Maximum difference due to fp32 rounding, relative to the largest logit. Leaks are far larger."""
 VISIBLE = 100 * TOLERANCE
-"""Minimum change by an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
+"""Minimum effect of an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)
-"""Factors for initial weights, because tokens hardly affect each other at first. The first sufficient one is used."""
+"""Factors for the initial weights, with which tokens hardly affect each other.
+
+We use the first factor that is sufficient.
+"""
 
 
 def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedConfig]:
-    """Yields configurations of small copies that the library can build, most informative first.
+    """Yields configurations for small copies that the library can build, most informative first.
 
-    failures: collects the library's messages for unsupported ones, with the model's own configuration last.
+    failures: collects the library's messages about unsupported copies. The last ones are about the model's own
+    configuration.
     """
     layers = kinds_of_layers(config)
     seen = set()
-    # Few layers and short windows are most informative, at the model's own widths if they are small.
+    # Few layers and short windows are most informative, and so are the model's own widths if they are small.
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
@@ -128,25 +135,25 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             small = type(config).from_dict(values)
             if sum(parameter.numel() for parameter in _meta_model(small).parameters()) <= limit:
                 yield small
-        except Exception as error:  # the library's checks of unsupported sizes
+        except Exception as error:  # the library's checks may reject unsupported sizes
             failures.append(described(error))
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns the configuration of a model with only the first `layers` layers."""
+    """Returns the configuration for a model with only the first `layers` layers."""
     values = config.to_dict()
     _cut_layers(values, config, config.num_hidden_layers, layers)
     return type(config).from_dict(values)
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns (layers of the model, number of first layers that contain every kind); None without a layer list.
+    """Returns (layers in the model, number of first layers that contain every kind), or None without a layer list.
 
-    Every kind occurs twice, if this needs at most twice the layers.
+    Every kind occurs twice, if that needs at most twice as many layers.
     """
     try:
         model = _meta_model(config)
-    except Exception:  # the library's classes may raise anything; building the model itself will report it
+    except Exception:  # the library's classes may raise any error, which building the model will report
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
@@ -159,7 +166,7 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def _position(kinds: list[Any], kind: Any, times: int) -> int:
-    """Returns the index of the `times`-th occurrence of `kind`, or of the last one."""
+    """Returns the index of the `times`-th occurrence of `kind`, or of its last occurrence."""
     found = [index for index, other in enumerate(kinds) if other == kind]
     return found[min(times, len(found)) - 1]
 
@@ -178,7 +185,7 @@ def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
     values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
     for name, value in values.items():
-        # A token ID beyond the small vocabulary would index outside the embedding.
+        # A token ID beyond the small vocabulary would be outside the embedding.
         if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
@@ -190,10 +197,10 @@ def _narrow(values: dict[str, Any]) -> None:
         value = values.get(name)
         if _is_above(value, width):
             values[name] = width
-        elif isinstance(value, list):  # one for each layer
+        elif isinstance(value, list):  # one value per layer
             values[name] = [width if _is_above(size, width) else size for size in value]
     for name in KEY_HEADS:
-        # Grouped heads stay grouped: fewer key heads than query heads.
+        # Grouped heads stay grouped, with fewer key heads than query heads.
         if _is_above(values.get(name), 1) and heads:
             values[name] = HEADS if values[name] == heads else HEADS // 2
     for expand, heads, width in STATE_SPACE_HEADS:
@@ -204,13 +211,14 @@ def _narrow(values: dict[str, Any]) -> None:
 
 
 def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
-    """Keeps the first `layers` of `total`, in the counts and in every list with one entry per layer."""
+    """Keeps the first `layers` of `total` layers, in the counts and in every list with one entry per layer."""
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     values[own_name] = layers
-    if values.get("decoder_layers") == total:  # in the Bart family num_hidden_layers is the encoder's count
+    if values.get("decoder_layers") == total:  # in the Bart family, num_hidden_layers counts the encoder's layers
         values["decoder_layers"] = layers
     for name, value in values.items():
-        # Only strings with a letter for each layer, because "silu" would be cut in a model of four layers.
+        # A string counts only if its name says that it has a letter per layer. Otherwise, "silu" would be cut in a
+        # model with four layers.
         is_per_layer = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if is_per_layer and len(value) == total:
             values[name] = value[:layers]
@@ -220,7 +228,7 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
 
 def _meta_model(config: PreTrainedConfig) -> nn.Module:
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # private, but transformers has no public name for it in a config
+    config._attn_implementation = "eager"  # private, because transformers has no public name for it in a config
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -231,7 +239,7 @@ def _is_above(value: Any, limit: int) -> bool:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread, because operations of a small copy are too short for more."""
+    """Limits torch to one thread, because a small copy's operations are too short for more threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -243,9 +251,10 @@ def one_thread() -> Iterator[None]:
 @once_per_config
 @one_thread()
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Tells if the logits are exactly head(last hidden state), soft-capped or not, without a scale or second head.
+    """Returns True if the logits are exactly head(last hidden state), soft-capped or not, with no scale or second
+    head.
 
-    Runs a small copy, once per configuration and process. Raises InputError as `reference_of` does.
+    The check runs a small copy, once per configuration and process. Raises InputError as `reference_of` does.
     """
     return is_projection(reference_of(KeyedConfig.of(config)))
 
@@ -253,9 +262,9 @@ def projects_hidden_states(config: PreTrainedConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 @one_thread()
 def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
-    """Builds the small copy with the library's eager forward, and with weights that make tokens affect each other.
+    """Builds the small copy with the library's eager attention, and with weights that make tokens affect each other.
 
-    Raises InputError for an architecture that needs more than token IDs, or has weights without initial values.
+    Raises InputError if an architecture needs more than token IDs, or has weights without initial values.
     """
     failures: list[str] = []
     for small in small_copies(keyed.config, failures):
@@ -264,7 +273,7 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
             _make_context_visible(model)
         except InputError:
             raise
-        except Exception as error:  # the library's own forward may raise anything
+        except Exception as error:  # the library's own forward pass may raise any error
             failures.append(described(error))
             continue
         return model
@@ -280,8 +289,8 @@ def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
 
 
 def _make_context_visible(model: PreTrainedModel) -> None:
-    """Scales the matrices so that a document's first token changes the model's outputs for later ones."""
-    # A_log of state-space layers is an exponent, so scaling it would overflow.
+    """Scales the matrices so that a document's first token changes the model's outputs for later tokens."""
+    # A_log in state-space layers is an exponent, so scaling it would overflow.
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -311,23 +320,23 @@ def _multiply(matrices: Sequence[Tensor], factor: float) -> None:
 
 @dataclass(frozen=True)
 class ReferenceWindow:
-    """Two fixed windows of several documents each. As in training, each document starts with END_OF_DOCUMENT."""
+    """Two fixed windows with several documents each. As in training, each document starts with END_OF_DOCUMENT."""
 
     ids_BT: Tensor
     """Token IDs (2, T + 1). The last column is only a target."""
     documents: list[tuple[int, slice]]
-    """(window, positions) of each document."""
+    """(window, positions) for each document."""
     vocabulary_size: int
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ReferenceWindow":
-        """Builds the windows for this configuration's vocabulary and positions."""
+        """Builds windows that fit this configuration's vocabulary and positions."""
         lengths = DOCUMENT_LENGTHS
         if (getattr(config, "max_position_embeddings", None) or sum(lengths[0])) < sum(lengths[0]):
             lengths = SHORT_DOCUMENT_LENGTHS
         generator = torch.Generator().manual_seed(0)
         shape = (len(lengths), sum(lengths[0]) + 1)
-        # Other tokens must not end a document by chance.
+        # Random tokens must not end a document by chance.
         ids_BT = torch.randint(END_OF_DOCUMENT + 1, config.vocab_size, shape, generator=generator)
         documents = []
         for row, row_lengths in enumerate(lengths):
@@ -341,7 +350,7 @@ class ReferenceWindow:
         return self.ids_BT[:, :-1]
 
     def with_other_tokens(self, positions: slice) -> Tensor:
-        """Returns ids_BT with other IDs at these positions, none of them END_OF_DOCUMENT."""
+        """Returns ids_BT with different IDs at these positions, none of them END_OF_DOCUMENT."""
         changed_BT = self.ids_BT.clone()
         ordinary = END_OF_DOCUMENT + 1
         choices = self.vocabulary_size - ordinary
@@ -356,13 +365,13 @@ def logits_of(model: PreTrainedModel, ids_BT: Tensor, **arguments) -> Tensor:
 
 
 def relative_difference(found: Tensor, wanted: Tensor) -> float:
-    """Returns the largest difference relative to the largest wanted number; infinite for non-finite values."""
+    """Returns the largest difference, relative to the largest wanted value. It is infinite for non-finite values."""
     difference = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)).item()
     return difference if difference == difference else float("inf")
 
 
 def is_projection(model: PreTrainedModel) -> bool:
-    """Tells if the logits are head(last hidden states of the base model), capped by `logit_cap`."""
+    """Returns True if the logits are head(base model's last hidden states), capped by `logit_cap`."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -371,12 +380,12 @@ def is_projection(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
-    except Exception:  # a base model with another interface; its own forward must compute the logits
+    except Exception:  # if the base model has a different interface, its own forward pass must compute the logits
         return False
     if cap := logit_cap(model.config):
         uncapped_BTV = logits_BTV
         logits_BTV = cap * (logits_BTV / cap).tanh()
-        # The logits are too small to show whether the model caps them.
+        # The logits are too small to show if the model caps them.
         if relative_difference(uncapped_BTV, logits_BTV) <= TOLERANCE / 5:
             return False
     wanted_BTV = logits_of(model, ids_BT)
@@ -384,6 +393,6 @@ def is_projection(model: PreTrainedModel) -> bool:
 
 
 def logit_cap(config: PreTrainedConfig) -> float | None:
-    """Returns c if the logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118), or None."""
+    """Returns c if the logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118), or None if they aren't capped."""
     text = config.get_text_config()
     return next((float(cap) for name in LOGIT_CAPS if (cap := getattr(text, name, None))), None)

@@ -1,8 +1,8 @@
-"""Finds which dimensions of each parameter grow with a model's width, by building it at twice its width.
+"""Finds which dimensions of each parameter grow with a model's width, by building the model at twice its width.
 
 In maximal update parametrization (Yang et al., arXiv 2203.03466, table 3), a learning rate transfers between widths if
-a parameter's initial scale and learning rate depend on which of its dimensions grow. The forward pass has no
-multipliers, so an exported model is an ordinary one.
+each parameter's initial scale and learning rate depend on which of its dimensions grow. The forward pass has no
+multipliers, so exported models need no special code.
 """
 
 import copy
@@ -23,21 +23,21 @@ from pretrain.model.small_copy import GROWING
 
 @dataclass(frozen=True)
 class WidthRole:
-    """Dimensions of a parameter that grow with the width."""
+    """Which of a parameter's dimensions grow with the width."""
 
     inputs: bool
-    """True if its fan-in grows, as in a hidden matrix, a head or a router."""
+    """True if the fan-in grows, as in a hidden matrix, a head or a router."""
     outputs: bool
-    """True if its number of outputs grows."""
+    """True if the number of outputs grows."""
 
     def initial_scale(self, ratio: float) -> float:
-        """Returns the factor of the initial values at `ratio` times the base width."""
+        """Returns the factor for the initial values at `ratio` times the base width."""
         if not self.inputs:
             return 1.0
         return ratio**-0.5 if self.outputs else 1 / ratio
 
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
-        """Returns the factor of the learning rate, for updates with a given root mean square of their elements.
+        """Returns the learning-rate factor, for updates whose elements have a given root mean square.
 
         An orthogonalized update needs sqrt(ratio) less reduction, because its singular values are all equal.
         """
@@ -52,15 +52,15 @@ def hidden_width(config: PreTrainedConfig) -> int:
 
 
 def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
-    """Returns {name of a parameter: role}. Raises InputError if the roles can't be determined.
+    """Returns {parameter name: role}. Raises InputError if the roles can't be determined.
 
-    A tied head counts as an embedding, which keeps its learning rate and scale. The norm before it is scaled
+    A tied head counts as an embedding, which keeps its learning rate and scale. The norm before the head is scaled
     instead.
     """
     try:
         here = build_meta_model(config)
         wide = build_meta_model(at_width(config, 2.0))
-    except Exception as error:  # the library's own checks may raise anything at other sizes
+    except Exception as error:  # the library's own checks may raise any error for other sizes
         raise InputError(
             f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), "
             "so the roles of its parameters are unknown; use parametrization: standard"
@@ -71,7 +71,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     roles = {}
     for name, parameter in here.named_parameters():
         grown = [a != b for a, b in zip(parameter.shape, shapes[name], strict=True)]
-        if len(grown) < 2 or name in embeddings:  # a lookup sums nothing
+        if len(grown) < 2 or name in embeddings:  # an embedding lookup sums nothing
             roles[name] = WidthRole(inputs=False, outputs=any(grown))
         else:
             outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
@@ -89,9 +89,9 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
 
 
 def norm_before_head(model: PreTrainedModel) -> str:
-    """Names the norm after the last layer, which scales the logits. Raises InputError if it is not unique.
+    """Names the norm after the last layer, which scales the logits. Raises InputError if there isn't exactly one.
 
-    It must be outside the layers, with an initial gain of 1. A gain of the form 1 + weight can't be scaled.
+    The norm must be outside the layers and have an initial gain of 1. A gain of the form 1 + weight can't be scaled.
     """
     layers = layers_of(model)
     names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -119,7 +119,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
-    """Returns the same architecture at `ratio` times the width, with more heads of the same width."""
+    """Returns the architecture's configuration at `ratio` times the width, with more heads of the same width."""
     values = config.to_dict()
 
     def grown(value: Any) -> Any:
@@ -133,7 +133,7 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
 
 
 def initial_scales(config: PreTrainedConfig, mup_base_width: int) -> Mapping[str, float]:
-    """Returns {name: factor of the architecture's own initial values}, without factors of 1."""
+    """Returns {name: factor for the architecture's own initial values}, without factors of 1."""
     ratio = hidden_width(config) / mup_base_width
     scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
     return {name: scale for name, scale in scales.items() if scale != 1}

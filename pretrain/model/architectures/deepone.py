@@ -1,16 +1,16 @@
 """DeepOne: a deep decoder-only language model with DeepNet's residual scaling.
 
 Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
-keep the expected update of the model bounded at any depth (DeepNet, arXiv 2203.00555, section 3; for a decoder
-of N layers alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). It also has rotary positions (arXiv 2104.09864), RMS-normalized
-queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU feed-forward (arXiv 2002.05202) or ReLU squared.
+bound the model's expected update at any depth (DeepNet, arXiv 2203.00555, section 3; for a decoder with N layers,
+alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). The model also has rotary positions (arXiv 2104.09864), RMS-normalized
+queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU (arXiv 2002.05202) or squared-ReLU feed-forward.
 
 Parts shared with Llama and Qwen3 are imported from transformers. This file imports only transformers and torch,
 because it is copied into every saved model folder.
 
 Shape suffixes:
     B  sequences in the batch    T  query positions       S  key positions (cache included)
-    D  hidden size               H  query heads           K  key and value heads    E  width of one head
+    D  hidden size               H  query heads           K  key and value heads    E  head width
 """
 
 # transformers declares these class attributes as plain lists and dicts.
@@ -35,10 +35,10 @@ FEED_FORWARDS = ("swiglu", "relu2")
 
 
 class DeepOneConfig(PreTrainedConfig):
-    """Shape of a DeepOne model. The defaults give the 162M model.
+    """Configuration of a DeepOne model. The defaults give the 162M model.
 
     By default, head_dim is hidden_size // num_attention_heads, and num_key_value_heads is num_attention_heads. Raises
-    ValueError for an impossible shape.
+    ValueError if the shape is impossible.
     """
 
     model_type = "deepone"
@@ -89,20 +89,20 @@ class DeepOneConfig(PreTrainedConfig):
 
     @property
     def residual_scale(self) -> float:
-        """alpha of DeepNet for a decoder-only model."""
+        """DeepNet's alpha for a decoder-only model."""
         return (2 * self.num_hidden_layers) ** 0.25
 
     @property
     def initial_gain(self) -> float:
-        """beta of DeepNet for a decoder-only model."""
+        """DeepNet's beta for a decoder-only model."""
         return (8 * self.num_hidden_layers) ** -0.25
 
 
 class DeepOneRotaryEmbedding(nn.Module):
-    """Cos and sin of the rotary angles.
+    """Computes the cosines and sines of the rotary angles.
 
-    The frequencies are recomputed at each call instead of stored in a buffer: `.to(bfloat16)` would round a buffer,
-    and the meta device would lose it.
+    The frequencies are recomputed in each call instead of stored in a buffer, because `.to(bfloat16)` would round a
+    buffer, and the meta device would lose it.
     """
 
     def __init__(self, config: DeepOneConfig):
@@ -110,7 +110,7 @@ class DeepOneRotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, x_BTD: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin, each (B, 1, T, E), computed in fp32, in the dtype of x_BTD."""
+        """Returns cos and sin, each (B, 1, T, E), computed in fp32 and returned in the dtype of x_BTD."""
         width = self.config.head_dim
         exponents = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32) / width
         angles = position_ids[:, None, :, None].float() * self.config.rope_theta**-exponents
@@ -119,7 +119,7 @@ class DeepOneRotaryEmbedding(nn.Module):
 
 
 def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair (x_i, x_{i + E/2}) by its angle, so that dot products depend on relative positions only."""
+    """Rotates each pair (x_i, x_{i + E/2}) by its angle, so that dot products depend only on relative positions."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
 
@@ -129,8 +129,8 @@ class DeepOneAttention(Qwen3Attention):
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # Set on the layers themselves, because for code outside the library transformers never passes modules without
-        # parameters, such as this one, to `_init_weights`.
+        # We set the gain on the layers because, for code outside the library, transformers never passes modules
+        # without parameters, such as this one, to `_init_weights`.
         self.q_proj.initial_gain = self.k_proj.initial_gain = 1.0
         self.v_proj.initial_gain = self.o_proj.initial_gain = config.initial_gain
 
@@ -152,14 +152,14 @@ class DeepOneAttention(Qwen3Attention):
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # kwargs contain further arguments of a backend, such as the document boundaries of packed sequences.
+        # kwargs contains further backend arguments, such as the document boundaries in packed sequences.
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
 class DeepOneMLP(nn.Module):
-    """Feed-forward network of type `DeepOneConfig.feed_forward`. Only SwiGLU has a gate."""
+    """Feed-forward network with the type `DeepOneConfig.feed_forward`. Only SwiGLU has a gate."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
@@ -195,7 +195,7 @@ class DeepOneDecoderLayer(GradientCheckpointingLayer):
 
 
 class DeepOnePreTrainedModel(LlamaPreTrainedModel):
-    """Base class of the base model and the language model, with initialization and class attributes."""
+    """Base class for the base model and the language model, with initialization and class attributes."""
 
     config_class = DeepOneConfig
     _no_split_modules = ["DeepOneDecoderLayer"]
@@ -203,10 +203,10 @@ class DeepOnePreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws Xavier normal weights: gain beta for values, outputs and feed-forward, 1 for queries and keys.
+        """Draws Xavier normal weights with gain beta for values, outputs and feed-forward, and 1 for queries and keys.
 
-        The paper does not specify embedding, head and norms. They follow transformers: normal with initializer_range,
-        ones and zeros.
+        The paper doesn't specify embedding, head and norms, so they follow transformers: normal with
+        initializer_range, ones and zeros.
         """
         if hasattr(module, "initial_gain"):
             init.xavier_normal_(module.weight, gain=module.initial_gain)
@@ -215,10 +215,10 @@ class DeepOnePreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepOneModel(DeepOnePreTrainedModel, LlamaModel):
-    """Base model from token IDs to hidden states. It has no final norm because the last block ends with one."""
+    """Base model from token IDs to hidden states. It has no final norm, because the last block ends with one."""
 
     def __init__(self, config: DeepOneConfig):
-        PreTrainedModel.__init__(self, config)  # LlamaModel's own would build Llama's layers
+        PreTrainedModel.__init__(self, config)  # LlamaModel's own __init__ would build Llama's layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeepOneDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.Identity()
