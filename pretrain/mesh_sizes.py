@@ -192,7 +192,7 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises InputError that lists invalid sizes and alternatives.
+    """Returns the size of every dimension. Raises an InputError that lists invalid sizes and alternatives.
 
     Remaining processes shard the model with `distributed_type: FSDP`, and replicate it with `MULTI_GPU`.
     """

@@ -43,7 +43,7 @@ each segment, used or not, as for a whole window. A capacity that covers the wor
 window's length would launch mostly idle blocks.
 """
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""True if varlen attention accepts fewer key heads than query heads. torch 2.11 doesn't."""
+"""True if varlen attention accepts fewer key heads than query heads. torch 2.11's doesn't."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
 """True if a compiled as_strided of a slice starts at the slice. With torch 2.11, it reads wrong values."""
 FLEX_BLOCK = 128
@@ -193,7 +193,7 @@ def classes_in_rows(attention: str) -> list[str]:
 
 
 def without_rows(attention: str) -> str:
-    """Returns the attention's name that was given to `with_rows`."""
+    """Returns the name that was given to `with_rows`."""
     return attention.partition("+rows(")[0]
 
 
@@ -467,7 +467,7 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
 
 
 class _TokensFirst(torch.autograd.Function):
-    """Views (B, H, T, E) as (B x T, H, E), if memory has heads within tokens.
+    """Views (B, H, T, E) as (B x T, H, E), for a tensor whose memory order has heads within tokens.
 
     Inductor gives a rotated query the strides that its as_strided has in Python. With a plain view, Inductor would put
     heads before tokens, and then copy them.
@@ -553,7 +553,8 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
     """Builds the result of create_block_mask without evaluating all (T, T) pairs in each micro-step.
 
     Segments are contiguous. To compare a block of queries with an earlier block of keys, we therefore only need each
-    block's first and last segment. If they share a segment, some pairs count. If both lie inside it, all pairs count.
+    block's first and last segment. If the blocks share a segment, some pairs count. If both lie in a single segment,
+    all pairs count.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

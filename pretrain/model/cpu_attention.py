@@ -1,7 +1,7 @@
 """Causal attention within segments on a CPU.
 
-A custom operator, which torch.compile doesn't trace, handles most windows. For short windows, we use plain matmuls
-that torch.compile traces.
+It uses a custom operator, which torch.compile doesn't trace, and for short windows plain matmuls, which torch.compile
+does trace.
 
 Segments of medium length are computed in blocks of queries with plain matmuls. The scores are in fp32 and everything
 else in the inputs' dtype, and the probabilities are kept for the backward pass. On two cores without AMX, this takes
@@ -26,7 +26,9 @@ LONGEST_IN_BLOCKS = 1024
 """Range of segment lengths that are computed in blocks of queries (measured in docs/measurements_cpu.md)."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
-"""Maximum window length in tokens that is left to the compiler, if available (also measured there)."""
+"""Maximum window length in tokens that is left to the compiler, if available (measured in
+docs/measurements_cpu.md).
+"""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
 """Bytes of fp32 scores per block of queries, over all windows computed together.

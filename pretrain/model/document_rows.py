@@ -173,7 +173,7 @@ def in_rows(mixer: nn.Module, *args, **kwargs) -> Any:
 
 
 LEAK = 1e-4
-"""Minimum relative change in a part's outputs for other documents that counts as a leak."""
+"""Minimum relative change in a module's outputs for other documents that counts as a leak."""
 
 
 def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, arguments: dict[str, Any]) -> set[str]:

@@ -31,7 +31,7 @@ def prefer_flash_3(
 ) -> str | None:
     """Makes varlen run FlashAttention 3 in this process if `attention: auto` chose varlen and it works here.
 
-    Returns None, or the reason why it doesn't. The arguments are the same as in `kernels_not_used`.
+    Returns None, or the reason why not. The arguments are the same as in `kernels_not_used`.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if requested != "auto" or attention != "groundwork_sdpa" or varlen:

@@ -90,7 +90,7 @@ def _(query_BHTE, key_BGTE, cu_seq_lens, scaling, window):
 
 def record_largest_logits(causal_lm: PreTrainedModel) -> None:
     """Makes the model's attention record the largest logits in training, in modules with the RECORD attribute."""
-    name = causal_lm.config._attn_implementation  # private, because transformers has no public name for it
+    name = causal_lm.config._attn_implementation  # private; transformers has no public name for it
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
     def recording(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **arguments):

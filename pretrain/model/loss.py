@@ -55,7 +55,8 @@ class LossRecorder:
 
 @contextmanager
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` without gradients in this context.
+    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` inside this context and without
+    gradients.
 
     A pipeline's last stage adds its microbatches one by one. The other ranks in the pipeline add nothing.
     """
@@ -186,10 +187,11 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
     auto is chunked, or chunked_compiled on a GPU with compilation. On a GPU, every kernel reads and writes a chunk's
     logits. This takes 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 bytes
     if compiled. On a CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md). The
-    exception is a fully compiled model with few logits, for which we leave them to the compiler.
+    exception is a fully compiled model with few logits: auto is then logits, which leaves them to the compiler.
 
     Args:
-        logits: number of fp32 logits per micro-batch. None means unknown, or not fp32 (so gradients sum in bf16).
+        logits: number of fp32 logits per micro-batch. None means that the number is unknown, or that the logits aren't
+            fp32, so that gradients would be summed in bf16.
     """
     if requested != "auto":
         return requested
@@ -408,7 +410,7 @@ class LanguageModelLoss(nn.Module):
     Parameter names start with "causal_lm." for the model, and "loss_terms." for loss terms.
 
     from_hidden_states: True if the logits are exactly head(last hidden state), capped or not, so they don't have to be
-    materialized. None means that `projects_hidden_states` checks this. Models that scale their logits (cohere,
+    materialized. None means that `projects_hidden_states` determines this. Models that scale their logits (cohere,
     granite) compute them in their own forward pass, which needs the memory.
     """
 

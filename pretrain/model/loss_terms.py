@@ -30,7 +30,7 @@ class TermOptions(Section):
 
 @dataclass(frozen=True)
 class Seen:
-    """The part of a micro-batch that a term can use."""
+    """View of a micro-batch for a loss term."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
@@ -45,7 +45,7 @@ class Seen:
     given_embedding: "nn.Module | Shared | None"
     """Result of `embedding`."""
     attention: Mapping[str, Any]
-    """The model's other arguments. With them, a different transformers model separates the same documents."""
+    """The model's other arguments. If you pass them to another transformers model, it separates the same documents."""
     cap: float | None = None
     """Cap in cap x tanh(logits / cap), which the model applies to its logits, or None."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())

@@ -78,14 +78,14 @@ def load_model_config(
     """Returns the configuration for a model, given a .json file, a folder with config.json, or a Hub ID.
 
     A .json file is verified key by key. If special-token IDs are missing, they are None instead of the class's
-    defaults, which belong to a different tokenizer. A folder or Hub ID isn't verified, because a library wrote it, and
-    older ones use different keys. No weights are read. Raises InputError that lists all problems.
+    defaults, which belong to a different tokenizer. A folder or Hub ID isn't verified, because it was written by a
+    library, often an older one with different keys. No weights are read. Raises an InputError that lists all problems.
 
     Args:
         changes: {key: new value}, verified in the same way as the keys in a .json file. Objects are merged.
         vocabulary_size: number of token IDs in the data. If the model's vocabulary follows the data (see
-            `follows_the_data`), it is `padded_vocabulary` of this number. None means that there is no data, so it is
-            the file's value or the class's default.
+            `follows_the_data`), its size is `padded_vocabulary` of this number. Without data (None), its size is the
+            file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions
@@ -244,7 +244,8 @@ def _checked_config(
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
-    # transformers accepts standard names instead of a class's own names (hidden_size for GPT-2's n_embd).
+    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd), so we check its own
+    # names.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}

@@ -1,4 +1,4 @@
-"""Changes positions during a run: longer sequences, or different rotary frequencies (docs/long_context.md).
+"""Changes a model's positions during a run: their number, or the rotary frequencies (docs/long_context.md).
 
 The frequencies aren't weights, so a model keeps all of its weights when they change. Learned position embeddings, as
 in GPT-2, can't grow.

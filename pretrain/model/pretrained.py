@@ -175,7 +175,7 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
-    """Opens the weights in a folder or Hub ID, and loads the whole model if its files need conversion.
+    """Opens the weights of a folder or Hub ID, and loads the whole model if its files need conversion.
 
     That happens if transformers merges several kinds of tensors while loading, except for separately saved experts,
     which we join here. Every rank then holds the whole model until its own part is built. new_tokens: tokens added to
@@ -204,7 +204,7 @@ def find_weights(name_or_path: str) -> None:
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """Returns {name in the file: file} for all tensors in a folder or Hub ID, or {} if it has no safetensors.
+    """Returns {name in the file: file} for all tensors of a folder or Hub ID, or {} if it has no safetensors.
 
     Raises InputError if a file is damaged.
     """

@@ -94,9 +94,9 @@ TOLERANCE = 5e-4
 VISIBLE = 100 * TOLERANCE
 """Minimum effect of an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)
-"""Factors for the initial weights, with which tokens hardly affect each other.
+"""Factors for the initial weights.
 
-We use the first factor that is sufficient.
+With unscaled weights, tokens hardly affect each other. The first sufficient factor is used.
 """
 
 
@@ -228,7 +228,7 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
 
 def _meta_model(config: PreTrainedConfig) -> nn.Module:
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # private, because transformers has no public name for it in a config
+    config._attn_implementation = "eager"  # private; transformers has no public name for it in a config
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 

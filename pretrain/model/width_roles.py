@@ -23,7 +23,7 @@ from pretrain.model.small_copy import GROWING
 
 @dataclass(frozen=True)
 class WidthRole:
-    """Which of a parameter's dimensions grow with the width."""
+    """The dimensions of a parameter that grow with the model's width."""
 
     inputs: bool
     """True if the fan-in grows, as in a hidden matrix, a head or a router."""

@@ -32,7 +32,8 @@ def averages_after(settings: Averaging, total_steps: int) -> int:
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
     """Returns True if an average can continue.
 
-    It must have the same kind, and after extending a run, no weights from before the longer run's tail.
+    Its kind must be the same. If the run was extended, the average must not contain weights from before the longer
+    run's tail.
     """
     if before is None or before["kind"] != settings.kind:
         return False

@@ -5,8 +5,8 @@ and the last warmup step is at the peak. A decay reaches its floor at step == to
 (as in nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step is just above the floor. Beyond
 total_steps, the factor stays at the floor.
 
-A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`. See
-docs/learning_rate.md for plots.
+A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`.
+docs/learning_rate.md shows all schedules.
 """
 
 import math
@@ -81,7 +81,7 @@ class Schedule:
 
     @property
     def warmup_end(self) -> int:
-        """The first step after the warmup."""
+        """First step after the warmup."""
         return self.first_step + self.warmup_steps
 
     @property

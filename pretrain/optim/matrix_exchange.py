@@ -22,7 +22,7 @@ BUCKET_ELEMENTS = 2**24
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold the same matrices or parts of them. Without a group, this is the only rank."""
+    """Ranks that hold the same matrices or parts of them. If there is no group, this rank is the only one."""
 
     group: dist.ProcessGroup | None
     device: torch.device
@@ -39,7 +39,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """A matrix, from the point of view of its update."""
+    """Shape and blocks of a matrix to update."""
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()

@@ -242,8 +242,8 @@ def iterations(name: str, steps: int) -> list[Quintic]:
 def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
     """Maps a matrix U S V^T (its singular value decomposition) to U S' V^T, with S' close to one.
 
-    Shapes: (..., R, C), R <= C. After dividing by the Frobenius norm, which bounds the largest singular value by one,
-    it runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T in the matrices' dtype.
+    Shapes: (..., R, C), R <= C. The function divides by the Frobenius norm, which bounds the largest singular value by
+    one. It then runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T in the matrices' dtype.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     # A spectral norm would need an SVD.

@@ -65,7 +65,7 @@ class ModelShapes:
         does.
 
         Args:
-            learning_rate: the run's peak learning rate, to which the groups' are relative. None ignores the groups'.
+            learning_rate: the run's peak learning rate, the reference for the groups' rates. None ignores those.
             loss_terms: modules trained by the loss terms, as in `LossTerms.trained`.
         """
         whole = nn.Module()
@@ -134,9 +134,10 @@ class OptimizerSpec(ABC):
     model: ModelShapes
 
     takes = ("whole",)
-    """Supported forms of parameters, one of which is a strategy's `parameter_form`. whole: for single and ddp.
-    sharded: DTensors sharded along any mesh dimensions. pieces: any part of a flat tensor that contains many
-    parameters, for ZeRO.
+    """Supported parameter forms. Each strategy has one of these forms, its `parameter_form`.
+
+    whole: for single and ddp. sharded: DTensors sharded along any mesh dimensions. pieces: any part of a flat tensor
+    that contains many parameters, for ZeRO.
     """
     state_is_whole = False
     """True if each rank keeps the whole state instead of only its own shard."""
@@ -175,7 +176,9 @@ class OptimizerSpec(ABC):
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Builds the optimizer for these parameters, in `groups` with their decay. seed: for its random numbers."""
+        """Builds the optimizer for these parameters, in `groups` with their decay. seed: seed for its
+        random numbers.
+        """
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -198,8 +201,8 @@ class OptimizerSpec(ABC):
     ) -> list[dict]:
         """Builds one group per learning-rate scale.
 
-        A width-dependent scale doesn't change the decay per step. A group's own learning rate does change it, as the
-        run's learning rate does.
+        A width-dependent scale doesn't change the decay per step. A group's own learning rate does, just like the
+        run's.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
@@ -355,7 +358,7 @@ def load_optimizer_state(
 def check_state(
     optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises InputError that lists any state that is missing, unexpected or has the wrong shape."""
+    """Raises an InputError that lists any state that is missing, unexpected or has the wrong shape."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
@@ -403,7 +406,7 @@ def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Wraps this rank's shard of a tensor with this shape in the parameter's placements, if it has any."""
+    """Wraps this rank's shard in a DTensor with this shape and the parameter's placements, if it has any."""
     if not isinstance(parameter, DTensor):
         return local
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -26,7 +26,9 @@ In sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were best
 """
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
-"""Timescale of AdamW's weights, as a share of the run, by tokens per parameter (Bergsma et al., arXiv 2505.13738)."""
+"""Timescale of AdamW's weights, as a share of the run and a function of tokens per parameter (Bergsma et al., arXiv
+2505.13738).
+"""
 MIN_DECAY = 0.01
 MAX_DECAY = 0.2
 WARMUP_SHARE = 0.05

@@ -73,7 +73,7 @@ def put(whole: torch.Tensor, tile: Tile, part: torch.Tensor) -> None:
 
 
 def rectangles(tile: Tile) -> Iterator[tuple[Slices, Slices]]:
-    """Yields (slices in the part, slices in the whole) for each rectangle of a tile."""
+    """Yields (slices in the part, slices in the whole) for each rectangle in a tile."""
     dimensions = []
     for ranges in tile:
         places = pairwise(accumulate((end - first for first, end in ranges), initial=0))

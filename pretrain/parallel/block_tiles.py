@@ -25,7 +25,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Returns True if its shards consist of whole blocks with these sizes, in which tp must be 1."""
+        """Returns True if its shards consist of whole blocks with these sizes. tp must be 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts

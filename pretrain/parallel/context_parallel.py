@@ -147,7 +147,7 @@ def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
 
     Raises InputError for transformers' own attentions, whose masks would treat a part as a whole sequence.
     """
-    name = causal_lm.config._attn_implementation  # private, because transformers has no public name for it
+    name = causal_lm.config._attn_implementation  # private; transformers has no public name for it
     if name in ("sdpa", "eager"):
         raise InputError(
             f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "

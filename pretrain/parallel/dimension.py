@@ -23,7 +23,9 @@ class Dimension:
     """A dimension that only divides the ranks, such as dp_shard. fully_shard does the rest."""
 
     repeats_loss = False
-    """True if the dimension's ranks compute the same tokens' loss, so that only the first rank's loss counts."""
+    """True if the dimension's ranks compute the loss for the same tokens, so that only the first
+    rank's loss counts.
+    """
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:

@@ -74,9 +74,9 @@ def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Returns {name: module} for the modules that transformers' experts interface runs.
+    """Returns {name: module} for modules run by transformers' experts interface.
 
-    Their parameters are (E, ...).
+    Their parameters have shape (E, ...).
     """
     # The interface marks these modules only with this private attribute.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}

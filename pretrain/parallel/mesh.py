@@ -502,7 +502,7 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def reshard_without_backward(model: nn.Module, *_) -> None:
-    """Frees gathered weights if no backward pass follows; a forward hook.
+    """Frees gathered weights if no backward pass follows. Registered as a forward hook.
 
     The gathered weights would be stale after the next update, or after a swap with the averaged weights.
     """

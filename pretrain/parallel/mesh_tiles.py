@@ -1,4 +1,4 @@
-"""Informs Muon and Adafactor which tile of each parameter every rank in a mesh holds."""
+"""Determines which tile of each parameter every rank in a mesh holds, for Muon and Adafactor."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def divided_axes(tensor: DTensor) -> dict[int, int]:
 
 
 def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Informs Muon or Adafactor which ranks hold which part of each parameter (a collective call).
+    """Sets which ranks hold which part of each parameter, in Muon or Adafactor (a collective call).
 
     replica_group: returns the group of ranks that together hold one replica, or None if a single mesh dimension
     already has that group.

@@ -225,7 +225,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(ids_BT, targets_BT, {}, 1), micro_steps=1)
                 x = stage(x)
-    except Exception as error:  # a base model that doesn't consist of embeddings, layers and a norm
+    except Exception as error:  # if the base model doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
         return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"

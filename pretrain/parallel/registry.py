@@ -71,7 +71,7 @@ def share_shards(data: Data) -> None:
 def strategy_class(config: RunConfig) -> type[Strategy]:
     """Returns the class of the strategy requested by the launcher.
 
-    Raises InputError that lists all launcher settings that contradict the recipe or can't run.
+    Raises an InputError that lists all launcher settings that contradict the recipe or can't run.
     """
     name = launched_strategy()
     problems = launcher_problems(config, resolve_precision(config.precision), name)

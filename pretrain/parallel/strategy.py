@@ -284,9 +284,9 @@ class Strategy:
             call(micro_steps)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets the learning rate.
+        """Sets the learning rate before a step's first backward pass.
 
-        Call it before a step's first backward pass, because some strategies update in the last.
+        Some strategies update the weights inside the last backward pass, so it can't be set later.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
@@ -346,7 +346,7 @@ class Strategy:
         return total_norm(self.gradients())
 
     def without_gradient(self) -> list[str]:
-        """Lists the parameters without a gradient, once all of them should have one."""
+        """Lists the parameters that should have a gradient by now, but don't."""
         return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
     def gradients(self) -> list[torch.Tensor]:

@@ -17,7 +17,10 @@ class TensorGroup:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     gather: Callable[[str], torch.Tensor]
-    """Returns the whole tensor on its device, possibly the training tensor itself (a collective call)."""
+    """Function that gathers a tensor by name, in a collective call.
+
+    It returns the whole tensor on its device, possibly the training tensor itself.
+    """
 
     @classmethod
     def of(

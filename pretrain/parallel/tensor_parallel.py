@@ -43,7 +43,7 @@ from pretrain.parallel.replicas import ReplicaGroup
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
 """{style: dimension along which a linear layer's weight (outputs, inputs) is split}"""
 SUMMED = "replicated_with_grad_allreduce"
-"""Style for a norm inside a split part. It is replicated, but each rank has the gradient from only its own heads."""
+"""Style for a norm inside a split part. It is replicated, but each rank only has the gradient from its own heads."""
 
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
@@ -109,7 +109,7 @@ class TensorParallel(Dimension):
             for parameter in name_of
             if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
         ]
-        """Parameters with the same shard on all ranks, or unsharded."""
+        """Parameters that are unsharded, or have the same shard on all ranks."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
@@ -299,7 +299,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """Returns a tensor that all ranks hold unchanged, and sums its gradient over the ranks' columns."""
+    """Passes on a tensor that all of a group's ranks hold, and sums its gradient over the ranks' columns."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:

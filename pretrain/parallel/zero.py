@@ -416,7 +416,9 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group of fp32 tensors with these shapes, which `gather` returns flat, and of unsharded buffers."""
+    """Builds a group from unsharded buffers and from fp32 tensors with these shapes, which `gather`
+    returns flattened.
+    """
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:

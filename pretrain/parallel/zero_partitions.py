@@ -73,7 +73,7 @@ class Masters:
         return places
 
     def _fragments(self) -> dict[torch.Tensor, Place]:
-        """Finds the places in stages 1 and 2, in which a part can begin and end inside a parameter."""
+        """Finds the places in stages 1 and 2, where a part can begin and end inside a parameter."""
         mine = {}
         for number, group in enumerate(self.groups):
             for parameter in group:
