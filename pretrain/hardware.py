@@ -57,10 +57,10 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it. Returns None if it isn't, or is
-    native.
+    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it.
 
-    On a CPU, it uses small matrices, because an emulated matmul of (1024, 1024) takes seconds.
+    Returns None if bf16 is native or isn't slower. On a CPU, it uses small matrices, because an emulated matmul of
+    (1024, 1024) takes seconds.
     """
     reason = missing_bf16(device.type)
     if reason is None:

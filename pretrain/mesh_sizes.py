@@ -77,8 +77,9 @@ class Sizes:
 
     @property
     def fsdp(self) -> int:
-        """Number of ranks that shard the dense parameters, including cp ranks, which are data parallel
-        for parameters.
+        """Number of ranks that shard the dense parameters.
+
+        cp ranks count, because they are data parallel for parameters.
         """
         return self.dp_shard * self.cp
 

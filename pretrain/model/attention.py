@@ -236,8 +236,9 @@ ATTENTION_NAMES = {
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Explains why an attention in ATTENTION_NAMES doesn't work here, as a phrase that follows its name, or returns
-    None.
+    """Explains why an attention in ATTENTION_NAMES doesn't work here, or returns None.
+
+    The explanation is a phrase that follows the attention's name.
     """
     if requested in ("auto", "sdpa", "eager"):
         return None
@@ -411,8 +412,9 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
 
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Casts to a common dtype, because autocast ignores custom operators, and a norm can leave query
-    and key in fp32.
+    """Casts to a common dtype, because autocast ignores custom operators.
+
+    A norm can also leave query and key in fp32.
     """
     device_type = tensors[0].device.type
     in_autocast = torch.is_autocast_enabled(device_type)
@@ -583,8 +585,6 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
 
 
 def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int32 (number of True entries in each row, their positions followed by the positions of the other
-    entries).
-    """
+    """Returns int32 (number of True entries in each row, the positions of the True entries and then of the others)."""
     order = torch.argsort(is_in.to(torch.int8), dim=-1, descending=True, stable=True)
     return is_in.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

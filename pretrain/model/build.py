@@ -285,8 +285,7 @@ class InitialWeights:
 
 
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Names the parts that can be built separately: each layer, then every module without layers, in the model's
-    order.
+    """Names the parts that can be built separately, in the model's order: layers, then modules without layers.
 
     Together, they make up the whole model. Raises InputError if a module that contains layers has parameters of its
     own.
@@ -358,11 +357,10 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Writes a model folder without weights and tokenizer: config.json, generation_config.json and the model's own
-    code.
+    """Writes config.json, generation_config.json and the model's own code into a folder.
 
     A local architecture's file is copied next to config.json, with an auto_map for its classes. Generation's default
-    padding ID is the end-of-document ID.
+    padding ID is the end-of-document ID. Weights and tokenizer are not written.
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)

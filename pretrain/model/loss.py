@@ -55,8 +55,7 @@ class LossRecorder:
 
 @contextmanager
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` inside this context and without
-    gradients.
+    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` without gradients in this context.
 
     A pipeline's last stage adds its microbatches one by one. The other ranks in the pipeline add nothing.
     """
@@ -314,13 +313,12 @@ _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 def _softmax_less_target_(
     block_CV: Tensor, target_C1: Tensor, z_loss: float, cap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns each row's (cross-entropy, logsumexp), and overwrites the logits with softmax - onehot / (1 + 2 z_loss
-    lse).
+    """Returns each row's (cross-entropy, logsumexp), and overwrites the logits with gradients.
 
-    Multiplied by (1 + 2 z_loss lse), the overwritten values are d loss / d logits. We apply this factor on the (C, D)
-    side of the matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x tanh(logits /
-    cap), and the result includes its derivative 1 - tanh^2. A CPU processes the block in pieces that fit into its
-    cache.
+    The new values are softmax - onehot / (1 + 2 z_loss lse). Multiplied by (1 + 2 z_loss lse), they are d loss / d
+    logits. We apply this factor on the (C, D) side of the matmuls, which saves a pass over the block. With a cap,
+    softmax and logsumexp use cap x tanh(logits / cap), and the result includes its derivative 1 - tanh^2. A CPU
+    processes the block in pieces that fit into its cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":

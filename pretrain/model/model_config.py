@@ -476,8 +476,9 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
 
 
 def _number_problems(path: str, value: float, default: Any) -> list[str]:
-    """Lists problems with one number. path: dotted if the number is inside an object, as in
-    'rope_parameters.factor'.
+    """Lists problems with one number.
+
+    path: dotted if the number is inside an object, as in 'rope_parameters.factor'.
     """
     name = path.rpartition(".")[2]
     if not math.isfinite(value):

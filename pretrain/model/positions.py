@@ -27,8 +27,7 @@ KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
-    """Returns the model's configuration in each stage, with enough positions for its sequences and its rotary
-    parameters.
+    """Returns the model's configuration in each stage, with enough positions and the stage's rotary parameters.
 
     A stage that changes neither shares the previous stage's configuration object. Raises InputError if the model's
     positions can't be changed in this way.

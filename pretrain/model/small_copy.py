@@ -251,10 +251,10 @@ def one_thread() -> Iterator[None]:
 @once_per_config
 @one_thread()
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Returns True if the logits are exactly head(last hidden state), soft-capped or not, with no scale or second
-    head.
+    """Returns True if the logits are exactly head(last hidden state), soft-capped or not.
 
-    The check runs a small copy, once per configuration and process. Raises InputError as `reference_of` does.
+    A scale or a second head makes it False. The check runs a small copy, once per configuration and process. Raises
+    InputError as `reference_of` does.
     """
     return is_projection(reference_of(KeyedConfig.of(config)))
 

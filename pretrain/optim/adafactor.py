@@ -243,9 +243,7 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} for Adafactor's state: {step, row, column} for a matrix, and otherwise
-    {step, variance}.
-    """
+    """Returns {name: shape} for Adafactor's state: {step, row, column} for a matrix, else {step, variance}."""
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}

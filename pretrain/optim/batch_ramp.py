@@ -55,9 +55,7 @@ class BatchRamp:
         return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
-        """Returns these batch sizes from `step` on, preceded by those in `past`, whose sequences add up to
-        `sequences`.
-        """
+        """Returns these batch sizes from `step` on, after those in `past`, which add up to `sequences`."""
         earlier = [level for level, first in enumerate(past.first_steps) if first < step]
         later = [level for level, first in enumerate(self.first_steps) if first > step]
         levels = [

@@ -163,9 +163,7 @@ class Annealing:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983,
-    without restarts).
-    """
+    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983; no restarts)."""
     return _decayed(schedule, "cosine", step)
 
 
@@ -185,11 +183,10 @@ def warmup_stable_decay(schedule: Schedule, step: int) -> float:
 
 
 def infinite(schedule: Schedule, step: int) -> float:
-    """Cools down along a cosine to a plateau, stays there, and in the last anneal_steps decays exponentially to the
-    floor.
+    """Cools down along a cosine to a plateau, stays there, and finally anneals exponentially to the floor.
 
-    From Ibrahim et al. 2024, arXiv 2403.08763. Annealing starts from the current learning rate, even during the
-    cooldown.
+    The annealing takes the last anneal_steps (Ibrahim et al. 2024, arXiv 2403.08763). It starts from the current
+    learning rate, even during the cooldown.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
     cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)

@@ -61,8 +61,9 @@ class ModelShapes:
         learning_rate: float | None = None,
         loss_terms: nn.Module | None = None,
     ) -> "ModelShapes":
-        """Reads the shapes from a whole model, which may be on the meta device. Raises InputError as `width_roles`
-        does.
+        """Reads the shapes from a whole model, which may be on the meta device.
+
+        Raises InputError as `width_roles` does.
 
         Args:
             learning_rate: the run's peak learning rate, the reference for the groups' rates. None ignores those.
@@ -176,8 +177,9 @@ class OptimizerSpec(ABC):
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Builds the optimizer for these parameters, in `groups` with their decay. seed: seed for its
-        random numbers.
+        """Builds the optimizer for these parameters, in `groups` with their decay.
+
+        seed: seed for the optimizer's random numbers.
         """
 
     @abstractmethod

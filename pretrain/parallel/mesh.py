@@ -462,9 +462,7 @@ class MeshStrategy(Strategy):
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists replicated weights: everything over dp_replicate, weights that tp doesn't split, and a
-        tied embedding.
-        """
+        """Lists replicated weights: all weights over dp_replicate, weights not split by tp, and a tied embedding."""
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:

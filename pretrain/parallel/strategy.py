@@ -292,10 +292,10 @@ class Strategy:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
 
     def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips the gradients, updates the weights and clears the gradients. A non-finite gradient norm skips the
-        update.
+        """Clips the gradients, updates the weights and clears the gradients.
 
-        Returns (gradient norm before clipping, 1 if the step was skipped else 0), both on the device, without waiting.
+        If the gradient norm isn't finite, the update is skipped. Returns (gradient norm before clipping, 1 if the step
+        was skipped else 0), both on the device, without waiting.
         """
         if self.untrained is None:
             self.untrained = self.without_gradient()
@@ -470,9 +470,7 @@ class Strategy:
             self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
-        """Returns the ranks that update the same whole parameters and can share that work, or None for a
-        single rank.
-        """
+        """Returns the ranks that can share the update of the same whole parameters, or None for a single rank."""
         from pretrain.optim.matrix_exchange import Holders
 
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None

@@ -343,8 +343,9 @@ class Zero(Strategy):
         self.masters.release()
 
     def get(self, name: str) -> torch.Tensor:
-        """Gathers a master weight, or an optimizer state named '<parameter>.<state>', on every rank (a collective
-        call).
+        """Gathers a master weight or, as '<parameter>.<state>', an optimizer state on every rank.
+
+        This is a collective call.
         """
         key = None
         if name not in self.parameter_of:
@@ -416,9 +417,7 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group from unsharded buffers and from fp32 tensors with these shapes, which `gather`
-    returns flattened.
-    """
+    """Builds a group from unsharded buffers and fp32 tensors with these shapes. `gather` returns the tensors flat."""
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:
