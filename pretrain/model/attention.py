@@ -332,7 +332,7 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # A single query is the newest generated token, which attends to every key. is_causal only fits square scores.
+    # A single query is the newest generated token, which attends to every key. is_causal only works for square scores.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1

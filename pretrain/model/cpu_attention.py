@@ -287,7 +287,6 @@ def _packed_attention_backward(
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
         arguments = (x.to(dtype) for x in (*arguments, out_BHTE[rows, :, positions]))
-        # This operator is private, as in the forward pass.
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *arguments, lse_BHT[rows, :, positions], 0.0, True, scale=scale
         )

@@ -186,7 +186,8 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
     auto is chunked, or chunked_compiled on a GPU with compilation. On a GPU, every kernel reads and writes a chunk's
     logits. This takes 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 bytes
     if compiled. On a CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md). The
-    exception is a fully compiled model with few logits: auto is then logits, which leaves them to the compiler.
+    exception is a fully compiled model with few logits. For such a model, auto is logits, which the compiler
+    optimizes.
 
     Args:
         logits: number of fp32 logits per micro-batch. None means that the number is unknown, or that the logits aren't

@@ -48,7 +48,7 @@ class TensorGroup:
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the whole tensor.
 
-    A DTensor is gathered on its mesh's device, in a collective call by the mesh's ranks.
+    A DTensor is gathered on its mesh's device. This is a collective call for the mesh's ranks.
     """
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):

@@ -100,7 +100,7 @@ class Masters:
     def release(self) -> None:
         """Frees the sub-group, and first writes it back if it has changed.
 
-        DeepSpeed needs the memory, and reads the sub-group from NVMe.
+        DeepSpeed needs the memory for its own sub-groups, and rereads this one from NVMe.
         """
         if self._present is None:
             return
