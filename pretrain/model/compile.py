@@ -64,8 +64,8 @@ def compile_model(
     """
     # This setting is documented, although its module's name is private. Layers are compiled later, in the first step.
     functorch_config.activation_memory_budget = memory_budget
-    # With tp, process groups are inputs of the graph. Recent torch versions would measure them as activations,
-    # although they hold none.
+    # With tp, process groups are inputs of the graph, and recent torch versions fail because they can't measure them.
+    # They hold no activations.
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
