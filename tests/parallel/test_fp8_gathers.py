@@ -80,7 +80,7 @@ def runs(tmp_path_factory, shards) -> Path:
         program = ("tests/support/train_strategies.py", folder / "recipe.yaml", folder / "runs.json")
         launch("single" if processes == 1 else "ddp", processes, *program)
 
-    train(1, {"alone": ((), {})})
+    train(1, {"alone": ((), {}), "alone in bf16": (("--precision", "bf16"), {})})
     middle = str(folder / "alone/checkpoints/step-00000002")
     runs = {
         "fp8": ((), {}),
@@ -99,6 +99,11 @@ def test_the_loss_is_that_of_one_process_within_the_rounding(runs, name):
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
+
+
+def test_one_process_trains_in_fp8_too(runs):
+    in_fp8, in_bf16 = (losses(runs / name) for name in ("alone", "alone in bf16"))
+    assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 
 
 def test_what_is_gathered_in_fp8_is_rounded_once(runs):

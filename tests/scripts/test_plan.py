@@ -172,6 +172,27 @@ def test_inner_dimensions_stay_in_a_machine_and_outer_ones_cross_the_network():
     assert exchange == pytest.approx(60.0 / 10), "of seven others one is in the same machine"
 
 
+@pytest.mark.parametrize(
+    ("name", "machines", "per_machine", "gbits", "published"),
+    [
+        ("a100", 1, 8, None, 232.5),  # NVIDIA/nccl-tests issue 175
+        ("a100", 2, 8, 100, 86.0),  # the same, with 4 adapters of 200 Gbit/s per machine
+        ("a100", 3, 8, 100, 96.0),  # issue 119: the peak with as many adapters
+        ("h100", 1, 8, None, 476.0),  # issue 290, which reduces in NVLink switches
+        ("h100", 16, 1, None, 46.0),  # issue 290: NVIDIA's figure for an adapter of 400 Gbit/s
+        ("h200", 248, 8, None, 350.0),  # issue 283
+    ],
+)
+def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machines, per_machine, gbits, published):
+    """nccl-tests measures all-reduces of gigabytes. Those of a step are smaller, and reach 65% to 85% of its GB/s."""
+    gpu = GPUS[name]
+    if gbits:
+        gpu = replace(gpu, network_bytes_per_second=gbits * 1e9 / 8)
+    links = Hardware(gpu, machines * per_machine, machines).links
+    planned = 1.0 / links.seconds(1e9, machines * per_machine, 1)
+    assert 0.65 * published < planned < 0.95 * published
+
+
 def test_products_have_the_names_and_the_launchers_of_their_files():
     names = {"fsdp2": Sizes(dp_shard=8), "hsdp": Sizes(dp_replicate=4, dp_shard=2), "tp": Sizes(dp_replicate=2, tp=4)}
     names |= {"fsdp_tp": Sizes(dp_shard=4, tp=2), "cp": Sizes(cp=8), "pp": Sizes(pp=2, dp_replicate=4)}

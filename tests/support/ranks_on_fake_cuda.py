@@ -283,12 +283,11 @@ def even_rows(counts: FakeTensor) -> list[list[int]]:
 
 even_rows.length = LENGTH
 even_rows.choices = MIXTURE["num_experts_per_tok"]
-assign_buckets = dist._compute_bucket_assignment_by_size
 
 
-def final_buckets(tensors: list[torch.Tensor], limits: list[int], *rest):
-    """DDP begins with one bucket, and makes these of it after a step."""
-    return assign_buckets(tensors, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2**20], *rest)
+def final_limits(config: object, **_) -> tuple[list[int], list[int]]:
+    """Returns the bucket sizes that DDP uses after a step. It begins with a single bucket."""
+    return [config.first_bucket_bytes_cap, config.bucket_bytes_cap], []
 
 
 class FixedBuckets:
@@ -365,7 +364,7 @@ def fake_devices() -> Iterator[FakeTensorMode]:
             torch.Tensor, pin_memory=lambda tensor: tensor, is_pinned=lambda tensor: tensor.device.type == "cpu"
         ),
         mock.patch.multiple(torch.cuda, get_rng_state=lambda *_: RNG_STATE, set_rng_state=mock.Mock()),
-        mock.patch("torch.distributed._compute_bucket_assignment_by_size", final_buckets),
+        mock.patch("torch.nn.parallel.distributed._BucketCapacityConfig.compute_bucket_size_limits", final_limits),
         # They look into tensors by their address.
         mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
         mock.patch("torch.nn.parallel.distributed._sync_module_states"),

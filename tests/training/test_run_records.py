@@ -121,6 +121,13 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
     }
 
 
+@pytest.mark.parametrize("masked", ["true", "false"])
+def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
+    config = read_run_config(recipe, [("data.document_mask", masked)])
+    (row,) = [line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")]
+    assert ("MFU counts attention between documents too" in row) == (masked == "true")
+
+
 def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
     """Through the script, where the variables make an old CPU of this one."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
