@@ -124,7 +124,9 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
 @pytest.mark.parametrize("masked", ["true", "false"])
 def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
     config = read_run_config(recipe, [("data.document_mask", masked)])
-    (row,) = [line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")]
+    (row,) = [
+        line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")
+    ]
     assert ("MFU counts attention between documents too" in row) == (masked == "true")
 
 
