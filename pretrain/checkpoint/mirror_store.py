@@ -152,9 +152,7 @@ class MirrorStore:
         return entries
 
     def look_over(self, name: str) -> dict[str, dict]:
-        """Returns the same as `sealed`, after checking that all files exist and have the right size. Doesn't read the
-        files.
-        """
+        """Returns the same as `sealed`, after checking that all files exist in the right size. Reads none of them."""
         entries = self.sealed(name)
         sizes = self.sizes(name)
         for file, entry in entries.items():
@@ -407,7 +405,5 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:
-    """Returns True if a checkpoint with this trainer_state.json continues the run's folder, including all its
-    rollbacks.
-    """
+    """Returns True if a checkpoint with this trainer_state.json contains all rollbacks of the run's folder."""
     return len(state.get("state", {}).get("rollbacks", ())) >= len(recorded_rollbacks(run))

@@ -154,9 +154,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Publishes a checkpoint, or final/ if `step` is None, as configured in the recipe. The run neither waits nor
-    fails.
-    """
+    """Publishes a checkpoint, or final/ if `step` is None, as the recipe says. The run neither waits nor fails."""
     hub = config.hub
     if not metrics.is_main:
         return
@@ -181,9 +179,7 @@ def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
 
 
 def numbers_of(model: dict[str, Any]) -> dict[str, float]:
-    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from a model's entry in evaluate.py's
-    JSON.
-    """
+    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from a model in evaluate.py's JSON."""
     scores = {
         f"evaluation/{metric}/{task}": value
         for task, measures in model["tasks"].items()

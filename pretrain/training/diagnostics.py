@@ -134,9 +134,7 @@ class Watched:
         self.units_off = zeros()
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
-        """{layer: one tensor (units + 1,) per call}: each unit's largest magnitude, then the mean square over all
-        units.
-        """
+        """{layer: one (units + 1,) tensor per call}: each unit's largest magnitude, then the mean square of all."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
