@@ -59,8 +59,7 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def fingerprint_of(file: BinaryIO, size: int) -> str:
-    """Hashes a file's size and its first, middle and last 64 KiB, which detects a change without reading the whole
-    file.
+    """Hashes a file's size and its first, middle and last 64 KiB, to detect a change without reading all of it.
 
     If the file can't seek, hashes only the first 64 KiB.
     """

@@ -86,8 +86,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Returns True if nobody has touched the file for this long, judged by its own timestamps, because clocks may
-    differ.
+    """Returns True if the file hasn't been touched for this long, by its own timestamps, because clocks may differ.
 
     Counts polls instead of seconds, because this machine may be suspended.
     """

@@ -226,8 +226,7 @@ class Checkpoints:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
             except Exception as error:  # any error, because `describe` may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
-        # No rank continues before the commit, because all ranks need the outcome and the next save must find this one
-        # finished.
+        # No rank continues before the commit: all need the outcome, and the next save must find this one finished.
         problems = self.ranks.gather(problems, in_background=True)[0]
         if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)

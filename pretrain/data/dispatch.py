@@ -64,7 +64,7 @@ class Dispatcher:
     Args:
         data_ranks: for each rank, the part of the batch that it gets.
         rank: this process's rank.
-        group: a gloo group of all processes, used by nothing else.
+        group: a group of all processes for tensors in CPU memory, used by nothing else.
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):

@@ -13,8 +13,8 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
     """Returns the tokens that the data's tokenizer adds to the model's tokenizer, or None if it adds none.
 
     `model.config` is the folder or Hub ID of the model. Raises InputError if a token ID means something else in the
-    model, except for IDs of added tokens, which some models leave free for new names. If the data has more IDs than
-    the model, its tokenizer must contain all of the model's tokens with the same IDs.
+    model, except for IDs of added tokens, which some models leave free for new names. If the data's tokenizer has more
+    IDs, it must contain all of the model's tokens with the same IDs.
     """
     name = config.model.config
     try:

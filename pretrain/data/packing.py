@@ -192,7 +192,7 @@ class Packing:
         return pack(bounds, self.length, windows, is_continued=is_continued, is_open=is_open)
 
     def _edge(self, ends: np.ndarray, nominal: int) -> int:
-        """Returns a block's edge: the end of the last document in the window before `nominal`, or `nominal`."""
+        """Returns a block's edge: the last document end at most a window's length before `nominal`, or `nominal`."""
         last = np.searchsorted(ends, nominal, side="right") - 1
         return int(ends[last]) if last >= 0 and ends[last] > nominal - self.length else nominal
 

@@ -60,7 +60,7 @@ def key_of(*parts: object) -> int:
 
 @dataclass(frozen=True)
 class Stream:
-    """The part of a source that a sampler can see."""
+    """The properties of a source that a sampler gets."""
 
     tokens: int
     length: int

@@ -40,7 +40,7 @@ HEARTBEAT_SECONDS_OF_OTHERS = 10.0
 ORPHAN_SECONDS = 3.0
 """Time for the launcher to stop the other processes after one has died."""
 REPORT_SECONDS = 3.0
-"""Time limit for final messages, for trackers without a network and terminals that nobody reads."""
+"""Time limit for final messages, for trackers without a network and blocked terminals."""
 OWN_PAUSE_SECONDS = 5.0
 """Delay of the watch thread that indicates a suspended process: Ctrl-Z, or a machine in standby.
 
