@@ -45,9 +45,7 @@ class ShardSettings:
 
 
 class CheckedReader(ShardReader):
-    """Raises InputError for an ID outside the vocabulary. On a GPU, the ID would trigger an assert without a file
-    name.
-    """
+    """Raises InputError for an ID outside the vocabulary. On a GPU, it would trigger an assert without a file name."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)

@@ -92,9 +92,7 @@ def task_problems(
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
-    """Returns the lm_eval TaskManager for these tasks. If the user's folder has all of them, it omits the harness's
-    tasks.
-    """
+    """Returns the lm_eval TaskManager for these tasks. Omits the harness's tasks if the user's folder has them all."""
     if include_path is not None:
         local = task_manager(include_path, include_defaults=False)
         if all(is_complete(name, local) for name in names):

@@ -189,9 +189,7 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs, sorted by N, then D. A rung has the best settings for its size and budget, averaged over
-    seeds.
-    """
+    """Groups runs into rungs, sorted by N, then D. A rung has its size's best settings, averaged over seeds."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
         # Budgets are rounded to whole steps, so treat token counts within 2% as the same budget.

@@ -85,9 +85,7 @@ class ScalingLaw:
 
     @property
     def prior_shares(self) -> dict[str, float]:
-        """Ratio of the refits' spread to the prior's, for both exponents. If it is near 1, the runs don't determine
-        them.
-        """
+        """Ratio of the refits' spread to the prior's, for both exponents. Near 1, the runs don't determine them."""
         spreads = self.refits.std(axis=0) / EXPONENT_SD
         return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
 

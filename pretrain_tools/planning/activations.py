@@ -228,9 +228,7 @@ class ForwardPass:
     half: torch.dtype = torch.bfloat16
     """Dtype for autocast. In fp16, the hidden states between layers stay in fp32."""
     sequences: int | None = None
-    """Size of the micro-batch, if there is a memory budget. It affects what the compiler recomputes, so nothing is
-    linear.
-    """
+    """Micro-batch, if there is a memory budget. It affects what the compiler recomputes, so nothing is linear."""
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:

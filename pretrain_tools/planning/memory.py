@@ -180,8 +180,9 @@ class Work:
 
     @property
     def head_gradient(self) -> float:
-        """Bytes of the head's fp32 gradient if the loss computes it in its forward pass. It waits for a tied
-        embedding's.
+        """Bytes of the head's fp32 gradient if the loss computes it in its forward pass.
+
+        The gradient waits for a tied embedding's.
         """
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 

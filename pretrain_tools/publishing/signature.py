@@ -47,7 +47,7 @@ def sign(folder: Path, key: Path) -> None:
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
-    """Lists changed signed files, and a signature made with another key."""
+    """Lists signed files that have changed, and a signature made with a different key."""
     path = folder / SIGNATURE_FILE
     try:
         envelope = json.loads(path.read_bytes())["dsseEnvelope"]
