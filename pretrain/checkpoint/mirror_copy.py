@@ -6,7 +6,7 @@ The thread checks the run's folder twice a second. It first copies the newest mi
 pruning by hard links. It copies older checkpoints only if they are kept permanently. It retries failures with
 exponentially growing pauses.
 
-    RUN/mirror/status.json      last copy, and current failure since when, for `runs.py status`
+    RUN/mirror/status.json      the last copy, and the current failure if there is one, for `runs.py status`
     RUN/mirror/copying/         links to the files being copied
 """
 

@@ -100,7 +100,7 @@ def fetch_earlier(
     """Fetches the mirror's newest checkpoint of step `at_most` or earlier, if it is later than the folder's.
 
     A collective call. It only has an effect if this start fetched the run, because then the folder has only one
-    checkpoint and the mirror may have several. If it fails, the run only lacks that checkpoint.
+    checkpoint and the mirror may have several. If it fails, the run continues without that checkpoint.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:

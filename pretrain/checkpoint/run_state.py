@@ -73,7 +73,7 @@ class RunState:
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
-        """Returns the state with the recorded rollbacks if there are more, and a decay requested before them."""
+        """Returns this state with the recorded rollbacks, if they are more, and with a decay requested before them."""
         if len(recorded) <= len(self.rollbacks):
             return self
         decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}

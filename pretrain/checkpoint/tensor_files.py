@@ -126,8 +126,7 @@ def write_group(
 
     Args:
         dtypes: dtypes of the tensors in the files. A tensor without an entry keeps its own.
-        beat: called for every tensor, because a large model on a slow disk takes longer than a step is allowed to
-            take.
+        beat: called for every tensor, because writing a large model to a slow disk takes longer than a step's timeout.
         published: names and pieces to write instead of the group's. All pieces of a tensor are in the same file.
     """
     written = {}

@@ -82,7 +82,7 @@ class Manifest:
 
 
 def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
-    """Parses the content of a manifest. Raises InputError with all problems. path: the manifest's name in messages."""
+    """Parses the content of a manifest. Raises InputError listing all problems. path: its name in messages."""
     try:
         fields = json.loads(content)
     except ValueError as error:

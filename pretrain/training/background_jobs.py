@@ -86,7 +86,7 @@ class Evaluations:
         """Starts evaluating a checkpoint. The results go to metrics.jsonl. If it can't be started, logs a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # this step may have been evaluated before a rollback
+        self.stop(folder)  # stops an evaluation of this step from before a rollback
         if is_held(log):
             return None  # started before the run crashed, and still running
         environment = environment_alone()

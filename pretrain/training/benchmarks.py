@@ -45,7 +45,7 @@ class Task:
     """Ranges [first, end) of questions."""
     few_shots: int | None
     is_part: bool
-    """True for a group's task that has its own score."""
+    """True for a task whose group has its own score."""
 
     @property
     def count(self) -> int:

@@ -35,7 +35,7 @@ ALWAYS = 0
 WIDE = 100
 WIDER = 120
 WIDEST = 140
-"""Terminal width at which a part of a line is shown. A file gets all parts."""
+"""Terminal widths from which parts of a line are shown. A file gets all parts."""
 
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {

@@ -404,8 +404,7 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
-    """Tests the model's loss and gradients. Raises InputError if it trains correctly with none of the requested
-    attentions.
+    """Tests the model's loss and gradients. Raises InputError if no requested attention works.
 
     Args:
         model_config: configuration of `config.model`.

@@ -91,7 +91,7 @@ def sample_texts(
 ) -> list[tuple[str, str]]:
     """Returns (prompt, prompt and continuation) for each of the recipe's prompts on the main rank; [] on other ranks.
 
-    A collective call. With most strategies, no single rank could generate. The main rank therefore gathers a copy of
+    A collective call. With most strategies, no rank can generate on its own. The main rank therefore gathers a copy of
     the weights in CPU memory, tensor by tensor. It generates on the device if the device already has the whole model.
     """
     group = strategy.model_tensors()

@@ -204,7 +204,7 @@ def after_step(
 
     settle: wait for this step's own metrics.
 
-    Returns (reports that have arrived, the finding because of which the run can't continue as planned, if any). Both
+    Returns (reports that have arrived, the finding, if any, that prevents the run from continuing as planned). Both
     are identical on all ranks.
     """
     step = run.state.step
@@ -220,7 +220,7 @@ def after_step(
 
 
 def _judge(run: Run, report: StepReport) -> Finding | None:
-    """Records a step. Returns the finding because of which the run can't continue as planned, if any."""
+    """Records a step. Returns the finding, if any, that prevents the run from continuing as planned."""
     run.request = max(run.request, report.request)
     if report.skipped:
         run.state.skipped_steps += 1

@@ -156,9 +156,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest's record: everything except the samples, in an order that doesn't depend on the
-        workers.
-        """
+        """Returns the manifest's record: everything except the samples. Its order doesn't depend on the workers."""
         rules = self.rules.values()
         return {
             "documents_in": sum(amounts["documents"] for amounts in rules),
