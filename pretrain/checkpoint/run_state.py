@@ -86,7 +86,7 @@ class RunState:
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Records the rollbacks now, so that a crash before the next checkpoint does not bring back the bad data."""
+    """Records the rollbacks now, so that a crash before the next checkpoint doesn't bring back the bad data."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 

@@ -86,8 +86,8 @@ class Activations:
 
 
 # An attention operator for shapes only. Like every flash kernel, it keeps query, key, value, output and logsumexp. It
-# must not be an autograd.Function: torch.compile's partitioner would look inside, find that the outputs cost nothing,
-# and recompute them. It keeps a flash kernel's outputs.
+# must not be an autograd.Function, because torch.compile's partitioner would look inside, find that the outputs cost
+# nothing, and recompute them. It keeps a flash kernel's outputs.
 SHAPES = "groundwork::flash_shapes"
 SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
 torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")

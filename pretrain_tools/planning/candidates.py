@@ -29,7 +29,7 @@ from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, 
 AS_FAST = 0.03
 """Difference in time below which a plan treats two strategies as equally fast."""
 BEST_PRODUCTS = 3
-"""Number of meshes that a plan lists below the launcher files."""
+"""Number of meshes that a plan lists below the accelerate configs."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 

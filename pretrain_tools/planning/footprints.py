@@ -174,7 +174,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     """Adds up fully_shard's memory for a pipeline place's layers (or all layers) and the root parameters.
 
     On one rank, fully_shard copies weights to the matmuls' dtype and frees nothing. A pipeline's stages keep gathered
-    weights and unsharded gradients until the step's last microbatch, and reduce then.
+    weights and unsharded gradients until the step's last microbatch, and reduce them then.
 
     Args:
         root: number of elements outside the layers.

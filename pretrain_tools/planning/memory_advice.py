@@ -26,7 +26,7 @@ FURTHER = {
     "zero3": ("cp", "zero3_offload"),
     "cp": (),
 }
-"""{strategy: launcher files that shard or offload more, fastest first}"""
+"""{strategy: accelerate configs that shard or offload more, fastest first}"""
 FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
 """Accelerate configs for all other strategies."""
 MOST_PARTS = 64

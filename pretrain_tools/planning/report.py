@@ -227,7 +227,7 @@ def facts(plan: Plan) -> dict[str, str]:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Lists the strategies that can't run, with reasons, the margin, the verdict and the command."""
+    """Lists the strategies that can't run, with reasons. Then lists the margin, the verdict and the command."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:

@@ -22,7 +22,7 @@ REMEDIES = {
 def load_key(flag: str, key: Path) -> Any:
     """Returns model-signing's configuration for a signer (--sign) or a verifier (--public_key) with this key.
 
-    Raises InputError if the key is unusable or the package is not installed.
+    Raises InputError if the key is unusable or the package isn't installed.
     """
     try:
         from model_signing import hashing, signing, verifying

@@ -116,7 +116,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
 
 
 def changed_sources(batches: Batches, identity: dict) -> list[str]:
-    """Returns a problem for each source whose shards do not match the hash in the run's checkpoints."""
+    """Returns a problem for each source whose shards don't match the hash in the run's checkpoints."""
     stages = identity.get("data.train") or identity.get("data.stages") or []
     trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
     return [
