@@ -8,8 +8,8 @@
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
-a Hub id, optionally with @REVISION (branch, tag or commit). Results do not depend on the number of processes.
+--model: a run (its final/ or newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder,
+or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the number of processes.
 """
 
 # `import evaluate` in the harness may find this file instead of the library of that name, so the import must be cheap

@@ -34,7 +34,7 @@ The prior mean is 0, because both terms are equal at the compute-optimal point i
 ASSUMED_NOISE = 0.003
 """Assumed relative noise of a loss before any residuals are known."""
 ASSUMED_COUNT = 2
-"""Number of residuals for which the assumed noise counts."""
+"""Weight of the assumed noise, as a number of residuals."""
 HUBER_WIDTH = 1.345
 """Huber threshold in units of the noise; 1.345 is 95% efficient for Gaussian noise."""
 REFITS = 500
