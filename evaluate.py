@@ -8,7 +8,7 @@
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model: a run (its final/ or newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder,
+--model: a run (its final/, if any, or newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder,
 or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the number of processes.
 """
 
