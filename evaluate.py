@@ -8,8 +8,8 @@
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model: a run (its final/, else its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder, or
-a Hub id, optionally with @REVISION (branch, tag or commit). Results do not depend on the number of processes.
+--model: a run (its final/, if any, or newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder,
+or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the number of processes.
 """
 
 # `import evaluate` in the harness may find this file instead of the library of that name, so the import must be cheap
@@ -34,7 +34,7 @@ NUMBERS = {
     "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
     "limit": (float, None), "temperature": (float, 0),
 }  # fmt: skip
-"""{setting: (type, minimum)}; None: any number above 0."""
+"""{setting: (type, minimum)}. None allows any number above 0."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line and checks everything that needs no file. Raises one InputError with all problems."""
+    """Parses the command line and checks everything that needs no file. Raises InputError listing all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.
@@ -158,7 +158,7 @@ def read_number(name: str, text: str) -> float:
         number = kind(text)
     except ValueError:
         raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # not (a > b) instead of a <= b, because nan must fail, too
+    # not (a > b) instead of a <= b, because NaN must also fail
     if not (number > 0 if least is None else number >= least) or number > 1e18:
         raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
     return number

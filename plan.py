@@ -23,7 +23,7 @@ from pretrain_tools.planning.hardware_options import add_hardware_options, gpu_o
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns (own options, the recipe's settings from the command line)."""
+    """Returns (plan.py's own options, the recipe settings on the command line)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -40,7 +40,7 @@ def main() -> None:
     options, rest = parse_arguments(named_recipe(sys.argv[1:]))
     problems = option_problems(options)
     gpu = problems.attempt(gpu_of, options)
-    # The modules imported below load torch, which is slow, so the options are checked first.
+    # The modules imported below load torch, which is slow, so check the options first.
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     arguments = parse_arguments(__doc__)
-    # Imported after parsing, so that --help does not wait for numpy.
+    # Imported after parsing, so that --help doesn't wait for numpy.
     from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect"):
@@ -87,7 +87,7 @@ def say(line: str) -> None:
 
 
 def verify(folder: str) -> None:
-    """Verifies a prepared folder. Raises one InputError with all problems."""
+    """Verifies a prepared folder. Raises InputError listing all problems."""
     from pretrain.data.shards import read_manifest, verify_shards
 
     problems = verify_shards(folder)
@@ -98,7 +98,7 @@ def verify(folder: str) -> None:
 
 
 def train_filter(arguments: "Namespace") -> None:
-    """Trains a quality classifier on good and on ordinary texts, and prints its held-out accuracy."""
+    """Trains a quality classifier on good and ordinary texts, and prints its held-out accuracy."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
 

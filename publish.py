@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line. Returns it with the problems that can be found without the run."""
+    """Parses the command line. Returns it, and the problems that can be found without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public list of its options.

@@ -66,7 +66,7 @@ def merge(models: list[str], **options: Any) -> None:
 
 
 def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
-    """Trains the recipe for a few steps under each strategy and compares. Returns exit status 1 if one differs."""
+    """Trains the recipe for a few steps with each strategy and compares the losses. Returns 1 if they differ."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.parity import compare_strategies
 
@@ -74,7 +74,7 @@ def parity(config: Path, output: Path, changes: list[str], **options: Any) -> in
 
 
 def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | None, **options: Any) -> int:
-    """Trains the recipe under several settings and compares the results."""
+    """Trains the recipe with several settings and compares the results."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
@@ -102,7 +102,7 @@ def ladder(runs: list[Path], **options: Any) -> None:
 
 
 def positive(text: str, kind: type = float) -> float:
-    """Parses a positive number for argparse; commas may separate thousands."""
+    """Parses a positive number for argparse. Commas may separate thousands."""
     value = kind(text.replace(",", ""))
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
@@ -115,7 +115,7 @@ def natural(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the command line, with one subcommand per function above."""
+    """Builds the command line, with one subcommand for each of the functions above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     add_readers(commands)
@@ -140,7 +140,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a subcommand that calls a function with its arguments and options, by name.
 
-    given: options of its positional arguments, by name. An argument is a Path unless its options set another type.
+    given: {positional argument: options for argparse}. An argument is a Path unless its options set a different type.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(function=function)

@@ -57,7 +57,7 @@ from pretrain.training.validation import data_problems, open_validation
 
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: int | None, log: Metrics) -> int:
-    """Trains to the end, or to `last_step`; returns the exit status. Runs on all ranks."""
+    """Trains to the end, or to `last_step`. Returns the exit status. Runs on all ranks."""
     recipe_plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
     run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest intact checkpoint
@@ -70,7 +70,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 
         refuse_profile(asked.profile, run.state.step, run.plan.total_steps)
 
-    # Model and optimizer: from the checkpoint, from a pretrained model, or initialized by the seed.
+    # Model and optimizer: from the checkpoint, from a pretrained model, or initialized with the seed.
     run.built = build_training(
         config,
         run.plan,
@@ -96,7 +96,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         profile = StepProfile(run, read_ahead, asked.profile)
     model.train()
     while run.state.step < run.plan.total_steps:
-        # A step depends on its number alone, so a resumed run repeats it exactly.
+        # A step depends only on its number, so a resumed run repeats it exactly.
         step = begin_step(run)  # if a stage begins here, the model switches to its windows and positions
         plan = run.plan
         learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
@@ -115,9 +115,9 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         throughput.step_done()
-        count_step(run)  # also updates the average of the weights, if the run has one
+        count_step(run)  # also updates the average of the weights, if there is one
 
-        # Between steps all ranks agree on events and requests, so all take the same action.
+        # Between steps, all ranks agree on events and requests, so all take the same action.
         due = due_after(run.state.step, config, plan)
         reports, bad = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
@@ -125,7 +125,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         show_progress(run, reports)
         report_saves(run)
         if bad is not None:
-            roll_back(run, bad)  # to an earlier checkpoint, to continue with other data or a lower learning rate
+            roll_back(run, bad)  # to an earlier checkpoint, to continue with different data or a lower learning rate
             continue
         if due.validates:
             validate(run)
@@ -151,7 +151,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 
 
 def check(asked: CommandLine) -> None:
-    """Checks everything that can be checked before the start."""
+    """Runs all checks that are possible before the start."""
     from pretrain.training.continued_plan import describe_next_start
     from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
 

@@ -14,7 +14,7 @@ from pretrain.files import ROOT
 
 
 def run(script: str) -> None:
-    """Replaces this process by the script, with the same arguments."""
+    """Replaces this process with the script, passing the same arguments."""
     os.execv(sys.executable, [sys.executable, str(ROOT / script), *sys.argv[1:]])
 
 

@@ -16,7 +16,7 @@ CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 def prepare_extensions_folder() -> Path:
     """Makes torch build in a machine-local folder, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
 
-    Call it before importing DeepSpeed. Returns the folder.
+    Call it before you import DeepSpeed. Returns the folder.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)

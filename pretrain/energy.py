@@ -1,7 +1,7 @@
 """Measures a run's energy in joules with hardware counters, or estimates it if there are none.
 
-Covers only CPUs and GPUs, not cooling, power supplies, disks or network. A reading takes from microseconds (RAPL, one
-file per CPU) to a millisecond (NVML), and happens only at log steps.
+Covers only CPUs and GPUs, not cooling, power supplies, disks or network. A reading takes between microseconds (RAPL,
+one file per CPU) and a millisecond (NVML). Readings happen only at log steps.
 """
 
 import ctypes
@@ -17,19 +17,20 @@ from pretrain.gpus import gpu_called
 
 POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
-"""Assumed watts of a CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
+"""Watts assumed for a CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
 """Function that returns joules since a fixed time; raises OSError if reading fails."""
 
 
 class EnergyMeter:
-    """Measures the joules of a run's machines between two readings.
+    """Measures the joules used by a run's machines between two readings.
 
-    Reads only the main process's machine and assumes the same for the others. Other programs on it count too.
+    Reads only the main process's machine and assumes that the others use as much. Other programs on that machine count
+    as well.
 
     Args:
-        ranks: number of processes of the run.
+        ranks: number of processes in the run.
         powercap: folder of Linux's RAPL counters.
     """
 
@@ -79,7 +80,7 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns one reader per CPU, and per separately counted memory bank; [] if any is unreadable.
+    """Returns one reader per CPU and one per memory bank that is counted separately; [] if any is unreadable.
 
     By default, Linux restricts the counters to root (CVE-2020-8694).
     """
@@ -113,9 +114,9 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """Returns one reader per GPU, for NVIDIA's counters since the driver was loaded; [] without them.
+    """Returns one reader per GPU; [] if the GPUs have no energy counters.
 
-    Volta and newer GPUs have them (nvmlDeviceGetTotalEnergyConsumption).
+    Volta and newer GPUs count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -150,5 +151,5 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
 
 
 def processor_watts(local: int) -> float:
-    """Returns the watts of the threads of this many local processes."""
+    """Returns the power, in watts, of the threads of this many local processes."""
     return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())

@@ -23,13 +23,13 @@ EXIT_NUMERIC = 16
 EXIT_NO_VALID_CHECKPOINT = 17
 EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
-"""Exit status of a run stopped by a signal or a lost server. The same command resumes it."""
+"""Exit status of a run that a signal or a lost server stopped. The same command resumes it."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""Exit status 128 + SIGPIPE, like a program that wrote to a closed pipe."""
+"""Exit status 128 + SIGPIPE, as of a program that wrote to a closed pipe."""
 
 SECONDS_TO_REPORT = 10.0
-"""Time for the first process of a machine to report an error, before the others report it too."""
+"""Time for a machine's first process to report an error before the others report it too."""
 
 _Value = TypeVar("Value")
 
@@ -41,13 +41,13 @@ UNUSABLE_PATHS = {
     errno.EISDIR: "name a file",
     errno.EROFS: "choose a writable location",
 }
-"""{errno: remedy} for paths rejected by the system. They count as input errors wherever they are raised."""
+"""{errno: remedy} for paths that the system rejects. They count as input errors wherever they are raised."""
 
 
 class InputError(Exception):
-    """Invalid input, with all problems found, one line each: what was given, what is allowed, what to do.
+    """Invalid input, with one line per problem: the given value, the allowed values and the fix.
 
-    `run_script` prints them without a traceback and exits with status 2.
+    `run_script` prints the lines without a traceback and exits with status 2.
     """
 
     def __init__(self, *problems: str):
@@ -66,10 +66,10 @@ class UnreachableError(OSError):
 
 
 class Problems(list[str]):
-    """Collects the problems of independent checks, so that all are reported together."""
+    """Collects the problems found by independent checks, so that all are reported together."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """Returns the check's result, or None if it raises an InputError, and adds its problems without duplicates."""
+        """Returns the check's result. If it raises InputError, adds the new problems and returns None."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -92,7 +92,7 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Tells if this process reports errors for its machine. All ranks read the same input, but only one reports."""
+    """Returns True if this process reports errors for its machine. The other ranks stay silent."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -128,7 +128,7 @@ def print_problems(problems: Iterable[str]) -> None:
 def run_script(main: Callable[[], int | None]) -> None:
     """Runs a script's main function and turns its outcome into an exit status. An InputError becomes status 2.
 
-    If a reader such as `| head` closes the pipe early, the script ends with SIGPIPE's status and no traceback.
+    If a reader such as `| head` closes the pipe early, the script ends with SIGPIPE's status and without a traceback.
     """
     try:
         code = or_exit(main) or EXIT_DONE
@@ -143,14 +143,14 @@ def run_script(main: Callable[[], int | None]) -> None:
 
 
 def stdout_is_broken() -> bool:
-    """Tells if the reader of stdout's pipe is gone."""
+    """Returns True if the reader of stdout's pipe is gone."""
     watched = select.poll()
     watched.register(sys.stdout.fileno(), select.POLLERR)
     return bool(watched.poll(0))
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the script. With a process group, ends immediately."""
+    """Ends the script. If a process group exists, skips the cleanup."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -168,19 +168,19 @@ def end_now(code: int) -> NoReturn:
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """Returns an input value as text, truncated if it is long."""
+    """Returns an input value as text, truncated to `most` characters."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the error's class and the first line of its text."""
+    """Returns the error's class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. Raises InputError, without the file's name, for anything else."""
+    """Reads a small text file. For anything else, raises InputError without the file's name."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):

@@ -1,7 +1,7 @@
 """Writes files and folders atomically: after a crash they are complete or absent.
 
-A file is written under a temporary name, synced and renamed. In a folder, every file is synced, a manifest of sizes
-and sha256 is written, and the folder is renamed. The hashes reveal later damage on the disk.
+To write a file, writes under a temporary name, syncs and renames. To write a folder, syncs every file, writes a
+manifest of sizes and sha256 hashes, and renames the folder. The hashes reveal later damage on the disk.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PACKAGES = Path(__file__).resolve().parents[1]
-"""Folder with the packages: a checkout, or site-packages."""
+"""Folder of the packages: a checkout, or site-packages."""
 IS_CHECKOUT = (PACKAGES / "train.py").is_file()
 ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
-"""Folder with the scripts, accelerate configs and model configurations."""
+"""Folder of the scripts, accelerate configs and model configurations."""
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns a file's path, or the project's own copy if it isn't in the working folder."""
+    """Returns a file's path, or the path of the project's own copy if the file isn't in the working folder."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 
@@ -40,7 +40,7 @@ def write_durably(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder (or the content of a file) durable."""
+    """Makes creations, renames and removals in a folder durable. For a file, makes its content durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -59,9 +59,9 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def fingerprint_of(file: BinaryIO, size: int) -> str:
-    """Hashes a file's size and its first, middle and last 64 KiB, which detects a change without reading it all.
+    """Hashes a file's size and its first, middle and last 64 KiB, to detect a change without reading all of it.
 
-    Of a file that can't seek, hashes only the first 64 KiB.
+    If the file can't seek, hashes only the first 64 KiB.
     """
     digest = hashlib.sha256(str(size).encode())
     for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
@@ -86,7 +86,7 @@ def as_json(fields: Any) -> bytes:
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE = "provenance.json"
 SIGNATURE_FILE = "model.sig"
-"""File that publish.py adds, like provenance.json. Both cover the manifest, so it can't list them."""
+"""Signature that publish.py adds. Like provenance.json, it covers the manifest, so the manifest can't list it."""
 CARD_FILE = "README.md"
 PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
@@ -97,8 +97,8 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     """Seals the remaining files, writes MANIFEST.json, and renames the folder to its final name.
 
     Args:
-        unfinished: the written folder, next to `final`.
-        files: {name: {bytes, sha256}} of already sealed files.
+        unfinished: the folder with all files, next to `final`.
+        files: {name: {bytes, sha256}} of files that are already sealed.
     """
     for path in sorted(unfinished.rglob("*")):
         name = str(path.relative_to(unfinished))
@@ -118,14 +118,14 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, renaming it first so that a half-removed folder never looks complete."""
+    """Removes a folder. Renames it first, so that a half-removed folder never looks complete."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
     delete(leftover)
 
 
 def delete(path: Path) -> None:
-    """Deletes a folder with its content, a file, or a link without its target, if it exists."""
+    """Deletes a file, a link (but not its target), or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -140,7 +140,7 @@ def seal(path: Path) -> dict:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """Lists the problems of this rank's share of a sealed folder's files.
+    """Lists the problems in this rank's share of a sealed folder's files.
 
     beat: called before each file, because reading takes a while.
     """
@@ -200,12 +200,12 @@ def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[s
 
 
 def is_url(path: str | Path) -> bool:
-    """Tells if an address is a URL rather than a path."""
+    """Returns True if an address is a URL rather than a path."""
     return URL.match(str(path)) is not None
 
 
 def place_of(address: str) -> Path | str:
-    """Returns a Path for a path, and a URL unchanged, because a Path would drop one of its slashes."""
+    """Returns a Path for a path. Returns a URL unchanged, because a Path would drop one of its slashes."""
     return address if is_url(address) else Path(address)
 
 

@@ -1,8 +1,8 @@
 """Table of GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
 
-Dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value
-reported by torch, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour at cloud
-providers in 2025; --price_per_gpu_hour overrides them.
+Dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value that
+torch reports, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour at cloud providers
+in 2025. --price_per_gpu_hour overrides them.
 """
 
 import re
@@ -20,14 +20,14 @@ class Gpu:
     name: str
     memory_bytes: float
     bf16_flops: float
-    """Dense bf16 peak; fp16 if there is no bf16."""
+    """Dense bf16 peak, or the fp16 peak if the GPU has no bf16."""
     fp8_flops: float | None
-    """Dense fp8 peak; None if there is no fp8."""
+    """Dense fp8 peak; None if the GPU has no fp8."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """Bandwidth to the machine's other GPUs in one direction, through NVLink or PCIe."""
+    """Bandwidth in one direction to the machine's other GPUs, through NVLink or PCIe."""
     network_bytes_per_second: float
-    """Bandwidth to other machines per GPU, in one direction."""
+    """Bandwidth per GPU, in one direction, to other machines."""
     watts: float
     price_per_hour: float
     """Price in US dollars."""
@@ -71,11 +71,11 @@ GPUS = {
 
 
 VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
-"""Words in a name that denote another GPU, or part of one."""
+"""Words in a name that denote a different GPU, or part of one."""
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """Finds a GPU by torch.cuda.get_device_name or an informal name; None if unknown.
+    """Finds a GPU by its torch.cuda.get_device_name or an informal name; returns None if it is unknown.
 
     Examples: 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090', 'h100 pcie'.
     """
@@ -87,5 +87,5 @@ def gpu_called(name: str) -> Gpu | None:
 
 
 def _words(name: str) -> set[str]:
-    """Returns the words of a name, without 'rtx', which may be missing or joined to the next word."""
+    """Returns the words in a name, without 'rtx', which may be missing or joined to the next word."""
     return set(re.split(r"[ _-]", name.lower().replace("rtx", ""))) - {""}

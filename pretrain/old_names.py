@@ -31,7 +31,7 @@ RENAMED = {
     "optim.width_transfer": "optim.parametrization",
     "pipeline.microbatch_scale": "pipeline.microbatches_per_stage",
 }
-"""{old path of a setting or section: new path}; both are in the same section."""
+"""{old path of a setting or section: new path}. Both paths are in the same section."""
 RENAMED_VALUES = {
     "benchmarks.where": {"same": "blocking"},
     "optim.parametrization": {"none": "standard"},
@@ -49,9 +49,9 @@ def current_path(path: str) -> str:
 
 
 def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Returns a recipe's values under the new names, and a notice for each renamed one.
+    """Returns a recipe's values with the new names, and a notice for each renamed setting.
 
-    If a recipe has both names of a setting, both are kept, so that validation rejects it.
+    If a recipe has both names of a setting, keeps both, so that validation rejects the recipe.
     """
     found: dict[str, Any] = {}
     notices: list[str] = []

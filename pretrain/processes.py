@@ -18,12 +18,15 @@ LOOK_SECONDS = 0.2
 
 @contextmanager
 def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
-    """Holds the lock file `path` for the duration of a with block and removes it at the end.
+    """Locks the file `path` during a with block and removes the file at the end.
 
-    silence_seconds: holders touch the file. A holder on another host is considered dead after this long without it.
+    The kernel releases the lock when its holder dies, so the next process takes over an abandoned file. Raises
+    InputError with the process ID and host if another process holds the lock, or if the file is from another host,
+    whose processes can't be seen from here.
 
-    The kernel releases the lock when its holder dies, so an abandoned file is taken over. Raises InputError naming
-    process and host if another process holds it, or if another host left it, whose processes aren't visible.
+    Args:
+        silence_seconds: holders touch the file. After this long without a touch, a holder on another host counts as
+            dead.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
@@ -35,13 +38,13 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
 
 def hold_while_open(file: IO) -> None:
-    """Locks an open file until the last process that inherits it closes it or dies."""
-    with suppress(OSError):  # waiting processes ignore file systems without locks, too
+    """Locks an open file until every process that inherits it has closed it or died."""
+    with suppress(OSError):  # waiting processes also ignore file systems without locks
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def is_held(path: Path) -> bool:
-    """Tells if a process still holds the file locked by `hold_while_open`."""
+    """Returns True if a process still holds a file locked by `hold_while_open`."""
     try:
         with open(path, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +54,7 @@ def is_held(path: Path) -> bool:
 
 
 def wait_until_free(path: Path) -> None:
-    """Waits until no process holds the file locked by `hold_while_open`."""
+    """Waits until no process holds a file locked by `hold_while_open`."""
     with suppress(OSError), open(path, "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
@@ -83,7 +86,7 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Tells if the file hasn't been touched for this long, by its own timestamps, because clocks may differ.
+    """Returns True if the file hasn't been touched for this long, by its own timestamps, because clocks may differ.
 
     Counts polls instead of seconds, because this machine may be suspended.
     """
@@ -111,14 +114,14 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns a process's state letter as in ps (Z: dead, T: stopped); None without the process or /proc."""
+    """Returns a process's state letter, as in ps (Z: dead, T: stopped); None if the process or /proc doesn't exist."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None
 
 
 def is_alive(pid: int) -> bool:
-    """Tells if a process of this machine is running. A zombie isn't."""
+    """Returns True if a process on this machine is running. A zombie isn't."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
 """Reads recipes and command lines into a RunConfig.
 
 Reports all problems together: misspelled keys, wrong types and conflicting settings, each with the file, the dotted
-path, the given value and the allowed ones.
+path, the given value and the allowed values.
 """
 
 import json
@@ -30,11 +30,11 @@ brief = reprlib.Repr()
 brief.maxlevel = 3
 brief.maxstring = 200
 brief.maxother = 200
-"""Repr of limited depth, because a plain repr of nested YAML aliases could fill the memory."""
+"""Repr of limited depth. A plain repr of nested YAML aliases could fill the memory."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML. Raises ValueError if the text is not YAML, or nested too deeply for a recipe."""
+    """Parses YAML. Raises ValueError if the text isn't YAML or is nested too deeply for a recipe."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -55,7 +55,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Only unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, `3e-4` is a number.
+# Only unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, and `3e-4` is a number.
 Loader.yaml_implicit_resolvers = {}
 for tag, pattern, first in (
     ("bool", r"^(?:true|True|false|False)$", "tTfF"),
@@ -66,7 +66,7 @@ for tag, pattern, first in (
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
-# Alternative settings. One on the command line replaces the recipe's.
+# Alternative settings. A setting given on the command line replaces its alternatives in the recipe.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
     ("optim.learning_rate", "optim.learning_rate_per_sequence"),
@@ -80,11 +80,11 @@ ALTERNATIVES = (
 class CommandLine:
     config: RunConfig
     overridden: frozenset[str]
-    """Dotted paths given on the command line."""
+    """Dotted paths of the settings given on the command line."""
     check: bool
-    """Check everything before the start, then exit."""
+    """Run all checks that precede training, then exit."""
     verbose: bool
-    """With check, print every setting with its value and origin."""
+    """With `check`, print every setting with its value and origin."""
     smoke: bool
     """Train 100 steps in a separate folder, resume from the middle, and report pass or fail per stage."""
     profile: int | None
@@ -124,9 +124,9 @@ NAMES_ELSEWHERE = {
     "trackers": "report_to logger_name",
     "validation.every_steps": "eval_interval eval_every eval_steps eval.interval validation.freq validator.freq",
 }
-"""{setting: flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan with equivalent values}.
+"""{setting: equivalent flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan}.
 
-docs/coming_from.md lists these, and flags with different values.
+docs/coming_from.md lists these, as well as flags whose values differ.
 """
 SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
@@ -135,7 +135,7 @@ TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
-"""Settings that default to true without a value."""
+"""Settings that are set to true if no value follows."""
 TAKEN = {
     "--config RECIPE": "the recipe, a file or a URL (s3://...); --config may be omitted",
     "--text FOLDER": "train on your own text (folder, pattern, files), without a recipe",
@@ -188,7 +188,7 @@ def named_recipe(arguments: list[str]) -> list[str]:
 
 
 def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
-    """Returns the number after --profile, or None."""
+    """Returns the number given with --profile, or None."""
     if not given:
         return None
     if len(given) > 1 or not given[0].isdecimal():
@@ -231,7 +231,7 @@ def as_plain(default: Any) -> Any:
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """Returns the allowed words of a setting or of its entries; [] if other values are allowed."""
+    """Returns the allowed words for a setting or its entries; [] if it allows other values."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -260,7 +260,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]. Translates flags of other projects."""
+    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]. Translates other projects' flags."""
     pairs = []
     problems = Problems()
     rest = list(arguments)
@@ -281,7 +281,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def own_name(key: str) -> str:
-    """Returns a flag's setting. Prints a notice if the flag is another project's.
+    """Returns the setting for a flag. Prints a notice if the flag is another project's.
 
     Raises InputError if the section is missing or unknown.
     """
@@ -305,7 +305,7 @@ def own_name(key: str) -> str:
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:
-    """Removes recipe settings for which the command line gives an alternative."""
+    """Removes the recipe's settings for which the command line gives an alternative."""
     for names in ALTERNATIVES:
         if any(name in overridden for name in names):
             for section, key in (name.split(".") for name in names if name not in overridden):
@@ -318,8 +318,9 @@ def read_run_config(
 ) -> RunConfig:
     """Reads a recipe and applies the overrides. Raises InputError listing all problems.
 
-    loads_extensions: False for evaluating a recorded run. The code of its extensions doesn't run, and settings that
-    may refer to them (optim, loss.terms, the order of the data) aren't read.
+    Args:
+        loads_extensions: False to evaluate a recorded run. The code of its extensions doesn't run, and settings that
+            may refer to that code (optim, loss.terms, the order of the data) aren't read.
     """
     path = path if is_url(str(path)) or not path else or_shipped(path)
     if not is_url(str(path)) and not Path(path).exists():
@@ -352,7 +353,7 @@ def read_run_config(
 
 
 def recipe_text(path: str | Path) -> str:
-    """Returns the content of a local recipe or one at a URL of fsspec. Raises InputError, UnreachableError."""
+    """Returns the content of a recipe, local or at a URL. Raises InputError, UnreachableError."""
     if is_url(str(path)):
         from pretrain.remote import read_text
 
@@ -361,7 +362,7 @@ def recipe_text(path: str | Path) -> str:
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] to the text parsed as YAML, for key 'a.b'. Returns the problem of an unknown path."""
+    """Sets values['a']['b'] for the key 'a.b' to the text parsed as YAML. Returns the problem of an unknown path."""
     *parents, last = key.split(".")
     try:
         value = parse_yaml(text)
@@ -381,7 +382,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """Formats a pydantic error: file or flag, dotted path, the problem, the given value."""
+    """Formats a pydantic error: file or flag, dotted path, problem, given value."""
     loc = tuple(part for part in problem["loc"] if not str(part).startswith("function-"))
     where = ".".join(map(str, loc))
     known = allowed_keys(loc)
@@ -407,7 +408,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """Returns the allowed alternatives to a path's last key; None if the path isn't in the schema."""
+    """Returns the keys that are allowed in place of a path's last key; None if the path isn't in the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -427,7 +428,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Lists (dotted path, field) for every setting, with `[]` for lists."""
+    """Lists (dotted path, field) for every setting, with `[]` after lists."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -444,7 +445,7 @@ MOVED = {
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
-"""Sections that are null by default. Their settings have defaults if one of them is given."""
+"""Sections that are null by default. Their settings have defaults if the section is given."""
 
 
 def as_yaml(config: RunConfig) -> str:

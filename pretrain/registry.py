@@ -1,8 +1,7 @@
-"""Tables of optimizers, schedules and other things that a recipe can name. `extensions` and a model folder's code can
-add entries.
+"""Tables of optimizers, schedules and other things that a recipe can name.
 
-The project's own entries are given as 'module:name', so that a recipe is checked without importing them. Your own file
-registers in the same table with a decorator:
+`extensions` and a model folder's code can add entries. The project's own entries have the form 'module:name', so that
+checking a recipe doesn't import them. To add your own class, register it with a decorator:
 
     from pretrain.registry import OPTIMIZERS
 
@@ -102,7 +101,7 @@ ARCHITECTURES = Table("an architecture", {})
 FORMATS = Table("a format of documents", {})
 """Functions (stream, reading) -> records, filled in by pretrain_tools.preparation.documents.formats."""
 TASKS = Table("a task", {})
-"""Functions (model, tokenizer) -> {measure: number}: evaluate.py's tasks in addition to the harness's."""
+"""Functions (model, tokenizer) -> {measure: number}: tasks for evaluate.py in addition to the harness's."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
@@ -115,9 +114,10 @@ LOADED_CODE: dict[str, str] = {}
 
 
 def import_file(path: Path, package: str) -> ModuleType:
-    """Imports a file as a module of `package`, which represents its folder, so that `from .other import X` works.
+    """Imports a file as a module of `package`, which stands for the file's folder, so that `from .other import X`
+    works.
 
-    Raises InputError with file, line and message for any error in it.
+    For any error in the file, raises InputError with file, line and message.
     """
     path = path.absolute()
     if not path.is_file():
@@ -136,13 +136,13 @@ def import_file(path: Path, package: str) -> ModuleType:
 
 
 def load_extensions(files: Iterable[str]) -> None:
-    """Imports the user's extensions, each once. Raises InputError as `import_file` does."""
+    """Imports each of the user's extensions once. Raises the same InputError as `import_file`."""
     for file in files:
         path = Path(file)
         if path.suffix != ".py" or not path.is_file():
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
-        # Named by its content, so that a file is imported again only after a change.
+        # Named by its content, so that a file is only imported again after a change.
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)
@@ -171,7 +171,7 @@ def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
 
 
 def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | None]) -> None:
-    """Checks a setting's {name: options or None}. Raises ValueError for an unknown name or option."""
+    """Checks a setting of the form {name: options or None}. Raises ValueError for an unknown name or option."""
     for name, options in given.items():
         check_options(f"{setting}.{name}", table[table.checked(name)].Options, options or {})
 
@@ -184,7 +184,7 @@ def error_in_file(error: BaseException, path: Path) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Returns 'mine.py, line 12' for the error's last frame in the user's files, or ""."""
+    """Returns 'mine.py, line 12' for the error's last frame in the user's files, or "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
@@ -192,13 +192,13 @@ def place_of(error: BaseException) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Tells if a file is in one of OWN_FOLDERS."""
+    """Returns True if a file is in one of OWN_FOLDERS."""
     path = Path(file)
     return path.parent in OWN_FOLDERS and path.name != "__init__.py"
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Hashes the names and contents of files, regardless of order."""
+    """Hashes the names and contents of files. Their order doesn't matter."""
     whole = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         whole.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

@@ -1,4 +1,4 @@
-"""Reads objects below a URL of fsspec, with retries. Errors name the object."""
+"""Reads objects below an fsspec URL, with retries. Errors name the object."""
 
 import functools
 import time
@@ -12,11 +12,11 @@ from pretrain.urls import file_system, patiently
 _Value = TypeVar("_Value")
 TRIES = 10
 FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try. Pauses double, up to 51 s in total."""
+"""Pause before the second try. Pauses double and add up to 51 s."""
 PATIENCE_SECONDS = 120.0
-"""Maximum time without any answer from a server, well below guard.step_timeout_seconds."""
+"""Maximum time without an answer from a server, well below guard.step_timeout_seconds."""
 LAST_TRY_SECONDS = 5.0
-"""Maximum wait of a read that begins after that time."""
+"""Maximum wait for a read that begins after PATIENCE_SECONDS."""
 
 
 class RemoteFolder:
@@ -32,7 +32,7 @@ class RemoteFolder:
         """Time of the first failure since the last answer (monotonic clock)."""
 
     def sizes(self) -> dict[str, int | None]:
-        """Returns {name: bytes, None if unknown} of all files. Raises as `read`."""
+        """Returns {name: bytes} of all files, with None for an unknown size. Raises the same errors as `read`."""
         found = self._answer(self.shown, "its objects cannot be listed", self._found)
         return {name: about.get("size") for name, about in found.items()}
 
@@ -45,8 +45,8 @@ class RemoteFolder:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Reads an object, or its bytes from `start` to `end`, with retries.
 
-        Raises InputError if the object is missing, forbidden or shorter than `end`, and UnreachableError after TRIES
-        or PATIENCE_SECONDS without an answer.
+        Raises InputError if the object is missing, forbidden or shorter than `end`. Raises UnreachableError after
+        TRIES failed tries or PATIENCE_SECONDS without an answer.
         """
         where = f"{self.shown}/{name}"
 
@@ -107,12 +107,12 @@ class RemoteFolder:
 
 @functools.cache
 def remote_folder(url: str) -> RemoteFolder:
-    """Returns the folder at a URL. It keeps its connections."""
+    """Returns the folder at a URL, with its connections kept open."""
     return RemoteFolder(url)
 
 
 def read_text(url: str, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. Raises InputError without the URL for anything else, and as `RemoteFolder` does."""
+    """Reads a small text file. For anything else, raises InputError without the URL, or RemoteFolder's errors."""
     place, _, name = url.rpartition("/")
     content = remote_folder(place).read(name)
     if len(content) > most_bytes:

@@ -1,7 +1,7 @@
 """Prints a script's stages and a live line at the bottom of the terminal, with colors and line wrapping.
 
-A file or a pipe gets plain lines and no live line. Imports nothing heavy, so that a script can report its loading
-before it loads.
+A file or a pipe gets plain lines and no live line. This module imports nothing heavy, so that a script can print
+"Loading" before its slow imports.
 """
 
 import io
@@ -25,7 +25,7 @@ FIRST_COLUMN = re.compile(r"\S.*?\s{2,}(?=\S)")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tells if this stream is a terminal that can rewrite a line."""
+    """Returns True if the stream is a terminal that can rewrite a line."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     except ValueError:  # closed
@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Returns the columns of the terminal; None for a file, which has no limit."""
+    """Returns the terminal's columns; None for a file, which has no limit."""
     if not is_terminal(stream):
         return None
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
@@ -52,7 +52,7 @@ def colored(text: str, color: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Breaks lines at words. Continuations align with a table's second column, or are indented by two columns."""
+    """Breaks lines at words. Continuation lines align with a table's second column, or are indented by two columns."""
     if width is None:
         return text
     lines = []
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve of block characters from the means of `width` equal parts of the values."""
+    """Draws a curve in block characters. Each is the mean of one of `width` equal parts of the values."""
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -86,8 +86,8 @@ class LiveLine:
     """The line at the bottom of the terminal, on stderr, rewritten in place.
 
     Python's output streams are not replaced. Only `say` removes the line, prints, and draws the line again. The cursor
-    stays at the line's start, so other libraries' output begins there too. If it is shorter than the line, the rest of
-    the line remains visible on its right until the terminal scrolls.
+    stays at the start of the line, so the output of other libraries begins there too. If their text is shorter than
+    the line, the rest of the line remains visible to the right of it until the terminal scrolls.
     """
 
     def __init__(self):
@@ -115,7 +115,7 @@ class LiveLine:
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def print_above(self, text: str, stream: TextIO) -> None:
-        """Prints the text instead of the line, and draws the line again below it."""
+        """Prints the text in place of the line, and draws the line again below the text."""
         with self._lock:
             shown = self.text
             self.clear()
@@ -128,17 +128,14 @@ LIVE_LINE = LiveLine()
 
 
 def say(text: str, stream: TextIO | None = None, color: str | None = None) -> None:
-    """Prints text above the live line, wrapped and colored if the stream is a terminal.
-
-    stream: stdout unless given.
-    """
+    """Prints text above the live line, wrapped and colored if the stream is a terminal. stream: stdout by default."""
     stream = stream or sys.stdout
     text = wrapped(text, width_of(stream))
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)
 
 
 def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the parts (minimum width, text) that fit a terminal of this width. A file (None) gets all parts."""
+    """Joins the texts of the (minimum width, text) parts that fit a terminal of this width. None fits all parts."""
     return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
@@ -149,7 +146,7 @@ def say_stage(text: str) -> None:
 
 
 def announce_loading() -> None:
-    """Reports that the script is loading, before slow imports. Makes Ctrl-C end it without a traceback."""
+    """Prints that the script is loading, before slow imports. Makes Ctrl-C end the script without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")
 

@@ -68,7 +68,7 @@ def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
 
 
 def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
-    """Formats rows as aligned text, with two spaces between columns. Columns in `right` are right-aligned."""
+    """Formats rows as text with aligned columns, two spaces apart. Columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Files by address: local paths, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
+"""Reads files by address: local paths, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
 
 import hashlib
 import io
@@ -20,11 +20,11 @@ DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 LONGEST_RETRY_SECONDS = 15.0
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
-"""Names of metadata that changes with a file's content, in various file systems."""
+"""Names of metadata entries that change with a file's content, in various file systems."""
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
-    """Returns (file system, path in it) of a URL. Raises InputError for an unknown protocol or missing library."""
+    """Returns a URL's file system and its path there. Raises InputError for an unknown protocol or missing library."""
     from fsspec.core import url_to_fs
 
     try:
@@ -41,7 +41,7 @@ def open_file(path: str) -> BinaryIO:
 class RemoteFile(io.RawIOBase):
     """Remote file. It can seek if its server supports this.
 
-    A failed read is repeated from the same position. After TRIES, it raises UnreachableError.
+    Repeats a failed read from the same position. After TRIES failures, raises UnreachableError.
     """
 
     def __init__(self, url: str):
@@ -103,7 +103,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _translated(url: str, action: Callable[[], _Value]) -> _Value:
-    """Returns the result of `action`. Turns a file system's error into an UnreachableError with the file's name."""
+    """Returns the result of `action`. Turns a file system's error into an UnreachableError that names the file."""
     try:
         return action()
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
 
 
 def find_urls(pattern: str) -> list[str]:
-    """Returns the sorted files matching a URL with `*` and `**`. Raises InputError if listing fails."""
+    """Returns the sorted files that match a URL with `*` and `**`. Raises InputError if listing fails."""
     system, path = file_system(pattern)
     try:
         if "*" not in path:
@@ -127,7 +127,7 @@ def find_urls(pattern: str) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Returns a file's bytes; 0 if its server doesn't report them. Raises OSError if it is unreadable."""
+    """Returns a file's size in bytes; 0 if its server doesn't report it. Raises OSError if the file is unreadable."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)
@@ -141,7 +141,7 @@ def _about(url: str) -> dict[str, Any]:
 def fingerprint(path: str, size: int) -> str:
     """Hashes enough of a file to detect changes without reading it all; see `fingerprint_of`.
 
-    If a remote file's server reports a hash or date of its content, hashes these and the size instead.
+    If a remote file's server reports a hash or date of the content, hashes that and the size instead.
     """
     if is_url(path):
         about = _about(path)
@@ -153,9 +153,9 @@ def fingerprint(path: str, size: int) -> str:
 
 
 def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
-    """Returns the answer. Raises TimeoutError after this many seconds, or the last error.
+    """Returns the answer. Raises TimeoutError after `seconds`, or the last error.
 
-    retry: repeat after an error, with exponentially growing pauses.
+    retry: repeats the call after an error, with pauses that grow exponentially.
     """
     deadline = time.monotonic() + seconds
     pause = 0.5

@@ -1,5 +1,5 @@
-"""The tools: all other scripts, and what train.py does for `--text`, `--check`, `--smoke` and `--profile`.
+"""The tools: all scripts except train.py, and train.py's `--text`, `--check`, `--smoke` and `--profile`.
 
-They import the trainer, pretrain, which never imports them (tests/test_closure.py). A package imports only from those
-named before it: preparation, runs, publishing, planning, profiling, evaluation, experiments.
+They import the trainer, pretrain, which never imports them (tests/test_closure.py). Each package imports only from
+earlier ones in this order: preparation, runs, publishing, planning, profiling, evaluation, experiments.
 """

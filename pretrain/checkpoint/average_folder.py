@@ -10,7 +10,7 @@ from pretrain.files import SEAL_FILE
 
 
 def require_average(name: str, checkpoint: Path) -> None:
-    """Raises InputError for a checkpoint without an average. name: the user's name for it."""
+    """Raises InputError for a checkpoint without an average. name: the user's name for the checkpoint."""
     if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
             f"{name}: there is no average in {checkpoint}; checkpoints of runs with averaging.kind: ema or tail have "
@@ -28,7 +28,7 @@ def average_folder(checkpoint: Path) -> Iterator[Path]:
             is_tensors = ".safetensors" in path.suffixes
             if path.name == SEAL_FILE or (is_tensors and not path.name.startswith("average")):
                 continue
-            # An index lists its files by their existing names, so only the index or a single file is renamed.
+            # An index refers to its files by their existing names, so only the index or a single file is renamed.
             whole = path.name in ("average.safetensors", "average.safetensors.index.json")
             name = path.name.replace("average", "model", 1) if whole else path.name
             (folder / name).symlink_to(path.resolve())

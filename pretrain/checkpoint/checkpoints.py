@@ -4,13 +4,14 @@
       config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
       optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
       average*.safetensors                                the average of the weights, if there is one
-      loss_terms.safetensors                              parameters of terms of the loss, if they have some
+      loss_terms.safetensors                              parameters of the loss terms, if they have any
       trainer_state.json                                  step, tokens, skipped data, identity of data and model
       MANIFEST.json                                       size and sha256 of every file, written last
 
-Training waits only for the copy to CPU memory. A thread writes to a hidden folder, syncs and hashes every file,
-writes the manifest, renames, syncs the parent, and then prunes. So the newest folder with a valid manifest is always a
-complete checkpoint. Resuming verifies hashes first and renames a damaged checkpoint to damaged-step-00000500.
+Training waits only while the tensors are copied to CPU memory. A thread then writes the files to a hidden folder,
+syncs and hashes them, writes the manifest, renames the folder, syncs its parent, and prunes old checkpoints. Therefore
+the newest folder with a valid manifest is always a complete checkpoint. Resuming verifies the hashes first and renames
+a damaged checkpoint to damaged-step-00000500.
 """
 
 import json
@@ -48,49 +49,49 @@ from pretrain.runs.run_folder import (
 from pretrain.terminal import say
 
 SAVED = ("model", "optimizer", "average", "loss_terms")
-"""Name prefixes of files with tensors."""
+"""Name prefixes of the tensor files."""
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""Maximum time for a slow disk. Then the watchdog treats waiting for a save as a hang."""
+"""Maximum time for a save on a slow disk. After that, the watchdog treats the wait as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
-    """Raised if no checkpoint is intact, because starting from scratch would hide the loss."""
+    """Raised if no checkpoint is intact. Starting from scratch would hide the loss."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 class SaveError(RunStoppedError):
-    """Raised on every rank if a save was abandoned. Earlier checkpoints are unchanged."""
+    """Raised on every rank if a save fails. Earlier checkpoints are unchanged."""
 
 
 @dataclass
 class Save:
-    """One save: its data and its outcome."""
+    """A save, with its data and outcome."""
 
     step: int
     folder: Path
     files: dict[str, dict[str, torch.Tensor]]
     """This rank's share, in CPU memory: {file: {name: tensor}}."""
     indices: dict[str, dict]
-    """{file: contents} of the index files."""
+    """{index file: contents}."""
     contents: dict[str, Any]
     """Contents of trainer_state.json."""
     describe: Callable[[Path], None]
     started: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
-    """Time that training waited."""
+    """Time during which training waited."""
     seconds: float = 0.0
     """Time from start to commit."""
     bytes: int = 0
     problem: str | None = None
-    """Reason of a failure, the same on every rank."""
+    """Reason for a failure, the same on every rank."""
     thread: threading.Thread | None = None
 
 
 class Checkpoints:
-    """Checkpoints of one run. Every method but `finished` is a collective call of all ranks."""
+    """A run's checkpoints. All ranks must call every method except `finished`."""
 
     def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
         self.run = run
@@ -99,13 +100,13 @@ class Checkpoints:
         self.settings = settings
         self.in_background = settings.async_save
         self.last_step: int | None = None
-        """Step of the newest checkpoint found valid or written."""
+        """Step of the newest checkpoint that was written or found valid."""
         self.begun_step: int | None = None
         """Step of the save in progress, or `last_step`. Equal on all ranks."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
-        """{file: memory for its tensors}."""
+        """{file: buffer for its tensors}."""
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -121,9 +122,9 @@ class Checkpoints:
         describe: Callable[[Path], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts saving the checkpoint of `step`: copies the tensors to CPU memory and writes them in a thread.
+        """Starts saving the checkpoint of `step`: copies the tensors to CPU memory, and writes them in a thread.
 
-        Waits for an earlier unfinished save. `finished` and `wait` report the outcome of this one.
+        First waits for an earlier unfinished save. `finished` and `wait` report the outcome.
 
         Args:
             contents: contents of trainer_state.json.
@@ -157,13 +158,13 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """Returns a save written or failed since the last call. Not collective."""
+        """Returns a save that was completed or has failed since the last call, or None. Not a collective call."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits until nothing is being written. Calls `beat` regularly."""
+        """Waits for the save in progress, if any. Calls `beat` regularly."""
         if (save := self._in_flight) is None:
             return
         wait_for(save, beat)
@@ -173,9 +174,9 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies this rank's share to separate memory, which is reused in every save.
+        """Copies this rank's share of the tensors into buffers, which are reused in every save.
 
-        Allocating costs more than the copy, because the kernel clears every new page.
+        Allocating memory takes longer than the copy, because the kernel clears every new page.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
@@ -191,15 +192,15 @@ class Checkpoints:
                 if file not in self._memory or self._memory[file].layout != layout:
                     self._memory.pop(file, None)  # freed before the next allocation
                     self._memory[file] = HostMemory(layout)
-            # On a GPU, the copies run in the steps' stream, between two steps, so that gathered tensors are not reused
-            # too early. Waiting happens once at the end, not per tensor.
+            # On a GPU, the copies run in the training stream, between two steps, so that gathered tensors aren't
+            # reused too early. Synchronizes once at the end, not per tensor.
             staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return staged
 
     def _write(self, save: Save, unfinished: Path) -> None:
-        """Writes this rank's files, waits for the other ranks, commits. Runs in the thread."""
+        """Writes this rank's files, waits for the other ranks, and commits. Runs in the thread."""
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
@@ -209,7 +210,7 @@ class Checkpoints:
         save.seconds = time.perf_counter() - save.started
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
-        """Returns the problem, the same on all ranks. Raises if the other ranks are unreachable."""
+        """Returns the problem, the same on all ranks. Raises an error if the other ranks are unreachable."""
         problem = None
         written = {}
         try:
@@ -225,7 +226,7 @@ class Checkpoints:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
             except Exception as error:  # any error, because `describe` may fail in any way
                 problems = [f"{type(error).__name__}: {error}"]
-        # No rank continues before the commit, because the next save must find it finished, and all need the outcome.
+        # No rank continues before the commit: all need the outcome, and the next save must find this one finished.
         problems = self.ranks.gather(problems, in_background=True)[0]
         if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -246,7 +247,7 @@ class Checkpoints:
             say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
-        """Returns a checkpoint of any run after verifying its files. Raises NoValidCheckpointError."""
+        """Verifies a checkpoint of any run and returns its folder. Raises NoValidCheckpointError if it is damaged."""
         if problems := self._damage(folder):
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
@@ -256,11 +257,11 @@ class Checkpoints:
     ) -> Path | None:
         """Returns the newest intact checkpoint of step `at_most` or earlier, or None.
 
-        Logs and renames damaged checkpoints, and checkpoints with a wrong step, to make way for the mirror's copy, if
-        any. Raises NoValidCheckpointError if all are damaged or missing.
+        Logs and renames each damaged checkpoint and each checkpoint whose step is wrong. The mirror's copy, if any,
+        takes its place. Raises NoValidCheckpointError if all are damaged or missing.
         """
         self.wait(beat)
-        # The main rank's list, because on a network disk other ranks may still see an older one.
+        # The main rank's list, because other ranks may still see an older one on a network disk.
         present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
         if present and at_most is None:
             self._repair_latest(present[-1])
@@ -289,7 +290,7 @@ class Checkpoints:
         return None
 
     def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Lists the damage of a checkpoint. Each rank verifies its share of the files."""
+        """Lists a checkpoint's damage. Each rank verifies its share of the files."""
         share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
@@ -303,14 +304,14 @@ class Checkpoints:
     def _repair_latest(self, newest: int) -> None:
         """Makes LATEST name the newest checkpoint, intact or not, if it names none.
 
-        Naming an older one would make the mirror delete its copies of later ones.
+        If it named an older one, the mirror would delete its copies of later checkpoints.
         """
         with self.ranks.together(SaveError):
             if self.ranks.is_main and latest_step(self.run) is None:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Returns evidence of missing checkpoints, or ''."""
+        """Returns evidence that checkpoints are missing, or ''."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
@@ -321,11 +322,11 @@ class Checkpoints:
         return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is gone" if saved else ""
 
     def discard_after(self, step: int) -> None:
-        """Removes the checkpoints of later steps, because training rolls back to `step` and continues differently."""
+        """Removes checkpoints later than `step`, because training rolls back to `step` and continues differently."""
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
-                # Before the removals, so that the mirror's copier treats later steps as abandoned.
+                # Before the removals, so that the mirror's copying thread treats later steps as abandoned.
                 write_durably(self.folder / "LATEST", checkpoint_name(step))
                 for later, folder in checkpoint_folders(self.run).items():
                     if later > step:
@@ -339,7 +340,7 @@ class Checkpoints:
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits for a save. Beats up to SLOWEST_SAVE_SECONDS, so that a slow disk isn't reported as a hang."""
+    """Waits for a save. Calls `beat` for up to SLOWEST_SAVE_SECONDS, so that a slow disk isn't reported as a hang."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -347,7 +348,7 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError if the disk has too little space for a checkpoint, before anything is written."""
+    """Raises OSError if the disk has too little space for a checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < 1.05 * needed_bytes:
         raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
@@ -355,14 +356,14 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Contents of a checkpoint; tensors are read on access."""
+    """Contents of a checkpoint. Tensors are read on access."""
 
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
     """Average of the weights and loss terms, if any."""
     loss_terms: SavedTensors
-    """Parameters of terms of the loss."""
+    """Parameters of the loss terms."""
     contents: dict[str, Any]
     """trainer_state.json: state, identity, strategy, guard, validation_loss."""
 

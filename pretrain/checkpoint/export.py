@@ -1,4 +1,4 @@
-"""Writes final/, the trained model in save_pretrained's format and the export dtype, with tokenizer and model card."""
+"""Writes final/: the trained model in save_pretrained's format and the export dtype, with tokenizer and model card."""
 
 import json
 import shutil
@@ -20,13 +20,13 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""Maximum time to write a model card. Then the model is exported without one."""
+"""Maximum time for writing the model card. If it takes longer, the model is exported without a card."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes a HF model folder without its weights: configs, code of local architectures, tokenizer.
+    """Writes everything in a HF model folder except the weights: configs, code of local architectures, tokenizer.
 
-    dtype: dtype of the weights in the folder; from_pretrained uses it.
+    dtype: dtype of the weights in the folder. from_pretrained uses it.
     """
     model.config.dtype = dtype
     save_model_metadata(model, folder)
@@ -57,7 +57,7 @@ def export_final(
     with ranks.together(SaveError):
         group = strategy.model_tensors()
         buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
-        # Buffers keep their dtype, because a rounded router bias would choose other experts.
+        # Buffers keep their dtype, because a rounded router bias would select different experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
         published = PublishedNames.of(strategy.causal_lm.config)
         written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
@@ -72,7 +72,7 @@ def export_final(
 
 
 def export_card(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder. Returns the problem, if any, because the model matters more."""
+    """Writes the model card into the folder. Returns the problem, if any, because the export must succeed."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
     # The recipe's paths are relative to the current folder, so the child process must keep it.
     environment = environment_alone() | {"PYTHONPATH": python_path()}

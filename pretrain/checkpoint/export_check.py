@@ -1,4 +1,4 @@
-"""Compares the exported model with the trained one, by reloading it and comparing logits and losses."""
+"""Verifies the exported model: reloads it and compares its logits and losses with the trained model's."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,8 +19,11 @@ from pretrain.files import damage
 from pretrain.hardware import DTYPES
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
-"""{coarser precision: allowed difference in nats per token}, much larger than the effect of rounding (about 1e-3 in
-bf16), but much smaller than the effect of one misplaced tensor."""
+"""{coarser precision: allowed difference in nats per token}.
+
+A tolerance is much larger than the effect of rounding (about 1e-3 in bf16), but much smaller than the effect of one
+misplaced tensor.
+"""
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
 
@@ -35,9 +38,11 @@ class ExportCheck:
     left_out: list[str] = field(default_factory=list)
     """Reasons for skipped comparisons."""
     logit_difference: float | None = None
-    """Largest difference of a logit due to rounding the weights, relative to the largest logit."""
+    """Largest difference in a logit caused by rounding the weights, relative to the largest logit."""
     loss_difference: float | None = None
-    """Nats per token between the training model and the export, on the same text; the maximum over the sources."""
+    """Difference between the losses of the training model and the export on the same text, in nats per token; the
+    maximum over the sources.
+    """
 
     def in_words(self) -> str:
         """Returns one line for the log."""
@@ -63,9 +68,9 @@ class TrainingLosses:
     """The training model's losses, measured on all ranks."""
 
     losses: dict[str, float]
-    """{source: mean nats per token over its first window}"""
+    """{source: mean loss in nats per token over its first window}."""
     readers: dict[str, ShardReader]
-    """{source: its validation shards}"""
+    """{source: its validation shards}."""
     window: WindowSpec
 
 
@@ -74,13 +79,13 @@ def verify_export(
 ) -> ExportCheck:
     """Compares an exported folder with the checkpoint of the same step and with the training model, on one process.
 
-    The folder's logits must equal, bit for bit, those of the checkpoint's fp32 masters rounded to the folder's dtype.
-    The loss must match the training model's within LOSS_TOLERANCE, which also finds mistakes that the checkpoint and
-    the export share, such as wrongly gathered tensors.
+    The folder's logits must be bit-identical to those of the checkpoint's fp32 master weights, rounded to the folder's
+    dtype. The loss must match the training model's within LOSS_TOLERANCE. This also finds mistakes that the checkpoint
+    and the export share, such as wrongly gathered tensors.
 
     Args:
-        dtype: dtype of the folder, the recipe's export.dtype.
-        precision: resolved precision of the training.
+        dtype: the folder's dtype, from the recipe's export.dtype.
+        precision: the training run's resolved precision.
     """
     import psutil
 
@@ -104,7 +109,7 @@ def verify_export(
         else:
             check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
-        del exported  # only one model in memory at a time, because each may take half of it
+        del exported  # only one model in memory at a time, because each may take half of the memory
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
 
@@ -122,7 +127,7 @@ def no_loading_bars() -> Iterator[None]:
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
-    """Loads the model in fp32 with from_pretrained. If a weight is misplaced, records the problem and returns None."""
+    """Loads the model in fp32 with from_pretrained. If weights are misplaced, records the problem and returns None."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
@@ -140,7 +145,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Lists contradictions between the folder's tokenizer and model about token IDs."""
+    """Lists disagreements between the folder's tokenizer and model about token IDs."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -165,7 +170,7 @@ def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tenso
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Compares the export's fp32 logits with the checkpoint's, with its weights rounded and unrounded."""
+    """Compares the export's logits with those of the checkpoint, whose weights are used both rounded and unrounded."""
     if not (checkpoint / "config.json").is_file():
         check.left_out.append(f"there is no {checkpoint}")
         return
@@ -189,8 +194,8 @@ def compare_logits(
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
     """Returns {source: mean loss per token in nats over its first window}, in fp32 on the CPU.
 
-    Uses transformers' eager forward pass and whole logits, with each document of the window alone. This independent
-    path reveals mistakes of the training path.
+    Uses transformers' eager forward pass and full logits, and runs each of the window's documents separately. As this
+    code path is independent of training, it reveals mistakes there.
     """
     losses = {}
     for name, reader in readers.items():
@@ -209,7 +214,7 @@ def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: W
 
 
 def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
-    """Compares losses. A difference above `tolerance` nats, or NaN, is a problem."""
+    """Compares losses. A NaN, or a difference above `tolerance` nats, counts as a problem."""
     exported = losses_of(model, trained.readers, trained.window)
     for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)

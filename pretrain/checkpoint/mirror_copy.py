@@ -1,13 +1,13 @@
-"""Keeps a run's mirror up to date, in a thread of low priority that training never waits for.
+"""Keeps a run's mirror up to date, in a low-priority thread that training never waits for.
 
-    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies what the mirror lacks, and ends
+    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies everything the mirror lacks, then exits
 
 The thread checks the run's folder twice a second. It first copies the newest missing checkpoint, protected from
-pruning by hard links, and older ones only if they are kept permanently. It retries failures with exponentially growing
-pauses.
+pruning by hard links. It copies older checkpoints only if they are kept permanently. It retries failures with
+exponentially growing pauses.
 
-    RUN/mirror/status.json      what was copied, what fails since when; for `runs.py status`
-    RUN/mirror/copying/         links to what is being copied
+    RUN/mirror/status.json      the last copy, and the current failure if there is one, for `runs.py status`
+    RUN/mirror/copying/         links to the files being copied
 """
 
 import argparse
@@ -52,23 +52,23 @@ from pretrain.runs.run_folder import (
 
 SECONDS_BETWEEN_LOOKS = 0.5
 BEAT_SECONDS = 2.0
-"""Seconds between two updates of status.json."""
+"""Seconds between updates of status.json."""
 LONGEST_BACKOFF_SECONDS = 300.0
 LONGEST_PAUSE_AT_THE_END = 5.0
-"""Maximum seconds between two attempts, while the run trains and while it waits."""
+"""Maximum pause between two attempts in seconds, while the run trains and while it waits."""
 NICENESS = 10
 
 
 class TakenOverError(Exception):
-    """Raised if another start of the run has taken over the mirror, so this one stops copying."""
+    """Raised if another start of the run has taken over the mirror, so that this one must stop copying."""
 
 
 class MirrorCopier:
-    """Copies for one start of a run, with `keep_copying` in a thread or single calls of `attempt`.
+    """Copies for one start of a run, either with `keep_copying` in a thread or with single calls of `attempt`.
 
     Args:
         run: the run's folder.
-        settings: which checkpoints to keep.
+        settings: tells which checkpoints to keep.
     """
 
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
@@ -80,15 +80,15 @@ class MirrorCopier:
         self.damaged: dict[str, str] = claim.get("damaged") or {}
         """{damaged file or folder on the mirror: problem}."""
         self.there: dict[int, float | None] | None = None
-        """{step: validation loss} of the complete checkpoints on the mirror; None before the first pass."""
+        """{step: validation loss} of the mirror's complete checkpoints; None before the first pass."""
         self.manifests: dict[str, bytes] = {}
-        """{folder: its manifest} of the complete checkpoints, and final/, on the mirror."""
+        """{folder: manifest} of the mirror's complete checkpoints and final/."""
         self.files: dict[str, bytes] = {}
-        """Small files at their last copy."""
+        """{name: content} of small files when they were last copied."""
         self.seen: set[int] = set()
         """Steps of the run's checkpoints at the last pass."""
         self.beaten = time.monotonic()
-        """Time of the last sign of life (monotonic clock)."""
+        """Time of the last update of status.json (monotonic clock)."""
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
@@ -104,7 +104,7 @@ class MirrorCopier:
             "damaged": self.damaged,
         }
         self.is_settled = False
-        """True if everything that existed at `settle` is copied."""
+        """True if everything that existed when `settle` was called is copied."""
         self._settles = False
         self._ends = False
         self._wake = threading.Event()
@@ -112,12 +112,12 @@ class MirrorCopier:
         shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
 
     def keep_copying(self) -> None:
-        """Copies until `end`, and then copies the rest."""
+        """Copies until `end` is called, and then copies the rest."""
         if sys.platform == "linux":  # threads have their own priority there
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         with copying_alone(self.run):
             while True:
-                # Cleared before the flags are read, so that a later request ends the wait below immediately.
+                # Cleared before the flags are read, so that a later request immediately ends the wait below.
                 self._wake.clear()
                 settles = self._settles
                 ends = self._ends
@@ -132,22 +132,22 @@ class MirrorCopier:
                     self._wake.wait(min(pause, LONGEST_PAUSE_AT_THE_END) if settles else pause)
 
     def settle(self) -> None:
-        """Requests a copy of everything now."""
+        """Requests a copy of everything that exists now."""
         self._settles = True
         self._wake.set()
 
     def end(self) -> None:
-        """Requests a copy of everything written since `settle`. Then `keep_copying` returns."""
+        """Requests a copy of everything written since `settle`. After that copy, `keep_copying` returns."""
         self._ends = True
         self._wake.set()
 
     def attempt(self, *, everything: bool) -> bool:
-        """Makes one pass, recording a failure in the status. Returns True if nothing is left to do."""
+        """Makes one pass and records a failure in the status. Returns True if nothing is left to do."""
         try:
             more = self.pass_once(everything=everything)
         except Exception as error:  # each file system raises its own errors
             is_taken_over = isinstance(error, TakenOverError)
-            # A deleted run folder has nothing left to copy.
+            # If the run's folder was deleted, there is nothing left to copy.
             self.status["is_over"] = is_taken_over or not self.run.is_dir()
             if self.run.is_dir():
                 self.status["failures"] += 1
@@ -158,9 +158,9 @@ class MirrorCopier:
         return not more
 
     def pass_once(self, *, everything: bool = False) -> bool:
-        """Copies the most urgent missing thing. Returns True if there may be more.
+        """Copies the most urgent missing folder. Returns True if there may be more to copy.
 
-        everything: also copy changed small files. Raises the file system's errors.
+        everything: also copies changed small files. Raises the file system's errors.
         """
         if self.there is None:  # also after finding run.json missing or damaged
             self._first_look()
@@ -180,7 +180,7 @@ class MirrorCopier:
         return False
 
     def _first_look(self) -> None:
-        """Reads the mirror's content, and claims it for this start."""
+        """Reads the mirror's content and claims the mirror for this start."""
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
@@ -210,7 +210,7 @@ class MirrorCopier:
         self._remove(parts)  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
-        """Returns {step: validation loss} of the checkpoints without visible damage. Records damage of the others.
+        """Returns {step: validation loss} of the checkpoints without visible damage. Records the others' damage.
 
         Also checks final/, and collects the manifests of complete folders.
         """
@@ -253,7 +253,7 @@ class MirrorCopier:
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes steps after the target of a rollback. Returns False if the mirror has no other steps."""
+        """Removes steps after a rollback's target. Returns False if the mirror has no other steps."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -281,7 +281,7 @@ class MirrorCopier:
             manifest = content_of(path / SEAL_FILE)
             if manifest is not None and step <= latest:
                 here[step] = manifest
-        # Checkpoints pruned while the mirror was busy or unreachable.
+        # Checkpoints that were pruned while the mirror was busy or unreachable.
         known = {step for step in self.seen if name_of(step) in self.manifests}
         dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
@@ -307,7 +307,7 @@ class MirrorCopier:
             if is_abandoned():
                 raise FileNotFoundError
             self._require_claim()
-            # Before the manifest, because a start that finds this checkpoint must find the log up to its step.
+            # Before the manifest, because a start that finds this checkpoint must also find the log up to its step.
             self._put_files()
 
         self.beat()
@@ -334,7 +334,8 @@ class MirrorCopier:
         self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
-        # The order matters. rollbacks.json is written after LATEST, so a reader of a rollback also sees its target.
+        # The order matters. rollbacks.json is written after LATEST, so anyone who reads a rollback also sees its
+        # target.
         files = run_files(self.run)
         if not self._drop_abandoned():  # the mirror must not record the rollback before its target exists
             return
@@ -345,7 +346,7 @@ class MirrorCopier:
                 self._copied(name)
 
     def beat(self, now: bool = False) -> None:
-        """Writes the status, at most every few seconds."""
+        """Writes the status, at most every BEAT_SECONDS unless `now`."""
         if not now and time.monotonic() - self.beaten < BEAT_SECONDS:
             return
         self.beaten = time.monotonic()
@@ -362,7 +363,7 @@ class MirrorCopier:
 
 
 def hold(folder: Path, held: Path) -> Path:
-    """Links a checkpoint's files into `held`, which pruning ignores. Returns the original on a disk without links.
+    """Links a checkpoint's files into `held`, which pruning ignores. On a disk without links, returns the original.
 
     Raises FileNotFoundError if the run prunes the checkpoint before all files are linked.
     """
@@ -387,14 +388,14 @@ def content_of(path: Path) -> bytes | None:
 
 
 def copying_alone(run: Path) -> TextIO:
-    """Locks the mirror folder while copying, because a user may copy the run by hand at the same time."""
+    """Locks the mirror folder, because a user may copy the run manually at the same time."""
     lock = open(run / MIRROR_FOLDER / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def copy_script() -> int:
-    """Copies a run by hand. Returns the exit status."""
+    """Copies a run on request. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="checkpoint.mirror")

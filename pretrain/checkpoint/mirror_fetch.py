@@ -1,13 +1,13 @@
-"""Looks at a run's mirror at its start, and fetches the run if its disk was lost or another machine got further.
+"""Checks a run's mirror when the run starts, and fetches the run if its disk was lost or another machine got further.
 
-    python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # a copy to look at, to evaluate
+    python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # fetch a copy to inspect or evaluate
 
-    RUN/mirror/claim.json       which start of the run writes to the mirror, what it fetched,
+    RUN/mirror/claim.json       which start of the run writes to the mirror, and what it fetched,
                                 and what is damaged there
 
-It takes the mirror's newest complete checkpoint, with metrics.jsonl and the run's other small files; what is damaged
-there is reported and left out. A folder with checkpoints of its own starts without the mirror if that is unreachable;
-an empty one must not: training from scratch would hide what is there, and overwrite it.
+Fetches the mirror's newest complete checkpoint, metrics.jsonl and the run's other small files. Reports and skips
+damaged files. If the mirror is unreachable, a folder with its own checkpoints starts without it. An empty folder
+doesn't start, because training from scratch would hide the run on the mirror and then overwrite it.
 """
 
 import argparse
@@ -53,23 +53,25 @@ from pretrain.terminal import say_stage
 from pretrain.urls import patiently
 
 LOOK_SECONDS_WITHOUT_NEED = 20.0
-"""Seconds that a start with checkpoints of its own waits for the mirror."""
+"""Maximum seconds to wait for the mirror if the run's folder has its own checkpoints."""
 
 
 class LostMirrorError(MirrorError):
-    """Raised if no checkpoint on the mirror is intact, and none is in the run's folder."""
+    """Raised if neither the mirror nor the run's folder has an intact checkpoint."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 @contextmanager
 def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[None]:
-    """Holds the mirror's lease for this run, and brings the run's folder up to the mirror, if that is further.
+    """Holds the mirror's lease for this run, and fetches the run if the mirror is ahead of the run's folder.
 
-    A collective call; the main rank fetches. Without a lease the run goes on if its folder has checkpoints and the
-    mirror cannot be written. Raises, on all ranks, InputError if another run is there, another machine trains this one
-    or the store's library is missing, MirrorError if an empty folder needs a mirror that is unreachable,
-    LostMirrorError if none of its checkpoints is intact.
+    A collective call, in which the main rank fetches. If the mirror isn't writable, the run continues without a lease,
+    provided its folder has checkpoints.
+
+    Raises these errors on all ranks: InputError if the mirror belongs to a different run, if another machine trains
+    this run or if the store's library is missing; MirrorError if an empty folder needs the mirror but can't reach it;
+    LostMirrorError if none of the mirror's checkpoints is intact.
     """
     lease = None
 
@@ -77,7 +79,7 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
         nonlocal lease
         try:
             lease = look(run, settings)
-        except Exception as error:  # returned, not raised: the other ranks wait for the answer
+        except Exception as error:  # returned, not raised, because the other ranks wait for the answer
             is_told = isinstance(error, InputError | RunStoppedError)
             return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
@@ -97,8 +99,8 @@ def fetch_earlier(
 ) -> None:
     """Fetches the mirror's newest checkpoint of step `at_most` or earlier, if it is later than the folder's.
 
-    A collective call, which does something only after a start that fetched the run: such a folder has one checkpoint,
-    where the mirror keeps several. A failure costs only that checkpoint.
+    A collective call. It only has an effect if this start fetched the run, because then the folder has only one
+    checkpoint and the mirror may have several. If it fails, the run continues without that checkpoint.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:
@@ -109,7 +111,7 @@ def fetch_earlier(
 
 
 def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
-    """Fetches the checkpoint of a step that is damaged here; returns whether it is here now. A collective call."""
+    """Fetches the checkpoint of a step that is damaged here. Returns True if it succeeds. A collective call."""
     return fetch_wanted(
         run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
     )
@@ -122,10 +124,10 @@ def fetch_wanted(
     is_wanted: Callable[[MirrorStore, int], bool],
     beat: Callable[[], None],
 ) -> bool:
-    """Fetches the newest intact checkpoint of a wanted step; returns whether there is one. A collective call."""
+    """Fetches the newest intact checkpoint for which `is_wanted`. Returns True if there is one. A collective call."""
 
     def work() -> bool:
-        with suppress(Exception):  # each file system raises its own errors; the run can continue without
+        with suppress(Exception):  # any error; the run can continue without the checkpoint
             store = connect(settings, run)
             look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
             sealed, _ = look_around(store.steps)
@@ -138,7 +140,7 @@ def fetch_wanted(
 
 
 def look(run: Path, settings: config.Checkpoint) -> Lease | None:
-    """Does the work of `on_mirror` on one process; returns the lease, None if the mirror cannot be written."""
+    """Does the work of `on_mirror` on one process. Returns the lease, or None if the mirror isn't writable."""
     store = connect(settings, run)
     here = newest_sealed(run)
     own = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
@@ -162,9 +164,9 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
             lease = take_lease(store, claim["start"], own)
         except InputError:
             raise
-        except Exception as error:  # a mirror that cannot be written may still be read
+        except Exception as error:  # a read-only mirror is still useful
             claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
-        identity, (sealed, _) = store.identity(), store.steps()  # again: the last holder may have added to it
+        identity, (sealed, _) = store.identity(), store.steps()  # again, because the last holder may have added to it
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
@@ -193,9 +195,9 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
-    """Fetches the run if the mirror is further than the folder, whose newest checkpoint is of step `here`.
+    """Fetches the run if the mirror is ahead of the folder, whose newest checkpoint is `here`.
 
-    Adds to `claim` what was fetched, and what is damaged on the mirror.
+    Records in `claim` what was fetched and what is damaged on the mirror.
     """
     damaged = claim["damaged"]
 
@@ -210,7 +212,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
-    # Before the checkpoint: a kill in between leaves a log without checkpoints, which the next start fetches again.
+    # Before the checkpoint, because a kill in between then leaves only a log, which the next start fetches again.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
@@ -223,12 +225,12 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
 
 def newest_sealed(run: Path) -> int | None:
-    """Returns the newest step in the run's own folder, by name and manifest; None if there is none."""
+    """Returns the step of the folder's newest checkpoint with a manifest, or None."""
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
 
 
 def require_no_loss(run: Path, store: MirrorStore) -> None:
-    """Raises LostMirrorError if the mirror had checkpoints but has none: starting from scratch would hide it."""
+    """Raises LostMirrorError if the mirror's checkpoints are gone. Starting from scratch would hide the loss."""
     events = parse_lines((store.read(METRICS_FILE) or b"").splitlines())
     if copied := [event.get("step") for event in events if event["event"] == "mirror"]:
         raise LostMirrorError(
@@ -241,9 +243,9 @@ def require_no_loss(run: Path, store: MirrorStore) -> None:
 def fetch(
     run: Path, store: MirrorStore, steps: list[int], damaged: dict[str, str], *, required: bool
 ) -> dict[str, Any] | None:
-    """Fetches the newest intact one of these checkpoints; returns a record of it, None if none is intact.
+    """Fetches the newest intact checkpoint of these steps. Returns a record of it, or None if none is intact.
 
-    Adds {name: problem} of the others to `damaged`. Raises LostMirrorError if one is required.
+    Adds {name: problem} of damaged checkpoints to `damaged`. Raises LostMirrorError if `required` and none is intact.
     """
     started = time.perf_counter()
     passed_over = []
@@ -256,7 +258,7 @@ def fetch(
             damaged[name] = error.strerror
             passed_over.append(name)
             continue
-        for worse in passed_over:  # to be copied again later; not unsealed before an intact one is here
+        for worse in passed_over:  # so that they are copied again; only after an intact one has arrived
             with suppress(Exception):  # the mirror may be read-only
                 store.unseal(worse)
         seconds = round(time.perf_counter() - started, 3)
@@ -273,14 +275,14 @@ def fetch(
 def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
     """Fetches the run's small files that the folder lacks, and logs that are longer on the mirror.
 
-    Returns {name: problem} of damaged ones, which are not fetched.
+    Skips damaged files and returns {name: problem} for them.
     """
     damaged = {}
     for name in store.files():
         path = run / name
         try:
             content = store.read(name)
-        except Exception as error:  # this file is optional; if the mirror is unreachable the checkpoint fails too
+        except Exception as error:  # optional; if the mirror is unreachable, the checkpoint fails too
             damaged[name] = f"cannot be read ({one_line(error)})"
             continue
         if content is None:
@@ -296,13 +298,13 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
 
 
 def write_claim(run: Path, claim: dict[str, Any]) -> None:
-    """Records what was found, for the copying thread and for the log."""
+    """Records the findings for the copying thread and for the log."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
 
 def fetch_script() -> None:
-    """Copies the newest checkpoint of a run in a store, its small files and final/ into a new folder."""
+    """Copies a run's newest checkpoint, its small files and final/ from a store into a new folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", metavar="URL")
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: runs/NAME")

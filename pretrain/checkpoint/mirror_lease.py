@@ -1,13 +1,13 @@
-"""Lease of a mirror: one start of the run trains, and a start on another machine ends or waits until that one is dead.
+"""Leases a mirror to one start of the run at a time. A second start exits, or waits until the holder is dead.
 
-    MIRROR/NAME/leases/00000003.json     host, process and start of the holder, and a count that grows while it lives
+    MIRROR/NAME/leases/00000003.json     the holder's host, process and start, and a counter that grows while it lives
 
-An object of each number can be created once: S3 (If-None-Match), GCS (generations) and disks refuse a second writer.
-Other stores, such as buckets on the Hub, overwrite it. There a start looks again after SETTLE_SECONDS, and the last
-writer has the lease.
+Each number can be created only once on S3 (If-None-Match), GCS (generations) and disks, which reject a second writer.
+Other stores, such as buckets on the Hub, overwrite the object. There, a start reads it again after SETTLE_SECONDS, and
+the last writer has the lease.
 
-Whoever finds a lease that has not changed for SILENT_SECONDS creates the next number. Machines' clocks are not
-compared: a lease's age is that of an object written now, by the store's own clock.
+If a lease hasn't changed for SILENT_SECONDS, another start may create the next number. A lease's age is the difference
+between its time and that of an object written now, both by the store's clock, so the machines' clocks don't matter.
 """
 
 import json
@@ -27,25 +27,27 @@ from pretrain.urls import patiently
 
 FOLDER = "leases"
 BEAT_SECONDS = 10.0
-"""Seconds between two signs of life of the holder."""
+"""Seconds between the holder's signs of life."""
 SILENT_SECONDS = 45.0
-"""Time without one after which the holder counts as dead."""
+"""Time without a sign of life after which the holder counts as dead."""
 LOOK_SECONDS = 2.0
 ATOMIC = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
-"""Protocols whose stores create an object only once, and date it by their own clock. A bucket on the Hub keeps the
-date that its writer gives."""
+"""Protocols of stores that create an object only once and date it by their own clock.
+
+A bucket on the Hub uses the date given by the writer.
+"""
 SETTLE_SECONDS = 5.0
-"""Time within which a start that has found no lease writes its own, on other stores."""
+"""Time, on other stores, within which a start that found no lease writes its own."""
 CLOCK_SECONDS = 2.0
-"""Error of an age: S3 gives whole seconds, and the servers of a store may differ."""
+"""Error of an age in seconds. S3 reports whole seconds, and a store's servers may differ."""
 ANSWER_SECONDS = 20.0
-"""Longest wait for one answer of the store."""
+"""Maximum wait for one answer from the store."""
 LAST_SECONDS = 5.0
-"""Longest wait at the end of a run."""
+"""Maximum wait at the end of a run."""
 
 
 class Lease:
-    """Lease that this process has created; a thread gives signs of life until `release`."""
+    """Lease created by this process. A thread renews it until `release`."""
 
     def __init__(self, store: MirrorStore, number: int, values: dict[str, Any]):
         self.store = store
@@ -56,10 +58,10 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
-        """Gives the lease up, if the store answers."""
+        """Gives up the lease, if the store answers."""
         self._over.set()
         self._thread.join(LAST_SECONDS)
-        with suppress(Exception):  # the next start finds that nobody lives
+        with suppress(Exception):  # the next start finds that the holder is dead
             patiently(self._remove, LAST_SECONDS, retry=False)
 
     def _remove(self) -> None:
@@ -71,7 +73,7 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with suppress(Exception):  # tried again; whoever takes the lease over writes his own claim
+            with suppress(Exception):  # retried; a start that takes over writes its own lease
                 if not self._is_held():
                     return
                 self.values["beat"] += 1
@@ -79,13 +81,13 @@ class Lease:
 
 
 def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
-    """Takes the lease; if another start holds it, once that has been silent for SILENT_SECONDS.
+    """Takes the lease. If another start holds it, waits until that start has been silent for SILENT_SECONDS.
 
-    Raises InputError if its holder lives, and what the file system raises.
+    Raises InputError if the holder is alive, and the file system's errors.
 
     Args:
         start: ID of this start.
-        own: ID of the last start in this very folder, which is dead: this process holds the folder's lock.
+        own: ID of the last start in this folder. It must be dead, because this process holds the folder's lock.
     """
     values = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
     while True:
@@ -102,7 +104,7 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 
 
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
-    """Returns once the holder of a lease is dead or has given it up. Raises InputError if it gives a sign of life."""
+    """Returns once the holder of a lease is dead or has released it. Raises InputError if the holder is alive."""
     holder = describe(held)
     seconds = SILENT_SECONDS - _age(store, number)
     if seconds > 0:
@@ -122,7 +124,7 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
 
 
 def _age(store: MirrorStore, number: int) -> float:
-    """Returns the seconds since a lease last changed, at most CLOCK_SECONDS too few; 0 if the store does not tell."""
+    """Returns the seconds since a lease changed, up to CLOCK_SECONDS too few; 0 if the store doesn't report times."""
     if not _is_atomic(store):
         return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
@@ -131,7 +133,7 @@ def _age(store: MirrorStore, number: int) -> float:
         store.system.invalidate_cache()
         now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
         return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
-    except Exception:  # not all file systems have times; the wait is the longest then
+    except Exception:  # not all file systems have times; without one, waits the longest
         return 0.0
     finally:
         with suppress(Exception):
@@ -139,13 +141,13 @@ def _age(store: MirrorStore, number: int) -> float:
 
 
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
-    """Creates a lease; returns False if another start has been faster."""
+    """Creates a lease. Returns False if another start was faster."""
     problem = None
     try:
         store.create(path_of(number), json.dumps(values).encode())
-    except Exception as error:  # each file system has its own error for what exists
+    except Exception as error:  # each file system raises its own error if the object exists
         problem = error
-    # Read back: a store that is asked again after a lost answer refuses what it has just written for us.
+    # Read back, because a request repeated after a lost answer fails on the object that it has just created.
     if problem is None and not _is_atomic(store):
         time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))
@@ -164,23 +166,23 @@ def _asked(ask: Callable[[], Any]) -> Any:
 
 
 def numbers_of(store: MirrorStore) -> list[int]:
-    """Returns the numbers of the leases on a mirror."""
+    """Returns the numbers of a mirror's leases."""
     names = [name.removesuffix(".json") for name in store.sizes(FOLDER)]
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def path_of(number: int) -> str:
-    """Returns the path of a lease on the mirror."""
+    """Returns a lease's path on the mirror."""
     return f"{FOLDER}/{number:08d}.json"
 
 
 def start_of(content: bytes | None) -> str | None:
-    """Returns the start that holds a lease; None if it is missing or damaged."""
+    """Returns the ID of the start that holds a lease; None if the lease is missing or damaged."""
     return _values(content).get("start")
 
 
 def describe(content: bytes) -> str:
-    """Names the holder of a lease."""
+    """Names a lease's holder."""
     values = _values(content)
     return f"process {values.get('pid', '?')} on {values.get('host', '?')}"
 

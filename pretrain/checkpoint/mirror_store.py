@@ -1,9 +1,9 @@
-"""Store of a run's copy on another disk or in object storage: sealed folders and small files, through fsspec.
+"""Stores a run's copy on another disk or in object storage, through fsspec: sealed folders and small files.
 
-    MIRROR/NAME/run.json                                which run this is, and which start of it writes
+    MIRROR/NAME/run.json                                IDs of the run, and of the start that writes
     MIRROR/NAME/config.yaml, metrics.jsonl, ...         the run's small files
     MIRROR/NAME/checkpoints/step-00000500/, final/      as in the run's folder; MANIFEST.json is written last
-    MIRROR/NAME/leases/                                 who trains the run now (mirror_lease)
+    MIRROR/NAME/leases/                                 the machine that trains the run now (mirror_lease)
 
 NAME is the name of the run's folder. A folder without a manifest is incomplete, whatever it contains.
 """
@@ -38,25 +38,25 @@ FETCH_TRIES = 3
 """Maximum attempts to fetch a file."""
 SECONDS_BETWEEN_TRIES = 0.5
 IDENTITY_FILE = "run.json"
-"""File on the mirror: which run it holds, and which start of it writes."""
+"""File on the mirror with the IDs of its run and of the start that writes."""
 CLAIM_FILE = "claim.json"
-"""File in the run's folder: what its last start found on the mirror."""
+"""File in the run's folder with the last start's findings about the mirror."""
 UNFETCHED = ".saving-"
-"""Prefix of a download until it is complete: the next start removes what a kill leaves behind."""
+"""Prefix of an unfinished download. The next start removes leftovers."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
 """Patterns of the run's small files."""
 OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "config.yaml", "evaluations/*.json")
-"""Small files written by a run whose content is an object."""
+"""Small files written by a run that contain a JSON or YAML object."""
 
 
 class MirrorError(RunStoppedError):
-    """Raised if the mirror has what the run needs but is unreachable, or holds nothing intact."""
+    """Raised if the run needs the mirror, but the mirror is unreachable or has nothing intact."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class DamagedCopyError(OSError):
-    """Raised for a copy that is not what was written; `strerror` names the file and the problem."""
+    """Raised if a copy differs from the original. `strerror` names the file and the problem."""
 
     def __init__(self, problem: str):
         super().__init__(5, problem)
@@ -64,16 +64,16 @@ class DamagedCopyError(OSError):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a mirror: which run it holds, and which start of the run writes there."""
+    """Identity of a mirror: the IDs of its run and of the start that writes."""
 
     run: str | None
     start: str | None
     damage: str | None = None
-    """Problem of run.json; the run is then taken from the log next to it, and the start is unknown."""
+    """Problem with run.json. In that case, the run is read from the log next to it, and the start is unknown."""
 
 
 class MirrorStore:
-    """Mirror of one run. Methods raise whatever the file system raises; only fetching a file is retried.
+    """Mirror of one run. Methods raise the file system's errors, and only downloads are retried.
 
     Args:
         mirror: `checkpoint.mirror`.
@@ -87,14 +87,14 @@ class MirrorStore:
 
     @cached_property
     def system(self) -> "DirFileSystem":
-        """File system rooted at the run's folder on the mirror; connects at first use."""
+        """File system rooted at the run's folder on the mirror. Connects at first use."""
         from fsspec.implementations.dirfs import DirFileSystem
 
         system, root = file_system(self.place)
         return DirFileSystem(root, system)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's content; None if there is no such file."""
+        """Returns a file's content, or None if there is no such file."""
         try:
             return self.system.cat_file(name)
         except FileNotFoundError:
@@ -106,7 +106,7 @@ class MirrorStore:
         self.system.pipe_file(name, content)
 
     def create(self, name: str, content: bytes) -> None:
-        """Writes a small file that does not exist. Raises an error of the file system's own if it does."""
+        """Writes a new small file. If it exists, raises the file system's own error."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         if self.is_local:
             with self.system.open(name, "xb") as file:
@@ -134,14 +134,14 @@ class MirrorStore:
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """Lists the steps of the checkpoints here: those that are sealed, and parts of others."""
+        """Returns the steps of the sealed checkpoints, and those of partly copied ones."""
         files = [name.split("/") for name in self.sizes("checkpoints")]
         found = {step_named(path[0]) for path in files} - {None}
         sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
         return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
-        """Returns {file: {bytes, sha256}} of a folder, by its manifest. Raises DamagedCopyError."""
+        """Returns a folder's {file: {bytes, sha256}} from its manifest. Raises DamagedCopyError."""
         content = self.read(f"{name}/{SEAL_FILE}")
         try:
             entries = sealed_files(content or b"")
@@ -152,7 +152,7 @@ class MirrorStore:
         return entries
 
     def look_over(self, name: str) -> dict[str, dict]:
-        """Returns what `sealed` does, after checking that the files exist in their sizes. Reads none of them."""
+        """Returns the same as `sealed`, after checking that all files exist in the right size. Reads none of them."""
         entries = self.sealed(name)
         sizes = self.sizes(name)
         for file, entry in entries.items():
@@ -163,7 +163,7 @@ class MirrorStore:
         return entries
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the trainer_state.json of a checkpoint, after `look_over`. Raises DamagedCopyError."""
+        """Returns a checkpoint's trainer_state.json, after `look_over`. Raises DamagedCopyError."""
         name = name_of(step)
         file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
@@ -173,11 +173,11 @@ class MirrorStore:
         return json.loads(content)
 
     def files(self) -> list[str]:
-        """Lists the names of the run's small files that are here."""
+        """Lists the run's small files on the mirror."""
         return [name for name in self.sizes("") if is_run_file(name)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Returns {name below the folder: bytes, if the store reports them} of all files there."""
+        """Returns {path below the folder: bytes, or None if the store doesn't report them} of all files in it."""
         self.system.invalidate_cache()
         try:
             found = self.system.find(folder, detail=True)
@@ -193,14 +193,14 @@ class MirrorStore:
         beat: Callable[[], None] = lambda: None,
         before_seal: Callable[[], None] = lambda: None,
     ) -> int:
-        """Copies a sealed folder, its manifest last; returns the bytes.
+        """Copies a sealed folder, with its manifest last. Returns the size in bytes.
 
-        Every file is read back and compared with its hash; files from an earlier attempt are kept. Raises
-        DamagedCopyError if something else arrived.
+        Reads back every file and compares its hash. Keeps files from an earlier attempt. Raises DamagedCopyError if a
+        file arrives changed.
 
         Args:
             beat: called regularly.
-            before_seal: called before the manifest; may raise, so that the copy stays unsealed.
+            before_seal: called before the manifest is written. If it raises an error, the copy stays unsealed.
         """
         manifest = (folder / SEAL_FILE).read_bytes()
         if self.read(f"{name}/{SEAL_FILE}") not in (None, manifest):
@@ -216,9 +216,9 @@ class MirrorStore:
         return sum(entry["bytes"] for entry in entries.values())
 
     def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
-        """Copies a file of this size and hash unless it is here; returns True if it was copied.
+        """Copies a file with this size and hash, unless the mirror has it. Returns True if it was copied.
 
-        Raises DamagedCopyError if something else arrived.
+        Raises DamagedCopyError if the file arrives changed.
         """
         if self._holds(path, entry, beat):
             return False
@@ -229,7 +229,7 @@ class MirrorStore:
         return True
 
     def _holds(self, path: str, entry: dict[str, Any], beat: Callable[[], None]) -> bool:
-        """Reads a file here; tells if it has the size and the hash of a manifest's entry."""
+        """Reads a file on the mirror. Returns True if its size and hash match the manifest's entry."""
         beat()
         self.system.invalidate_cache()
         try:
@@ -245,12 +245,13 @@ class MirrorStore:
         return digest.hexdigest() == entry["sha256"]
 
     def get(self, name: str, target: Path, check: Callable[[Path], list[str]] = lambda folder: []) -> int:
-        """Fetches a sealed folder, verified and synced, renamed once it is complete; returns the bytes.
+        """Fetches a sealed folder, verifies and syncs it, and renames it once it is complete. Returns the size in
+        bytes.
 
-        Raises DamagedCopyError if a file is not what was written.
+        Raises DamagedCopyError if a file differs from the original.
 
         Args:
-            check: lists the problems of the files as a whole.
+            check: lists problems with the files as a whole.
         """
         entries = self.sealed(name)
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
@@ -271,7 +272,7 @@ class MirrorStore:
         return sum(entry["bytes"] for entry in sealed.values())
 
     def _fetched(self, remote: str, path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-        """Fetches one file, in up to FETCH_TRIES attempts: a connection may break or corrupt data."""
+        """Fetches a file in up to FETCH_TRIES attempts, because a connection may break or corrupt data."""
         for tries_left in reversed(range(FETCH_TRIES)):
             try:
                 self.system.get_file(remote, str(path))
@@ -287,31 +288,31 @@ class MirrorStore:
         raise problem
 
     def unseal(self, name: str) -> None:
-        """Removes a folder's manifest: from then on the folder is incomplete."""
+        """Removes a folder's manifest, so that the folder counts as incomplete."""
         if self.read(f"{name}/{SEAL_FILE}") is not None:
             self.system.rm_file(f"{name}/{SEAL_FILE}")
 
     def remove(self, name: str) -> None:
         """Removes a folder."""
-        self.unseal(name)  # first: a half-removed folder must never look complete
+        self.unseal(name)  # first, because a half-removed folder must never look complete
         self.system.invalidate_cache()
         self.system.rm(name, recursive=True)
 
 
 def name_of(step: int) -> str:
-    """Returns the path of a checkpoint's folder, in the run's folder and here."""
+    """Returns the path of a checkpoint's folder, in the run's folder and on the mirror."""
     return f"checkpoints/{checkpoint_name(step)}"
 
 
 def is_run_file(name: str) -> bool:
-    """Tells if this is one of the run's small files, by its name below the run's folder."""
+    """Returns True if a name, relative to the run's folder, is one of the run's small files."""
     hidden = any(part.startswith(".") for part in name.split("/")) or name == IDENTITY_FILE
     patterns = [pattern for pattern in RUN_FILES if pattern.count("/") == name.count("/")]
     return not hidden and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def damage_of_run_file(name: str, content: bytes) -> str | None:
-    """Returns the problem of the content of one of the run's small files; None if there is no sign of one."""
+    """Returns the problem with a small file's content, or None if it shows none."""
     try:
         if name == ROLLBACKS:
             parse_rollbacks(content)
@@ -326,9 +327,9 @@ def damage_of_run_file(name: str, content: bytes) -> str | None:
 
 
 def run_files(run: Path) -> dict[str, bytes]:
-    """Returns {name: content} of the run's small files as they are now, without a partly written last line.
+    """Returns {name: content} of the run's current small files, without a partly written last line.
 
-    Leaves out damaged ones: the mirror may still have them intact.
+    Leaves out damaged files, because the mirror may still have them intact.
     """
     found = {}
     for path in sorted(path for pattern in RUN_FILES for path in run.glob(pattern)):
@@ -342,7 +343,7 @@ def run_files(run: Path) -> dict[str, bytes]:
 
 
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
-    """Lists why a recipe's mirror cannot be used, as far as this shows without connecting."""
+    """Lists why a recipe's mirror is unusable, as far as this is visible without connecting."""
     mirror = settings.mirror
     if mirror is None:
         return []
@@ -372,21 +373,22 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
 
 
 def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
-    """Opens the mirror of a run. Raises InputError if its settings are wrong or its library is missing."""
+    """Opens a run's mirror. Raises InputError if its settings are wrong or its library is missing."""
     if problems := mirror_problems(run, settings):
         raise InputError(*problems)
     return MirrorStore(settings.mirror, Path(os.path.abspath(run)).name)
 
 
 def id_of_run(run: Path) -> str | None:
-    """Returns the ID of the run's first start; None before it."""
+    """Returns the ID of the run's first start; None before that."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
 
 
 def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:
-    """Raises InputError if the mirror holds another run than the folder's, DamagedCopyError if that is unknown.
+    """Raises InputError if the mirror belongs to a run other than the folder's, and DamagedCopyError if that is
+    unknown.
 
-    own: ID of the folder's run; None: it has none yet, and takes any.
+    own: ID of the folder's run. None, for a folder without a run, accepts any mirror.
     """
     if own is None:
         return
@@ -403,5 +405,5 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:
-    """Tells if a checkpoint with this trainer_state.json continues the run's folder: it has all rollbacks there."""
+    """Returns True if a checkpoint with this trainer_state.json contains all rollbacks of the run's folder."""
     return len(state.get("state", {}).get("rollbacks", ())) >= len(recorded_rollbacks(run))

@@ -1,4 +1,4 @@
-"""State of a run beyond its tensors, and what must survive a crash between two checkpoints."""
+"""State of a run apart from its tensors, and records that must survive a crash between two checkpoints."""
 
 import json
 import math
@@ -14,17 +14,17 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Request(IntEnum):
-    """Request of a signal or a user to a run; of several at once the largest counts."""
+    """Request to a run from a signal or a user. If there are several, the largest one counts."""
 
     NONE = 0
     SAVE = 1
     """Save a checkpoint and continue."""
     SHORTEN = 2
-    """Halve the rest of a requested final decay, since the run's time budget is running out."""
+    """Halve the rest of a requested final decay, because the run's time budget is running out."""
     ANNEAL = 3
     """Start the final decay of the learning rate."""
     PREEMPT = 4
-    """Save and exit, to be continued: SIGTERM, or a scheduler's time limit."""
+    """Save and exit, to be resumed: SIGTERM, or a scheduler's time limit."""
     INTERRUPT = 5
     """Save and exit: Ctrl-C."""
     PAUSE = 6
@@ -44,33 +44,36 @@ class RunState:
     tokens: int = 0
     """Training tokens seen."""
     skipped_steps: int = 0
-    """Steps that were skipped because their gradient was not finite."""
+    """Steps skipped because their gradient wasn't finite."""
     validation_loss: float | None = None
-    """Mean over the sources, if measured at this very step."""
+    """Mean over the sources, if it was measured at exactly this step."""
     expert_counts: list[list[int]] | None = None
-    """MoE models: tokens routed to each expert in the checkpoint's step, by layer; set when a checkpoint is saved,
-    for the balancing loss of the next step."""
+    """For MoE models, the tokens routed to each expert in the checkpoint's step, by layer.
+
+    Set when a checkpoint is saved. The next step's balancing loss needs them.
+    """
     average: dict[str, Any] | None = None
-    """Contents of the average of the weights, if there is one: kind, first_step, count."""
+    """Metadata of the averaged weights, if there are any: kind, first_step, count."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """All rollbacks: to_step, first_step and last_step of the bad stretch, samples (first, count) skipped since,
-    learning_rate_factor, reason, and anneal_from and anneal_steps of a decay that was requested before."""
+    """All rollbacks, each with these entries: to_step; first_step and last_step of the bad range; samples (first,
+    count) skipped since; learning_rate_factor; reason; anneal_from and anneal_steps of a decay requested earlier.
+    """
     anneal_from: int | None = None
-    """Step at which a requested final decay begins, instead of the schedule's own."""
+    """Step at which a requested final decay begins, instead of the schedule's own step."""
     anneal_steps: int | None = None
-    """Length of that decay."""
+    """Length of that decay in steps."""
     seconds: float = 0.0
     """Wall-clock time of all starts, if `budget.minutes` limits it."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints of other runs that this one started from, oldest first: run, step, tokens."""
+    """Checkpoints of other runs that this run started from, oldest first: run, step, tokens."""
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
-        """(first sample, number of samples) that training skips, in the order in which the rollbacks added them."""
+        """(first sample, number of samples) of each range that training skips, in the order of the rollbacks."""
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
-        """Returns the checkpoint's state after rollbacks that may be newer, with a decay requested before them."""
+        """Returns this state with the recorded rollbacks, if they are more, and with a decay requested before them."""
         if len(recorded) <= len(self.rollbacks):
             return self
         decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}
@@ -83,12 +86,12 @@ class RunState:
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Records the rollbacks immediately: after a crash before the next checkpoint the bad data must stay skipped."""
+    """Records the rollbacks now, so that a crash before the next checkpoint doesn't bring back the bad data."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Reads what `record_rollbacks` wrote; empty if there is no file. Raises InputError if it is damaged."""
+    """Reads the file written by `record_rollbacks`; [] if there is none. Raises InputError if it is damaged."""
     path = run / ROLLBACKS
     try:
         return parse_rollbacks(path.read_bytes())
@@ -112,7 +115,7 @@ def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
 
 
 class RunStoppedError(Exception):
-    """Raised on all ranks to end a run, for the given reason."""
+    """Raised on all ranks to end a run, with the reason."""
 
     exit_code = CRASHED
 

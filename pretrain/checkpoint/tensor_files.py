@@ -1,6 +1,6 @@
-"""Named tensors as safetensors files: which file a tensor is in, which rank writes it, and how it is read.
+"""Stores named tensors as safetensors files: assigns tensors to files and files to ranks, and reads them.
 
-HostMemory holds the tensors between step and file: a thread writes it while the next steps change the originals.
+HostMemory buffers tensors in CPU memory, so that a thread can write them while the next steps change the originals.
 """
 
 import itertools
@@ -51,7 +51,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """Returns {file name: names of its tensors} in HF's naming; one file if everything fits."""
+    """Returns {file name: names of its tensors}, with HF's file names. Uses one file if everything fits."""
     bundles: list[list[str]] = [[]]
     room = max_file_bytes
     for name, shape in group.shapes.items():
@@ -72,7 +72,7 @@ def tensor_index(
     dtypes: Mapping[str, torch.dtype] | None = None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Returns {file name: contents} of HF's index of which file a tensor is in; {} if there is only one file."""
+    """Returns {index file: contents} of HF's index from tensors to files; {} if there is only one file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
         return {}
@@ -91,12 +91,16 @@ def shares(
     *,
     on_host: bool = True,
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yields (file, name, tensor) of what this rank writes; calls `beat` for every tensor of any rank.
+    """Yields (file, name, tensor) for each tensor that this rank writes.
 
-    on_host: copies tensors to CPU memory; else each is on the device, perhaps the training tensor itself.
+    All ranks iterate over all tensors in the same order, because fetching a tensor may need all of them. Files are
+    assigned to ranks round-robin. The optimizer's files start at the last rank, so that different ranks write the
+    large files.
 
-    All ranks go through all tensors in the same order, since fetching one may need all of them; files go to ranks
-    round-robin, the optimizer's from the last rank on, so that different ranks write the large files.
+    Args:
+        beat: called for every tensor, whichever rank writes it.
+        on_host: copies tensors to CPU memory. Otherwise each tensor is on the device and may be the training tensor
+            itself.
     """
     first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
@@ -118,11 +122,12 @@ def write_group(
     beat: Callable[[], None] = lambda: None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Writes this rank's share of the files; returns {file: {bytes, sha256}} of what it wrote.
+    """Writes this rank's share of the files. Returns their {file: {bytes, sha256}}.
 
-    dtypes: dtypes of the tensors in the files; a tensor without one keeps its own.
-    beat: called for every tensor, since a large model on a slow disk takes longer than a step may.
-    published: names and pieces to write instead of the group's; the pieces of one tensor are in one file.
+    Args:
+        dtypes: dtypes of the tensors in the files. A tensor without an entry keeps its own.
+        beat: called for every tensor, because writing a large model to a slow disk takes longer than a step's timeout.
+        published: names and pieces to write instead of the group's. All pieces of a tensor are in the same file.
     """
     written = {}
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
@@ -143,16 +148,16 @@ def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None) -> int:
-    """Returns the bytes of a group's tensors on disk."""
+    """Returns the size of a group's tensors on disk, in bytes."""
     dtypes = {**group.dtypes, **(dtypes or {})}
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in group.shapes.items())
 
 
 class HostMemory:
-    """CPU memory for named tensors, one after the other, page-locked when the first tensor from a GPU arrives.
+    """CPU memory for named tensors, contiguous, page-locked when the first tensor from a GPU arrives.
 
-    A GPU copies to page-locked memory several times as fast. It is locked here, in one piece, because torch rounds
-    what it locks itself (pin_memory) up to a power of two: a tensor of 155 MB would take 268 MB.
+    A GPU copies to page-locked memory several times faster. This class locks its memory in one piece, because torch
+    rounds each allocation of its own (pin_memory) up to a power of two: a tensor of 155 MB would take 268 MB.
     """
 
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
@@ -171,7 +176,7 @@ class HostMemory:
         self._tried_to_lock = False
 
     def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies the tensor into this memory and returns the copy; from a GPU it is valid after synchronizing."""
+        """Copies the tensor into this memory and returns the copy. A copy from a GPU is valid after synchronizing."""
         if tensor.is_cuda and not self._tried_to_lock:
             self._tried_to_lock = True
             if lock(self._bytes, tensor.device):
@@ -180,10 +185,10 @@ class HostMemory:
 
 
 def lock(memory: torch.Tensor, device: torch.device) -> bool:
-    """Locks CPU memory pages; returns False if the system does not allow that much, which only makes copies slower."""
+    """Locks CPU memory pages. Returns False if the system doesn't allow that much, which only makes copies slower."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # CUDA reports the error at the next kernel, which must not be a training step's
+    with suppress(RuntimeError):  # CUDA reports the error at the next kernel, which must not be in a training step
         torch.ones(1, device=device)
     return False
 

@@ -1,11 +1,12 @@
-"""Maps (step, micro-step, rank) to tokens by arithmetic, so resuming needs no state and no replay.
+"""Maps (step, micro-step, rank) to tokens by arithmetic, so that resuming needs no state and no replay.
 
-Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens of one source. It depends only on
-(seed, n), so the order of the data is the same on any number of ranks. A mixture interleaves its sources in a fixed
-pattern by weight. Within a source, each window is visited once per epoch, in the order of a keyed permutation.
+Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens from one source. It depends only
+on (seed, n), so the order of the data is the same on any number of ranks. A mixture interleaves its sources in a fixed
+pattern according to their weights. Within a source, each window is visited once per epoch, in the order given by a
+keyed permutation.
 
-In a stage with windows `span` times as long, a window counts as `span` samples, so the number of samples per step
-doesn't change. A stage begins at the start of a step. Each length has separate epochs of a source.
+In a stage whose windows are `span` times as long, a window counts as `span` samples, so the number of samples per step
+doesn't change. A stage begins at the start of a step. Epochs are counted separately for each window length.
 """
 
 import bisect
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
     from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
-"""Length of a mixture's interleaving pattern in samples, so weights are exact to four digits."""
+"""Length of a mixture's interleaving pattern in samples. It makes weights exact to four digits."""
 
 LOCATED_SAMPLES = 256
 """Number of samples located in one call."""
 
 SkippedRange = tuple[int, int]
-"""(first sample, number of samples) skipped by training, in the run's own count of samples."""
+"""(first sample, number of samples) that training skips, in the run's own sample numbers."""
 
 
 Drawn = dict[int, np.ndarray]
@@ -44,30 +45,30 @@ Drawn = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class SourceRead:
-    """How much a run has read of one source."""
+    """The part of a source that a run has read."""
 
     shards: str
     """Folder of the prepared source."""
     sha256: str
-    """First 16 digits of its manifest's hash."""
+    """First 16 digits of the hash of its manifest."""
     number: int
-    """Unique number within the run, which determines the order of its windows."""
+    """Number of the source, unique within the run. It determines the order of the source's windows."""
     windows: dict[int, int]
     """{tokens in a window: windows of this length drawn}."""
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A run's position in its data, stored in checkpoints. A run with changed data continues from it."""
+    """A run's position in its data, stored in checkpoints. A run whose data changes continues from it."""
 
     step: int
     sample: int
-    """Next sample, in the run's own count."""
+    """Next sample, in the run's own sample numbers."""
     sources: tuple[SourceRead, ...]
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Rebuilds a position from its JSON form, made by `dataclasses.asdict`."""
+        """Rebuilds a position from its JSON form, as made by `dataclasses.asdict`."""
         sources = [
             SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
             for source in values["sources"]
@@ -77,22 +78,22 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class Segment:
-    """Samples drawn with one pattern: a stage, or the rest of it after a source is used up."""
+    """Samples drawn with the same pattern: a stage, or the rest of it after a source is used up."""
 
     first_sample: int
     length: int
-    """Tokens in one of its windows."""
+    """Tokens in each of its windows."""
     span: int
-    """Number of samples per window: its length over data.sequence_length."""
+    """Number of samples per window: the window's length over data.sequence_length."""
     pattern: np.ndarray
-    """Source of each window, (PATTERN_LENGTH,), repeating."""
+    """(PATTERN_LENGTH,) source of each window. The pattern repeats."""
     drawn: np.ndarray
-    """Windows of each source before each place in the pattern, (PATTERN_LENGTH + 1, sources)."""
+    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each place in the pattern."""
     drawn_before: Drawn
     """Windows drawn before this segment."""
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of the window at each sample, and the number of earlier windows of it at that length."""
+        """Returns the source of each sample's window, and the number of earlier windows of this length from it."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
         draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
@@ -107,27 +108,26 @@ class Segment:
 
 @dataclass(frozen=True)
 class ExpectedReads:
-    """Micro-batches of one rank, by their first samples, that an object store was asked for."""
+    """Micro-batches of one rank, by their first samples, that an object store is asked to fetch ahead."""
 
     begun: deque[int]
     following: Iterator[int]
 
 
 class Batches:
-    """Reads the micro-batches of a run.
+    """Reads a run's micro-batches.
 
     Args:
         data: the recipe's data section.
-        seed: seed of the order of samples.
-        ramp: sequences per step over the run.
-        skipped: samples skipped by training, in ranges that may overlap, in any order. Later samples move up.
-        passed: known first samples of the stages that a run has begun, except the first stage. An extended run keeps
-            them.
-        origin: position of the run when it switched to this data; None for its original data. Only later steps can be
+        seed: seed for the order of the samples.
+        ramp: number of sequences in each of the run's steps.
+        skipped: samples that training skips. The ranges may overlap and have any order. Later samples move up.
+        passed: first samples of the stages that the run has begun, except the first stage. An extended run keeps them.
+        origin: the run's position when it switched to this data; None for its original data. Only later steps can be
             read.
 
-    Raises InputError as `open_training` does, if the max_epochs of all sources are used up before the run ends, or for
-    a stage with other windows or positions that contains no step.
+    Raises InputError like `open_training`. Also raises it if all sources reach their max_epochs before the run ends,
+    or if a stage with different windows or positions contains no step.
     """
 
     def __init__(
@@ -149,17 +149,17 @@ class Batches:
         self.skipped = tuple(_merged(skipped))
         self.passed = tuple(passed)
         self.readers = open_training(data)
-        # Sources are numbered in the order of their first appearance in the stages.
+        # Sources are numbered in the order in which they first appear in the stages.
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
         self._lengths = [window.sequence_length for window in data.windows]
-        """Tokens in the windows of each stage."""
+        """Tokens in each stage's windows."""
         read_at = [length for before in self._read_before for length in before]
         self._windows_per_epoch = {
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
-        """{tokens in a window, including lengths used only earlier in the run: (sources,) windows}."""
+        """{tokens in a window: (sources,) windows per epoch}, including lengths used only earlier in the run."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -182,7 +182,7 @@ class Batches:
 
             self._transform = Transformations(data, manifests[0], seed)
         self.packings = self._packed() if data.sampling == "best_fit" else {}
-        """{(source number, tokens in a window): its windows without cut documents}; empty for other sampling."""
+        """{(source number, tokens in a window): windows without cut documents}; empty for other samplers."""
 
     def _packed(self) -> "dict[tuple[int, int], Packing]":
         from pretrain.data.packing import Packing
@@ -194,16 +194,16 @@ class Batches:
         }
 
     def _whole_windows(self, length: int) -> np.ndarray:
-        """Returns (sources,) windows of that length in each; at least 1, since a stage may draw from others only."""
+        """Returns (sources,) windows of this length; at least 1, because a stage may draw from other sources only."""
         window = replace(self.window, sequence_length=length)
         return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
     def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
-        """Returns (number, windows drawn before by length) of each source; new sources get unused numbers."""
+        """Returns each source's number and windows drawn before, by length. New sources get unused numbers."""
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # Match the folder first. A source may have been moved, but two folders may also have the same text.
+            # Match the folder first. A source may have moved, but two folders may also have the same text.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -214,22 +214,22 @@ class Batches:
         return numbers, [{} if entry is None else entry.windows for entry in found]
 
     def position(self, step: int) -> DataPosition:
-        """Returns the position of a run before `step`."""
+        """Returns the run's position before `step`."""
         sample = self.first_sample(step)
         drawn = self._drawn_before(sample)
         sources = []
         for place, (folder, reader) in enumerate(self.readers.items()):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
-        # Unused sources may come back.
+        # A source that is unused now may be used again later.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
         return DataPosition(step, sample, (*sources, *gone))
 
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
-        """Reads token IDs (sequences, sequence_length + 1) of one micro-batch, in the shards' own integer type."""
+        """Reads the token IDs of a micro-batch, (sequences, sequence_length + 1), in the shards' own integer type."""
         length = self._lengths[self.stage_at(step)]
-        # Counted over all ranks, so that the order of the data does not depend on their number.
+        # Counted over all ranks, so that the order of the data doesn't depend on their number.
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._span(length)
         if self._is_remote:
             self._expect(first, length, step, micro_step, (rank, ranks, sequences))
@@ -247,9 +247,11 @@ class Batches:
         return out
 
     def _expect(self, first: int, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> None:
-        """Fetches the next windows of `who` (rank, ranks, sequences), from the micro-batch at `first` on.
+        """Begins to fetch the next windows for `who` (rank, ranks, sequences), starting with the micro-batch at
+        `first`.
 
-        Micro-batches are read in the order of training. A stage with other windows starts over.
+        Assumes that micro-batches are read in training order. Starts over at a stage with windows of a different
+        length.
         """
         from pretrain.data.object_store import BLOCK_BYTES, BLOCKS_AHEAD, block_reader
 
@@ -273,7 +275,7 @@ class Batches:
         reads.begun.popleft()
 
     def _first_samples(self, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> Iterator[int]:
-        """Yields the first sample of each micro-batch from this one on, to the end of the windows of this length."""
+        """Yields the first sample of each micro-batch from this one to the last with windows of this length."""
         rank, ranks, sequences = who
         samples = sequences * self._span(length)
         while step < self.ramp.total_steps and self._lengths[self.stage_at(step)] == length:
@@ -283,7 +285,7 @@ class Batches:
             micro_step = 0
 
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
-        """Raises InputError naming the place; a GPU would fail in a device-side assert that names nothing."""
+        """Raises InputError naming the position. On a GPU, a device-side assert would name nothing."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
         source, start = self.locate(first_sample + row, 1)[0]
         pieces = self.pieces(source, start, ids.shape[1] - 1)
@@ -294,7 +296,7 @@ class Batches:
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Calls `locate` for many windows together, because the next step needs them and the cost is similar."""
+        """Returns the same as `locate`, but locates many windows per call, because later steps need them."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
@@ -322,7 +324,7 @@ class Batches:
         return list(zip(source.tolist(), start.tolist(), strict=True))
 
     def pieces(self, source: int, start: int, length: int) -> list[tuple[int, int]]:
-        """Returns (first token, tokens) of a located window's parts of the source."""
+        """Returns (first token, tokens) for each part of the source in a located window."""
         if not self.packings:
             return [(start, length + 1)]
         return self.packings[source, length].pieces(start // length)
@@ -335,20 +337,20 @@ class Batches:
         return length // self.window.sequence_length
 
     def first_sample(self, step: int) -> int:
-        """Returns the first sample of `step`, counting skipped ones."""
+        """Returns the first sample of `step`, where numbers include skipped samples."""
         return self._unskipped(self.ramp.sequences_before(step))
 
     def stage_at(self, step: int) -> int:
-        """Returns the number of the stage that `step` begins in."""
+        """Returns the number of the stage in which `step` begins."""
         return bisect.bisect_right(self.first_steps, step) - 1
 
     def epochs_at(self, step: int) -> dict[str, float]:
-        """Returns the epochs of each source completed before `step`, over all lengths together."""
+        """Returns each source's epochs completed before `step`, over all window lengths."""
         drawn = self._drawn_before(self.first_sample(step))
         return dict(zip(self.folders, self._epochs(drawn).tolist(), strict=True))
 
     def epochs_in_stage(self, number: int) -> dict[str, float]:
-        """Returns the stage's remaining epochs of each of its sources."""
+        """Returns the epochs of each source that the stage has left to read."""
         first = max(self.stage_starts[number], self.segments[0].first_sample)
         end = [*self.stage_starts, self._total][number + 1]
         if end <= first:
@@ -362,9 +364,9 @@ class Batches:
         return self.segments[self._segment_of(sample)].drawn_until(sample)
 
     def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
-        """Returns (sources,) epochs, over all lengths together or all but one."""
-        # Unused lengths are summed separately, because in another order the last bit would differ from the logs, and
-        # from the point at which max_epochs ended a source.
+        """Returns (sources,) epochs, over all window lengths except `without`."""
+        # Unused lengths are summed separately. In a different order, the last bit would differ from the logs and from
+        # the point at which max_epochs ended a source.
         current = {self.window.sequence_length, *self._lengths}
         here = np.zeros(len(self.folders))
         elsewhere = np.zeros(len(self.folders))
@@ -375,26 +377,26 @@ class Batches:
         return here + elsewhere
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
-        """Returns the samples of steps first_step to last_step (counted from 0), as a range to skip."""
+        """Returns the samples of steps first_step to last_step (counted from 0) as a range to skip."""
         first = self.ramp.sequences_before(first_step)
         end = self.ramp.sequences_before(last_step + 1)
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
-        """Returns the same run from `sample` on, keeping the starts of passed stages."""
+        """Returns batches of the same run from `sample` on, with the starts of its past stages unchanged."""
         passed = [start for start in stage_starts[1:] if start < sample]
-        # A changed recipe's boundary before `sample` moves to `sample`.
+        # If the recipe moves a boundary to before `sample`, the boundary becomes `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
         return self.changed(passed=passed)
 
     def changed(self, **changes: Any) -> "Batches":
-        """Returns the same data with other arguments of `Batches`, such as the ranges to skip."""
+        """Returns the same data with different arguments for `Batches`, such as the ranges to skip."""
         kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
         return Batches(self.data, **kept | changes)
 
     def begins_segment(self, step: int) -> bool:
-        """Tells if the mixture changes within `step` or at its start: a stage ends or a source is used up."""
+        """Returns True if the mixture changes at or during `step`, because a stage ends or a source is used up."""
         before = self.ramp.sequences_before(step)
         after = self.ramp.sequences_before(step + 1)
         first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
@@ -404,7 +406,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # In ascending order, because each range must see samples already moved by earlier ranges.
+        # In ascending order, because each range applies to samples that earlier ranges have already moved.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -413,7 +415,7 @@ class Batches:
         return moved_past(self.skipped, sample)
 
     def _first_step_from(self, sample: int) -> int:
-        """Returns the first step whose samples all lie at or after `sample`; total_steps if there is none."""
+        """Returns the first step whose samples are all at or after `sample`; total_steps if there is none."""
         return bisect.bisect_left(range(self.ramp.total_steps), sample, key=self.first_sample)
 
     @property
@@ -423,7 +425,7 @@ class Batches:
     def _stage_starts(self, data: Data) -> list[int]:
         starts = [0]
         for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
-            # Without skipped samples, because skipping late in a run must not move the end of an earlier stage.
+            # Skipped samples don't count, because skipping late in a run must not move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
                 start = self.passed[number - 1]
@@ -465,13 +467,13 @@ class Batches:
 
     def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:
         # Never change a key, because the order of the data depends on it. Keys for windows of data.sequence_length
-        # have no span, as in runs without stages.
+        # have no span, for compatibility with runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
         return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
 
     def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
         if (source, epoch, segment.length) not in self._permutations:
-            # The previous epoch stays, because one batch may have windows of both.
+            # The previous epoch's permutation stays, because one batch may have windows from both.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[segment.length][source])
             key = self._key(segment, source, "epoch", epoch)
@@ -488,7 +490,7 @@ class Batches:
         }
         ends = [*self.stage_starts[1:], self._total]
         for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
-            # A run that ends at the step of this change of data has one segment too.
+            # A run that ends at the step at which its data changes has one segment, too.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
                 if found is None:
@@ -500,9 +502,10 @@ class Batches:
         return segments
 
     def _segment(self, sources: list[Source], length: int, sample: int, drawn: Drawn) -> tuple[Segment, int] | None:
-        """Returns the segment that begins at `sample`, and its number of windows until its first source is used up.
+        """Returns the segment that begins at `sample`, and its number of windows until the first of its sources is
+        used up.
 
-        None: all of its sources are used up.
+        Returns None if all of its sources are used up.
         """
         weights = np.zeros(len(self.folders))
         left = np.full(len(self.folders), np.iinfo(np.int64).max)
@@ -534,7 +537,7 @@ class Batches:
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
-    """Returns the sample that replaces `sample` in a run that skips those ranges."""
+    """Returns the sample that takes the place of `sample` in a run that skips these ranges."""
     for first, count in _merged(ranges):
         if sample >= first:
             sample += count
@@ -542,7 +545,7 @@ def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
 
 
 def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
-    """Returns the same samples as ascending, disjoint ranges."""
+    """Merges the ranges into ascending, disjoint ranges."""
     merged: list[SkippedRange] = []
     for first, count in sorted(ranges):
         if merged and first <= sum(merged[-1]):
@@ -553,12 +556,12 @@ def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
 
 
 def interleave(weights: np.ndarray) -> np.ndarray:
-    """Returns (PATTERN_LENGTH,) source numbers in proportion to the weights, each source spread evenly."""
+    """Returns (PATTERN_LENGTH,) source numbers in proportion to the weights, with each source spread evenly."""
     exact = weights / weights.sum() * PATTERN_LENGTH
     counts = np.floor(exact).astype(np.int64)
-    # Sources of tiny weight get at least one window.
+    # Sources with a tiny weight get at least one window.
     counts[(weights > 0) & (counts == 0)] = 1
-    # Stable, so that ties break the same way on every machine.
+    # A stable sort, so that ties break the same way on every machine.
     remainders = np.argsort(-(exact - counts), kind="stable")
     for index in range(abs(missing := PATTERN_LENGTH - int(counts.sum()))):
         if missing > 0:
@@ -571,10 +574,10 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 
 
 def open_training(data: Data) -> dict[str, ShardReader]:
-    """Opens the training split of every source of the run, once each.
+    """Opens the training split of each source in the run.
 
-    Raises InputError with every source that is missing, damaged or shorter than one sequence, and for sources of
-    different tokenizers.
+    Raises InputError naming every source that is missing, damaged or shorter than one sequence, and if the sources'
+    tokenizers differ.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
@@ -583,7 +586,7 @@ def open_training(data: Data) -> dict[str, ShardReader]:
         if reader is None:
             continue
         readers[folder] = reader
-        # A source may be in several stages, so it must be long enough for their longest windows.
+        # A source in several stages must be long enough for their longest windows.
         longest = max(
             window.sequence_length
             for stage, window in zip(data.mixtures, data.windows, strict=True)
@@ -606,7 +609,7 @@ def open_training(data: Data) -> dict[str, ShardReader]:
 
 
 def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.ndarray:
-    """Returns the first tokens of at most `sequences` windows, spread evenly over the split."""
+    """Returns the first tokens of up to `sequences` windows, spread evenly over the split."""
     windows = window.count_in(reader.tokens)
     count = min(sequences, windows)
     return np.arange(count) * windows // count * window.sequence_length
@@ -619,9 +622,9 @@ def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) 
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
-    """Reads token IDs (rows, sequence_length + 1) of the windows. Missing rows repeat the split's first window.
+    """Reads the windows' token IDs (rows, sequence_length + 1). Missing rows repeat the split's first window.
 
-    They are not zeros, because 0 may be the end-of-document ID, and windows full of it would cause a recompilation.
+    They aren't zeros, because 0 may be the end-of-document ID, and a window full of it would cause a recompilation.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)

@@ -1,4 +1,4 @@
-"""Record of its shards' manifests that a run keeps, for its model card and in case the shards are deleted."""
+"""A run's record of its shards' manifests, for the model card and in case the shards are deleted."""
 
 from collections import Counter
 from pathlib import Path, PurePath
@@ -8,15 +8,15 @@ from urllib.parse import urlsplit
 SHOWN_DOMAINS = 50
 DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
 DATA_FILE = "data.json"
-"""Copy in the run folder of the totals in its shards' manifests (training/run_records.py), by folder of the recipe."""
+"""File in the run's folder with the totals from its shards' manifests, by folder (see training/run_records.py)."""
 DECONTAMINATION = "decontamination"
-"""Name of that stage in a manifest."""
+"""Name of the decontamination stage in a manifest."""
 
 
 def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Summarizes the sources of the shards' documents and what was removed; {} if the manifest names no sources.
+    """Summarizes where the shards' documents came from and what was removed; {} if the manifest names no sources.
 
-    No file is named, only their number, their size and, for those read by URL, the hosts.
+    Names no files, only their number and size and the hosts of files read by URL.
     """
     sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
     if not sources:
@@ -47,7 +47,7 @@ def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
-    """Lists the Hub IDs of the datasets that shards were made from: sources that have a split and an owner."""
+    """Lists the Hub IDs of the datasets that shards were made from: the sources with a split and an owner."""
     found = [
         source["path"]
         for source in manifest.get("sources") or []
@@ -57,7 +57,7 @@ def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def is_hub_id(name: Any) -> bool:
-    """Tells if a name has the form owner/name and is no path on this machine."""
+    """Returns True if a name has the form owner/name and isn't a path on this machine."""
     return (
         isinstance(name, str) and len(PurePath(name).parts) == 2 and name[:1] not in "./~" and not Path(name).exists()
     )
@@ -71,10 +71,10 @@ def public_name(path: str | None) -> str | None:
 
 
 def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lists what a folder's manifest reports for each benchmark; empty if none was searched for.
+    """Lists what a manifest reports about each benchmark; [] if the data wasn't decontaminated.
 
-    Each row is {benchmark, items, sought: items long enough to be found, found: items found somewhere, documents that
-    contain one, remove: what was removed from these documents}.
+    Each row has the keys benchmark, items, sought (items long enough to be searched for), found (items found in any
+    document), documents (that contain an item), and remove (what was removed from them).
     """
     stages = (manifest.get("options") or {}).get("cleaning") or []
     found = (manifest.get("cleaning") or {}).get("found") or {}

@@ -1,4 +1,4 @@
-"""Dispatches batches from shards that only the first rank can read. It reads for all and sends each its windows."""
+"""Dispatches batches from shards that only the first rank can read. It reads and sends every rank's windows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
         return {"problems": error.problems}
-    # One shard per split with the totals suffices for ranks that read no shards.
+    # Ranks that read no shards only need the totals, as one shard per split.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
     brief = replace(manifest, shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
@@ -57,13 +57,14 @@ def rely_on_description(data: Data, description: str) -> None:
 
 
 class Dispatcher:
-    """Sends the first rank's data. One thread takes part in every exchange, in the order of the calls of `take`, which
-    must be the same on all ranks.
+    """Sends the first rank's data to all ranks.
+
+    One thread takes part in every exchange, in the order of the `take` calls, which must be the same on all ranks.
 
     Args:
-        data_ranks: each process's part of a batch, by rank.
+        data_ranks: for each rank, the part of the batch that it gets.
         rank: this process's rank.
-        group: all processes, over the network from CPU memory, without other users.
+        group: a group of all processes for tensors in CPU memory, used by nothing else.
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
@@ -80,12 +81,12 @@ class Dispatcher:
     ) -> Future[_Result]:
         """Returns a future of `then` applied to this rank's token IDs.
 
+        If `read` fails, the first rank raises its error. The others raise InputError or UnreachableError if it was one
+        of these, otherwise RuntimeError.
+
         Args:
             number: number of this batch. All ranks must request the same one.
             read: reads the token IDs of a data rank. Called only on the first rank, for all ranks.
-
-        An error of `read` is raised on the first rank. The others raise an InputError or UnreachableError if it was
-        one, otherwise a RuntimeError.
         """
         return self._thread.submit(lambda: then(self._exchange(number, read)))
 
@@ -94,7 +95,7 @@ class Dispatcher:
         problem = None
         if self.rank == 0:
             try:
-                # Ranks that share one model get the same part, which is read once.
+                # Ranks that share one model get the same part, which is read only once.
                 ids = {part: read(part) for part in sorted(set(self.data_ranks))}
                 sent = [(number, ids[part]) for part in self.data_ranks]
             except Exception as error:  # sent before it is raised, because the other ranks wait in the same collective

@@ -1,16 +1,16 @@
-"""Token IDs prepared by other tools, read in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5.
+"""Reads token IDs prepared by other tools, in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5.
 
-A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) is raw uint16 IDs, each document followed by the
-end-of-text ID; its folder holds train.bin and val.bin.
+A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) consists of raw uint16 IDs, with the end-of-text ID
+after each document. Its folder has train.bin and val.bin.
 
-A Megatron .bin is raw IDs too, of the type named in its .idx. Layout of an .idx (NVIDIA Megatron-LM,
-megatron/core/datasets/indexed_dataset.py), all little-endian: 9 bytes of magic, uint64 version 1, uint8 code of the ID
-type, uint64 sequences, uint64 documents + 1, int32 tokens of each sequence, int64 byte offset of each sequence, int64
-index of the first sequence of each document and, last, the number of sequences.
+A Megatron .bin also consists of raw IDs, of the type given in its .idx. The layout of an .idx (NVIDIA Megatron-LM,
+megatron/core/datasets/indexed_dataset.py), all little-endian, is: 9 bytes of magic, uint64 version 1, uint8 code of
+the ID type, uint64 sequences, uint64 documents + 1, int32 tokens of each sequence, int64 byte offset of each sequence,
+int64 index of each document's first sequence and, last, the number of sequences.
 
-HDF5 holds one row of integers, as pipelines for the Pile write it, in a dataset that can grow. Known writers call it
-`tokens` and store int32 (FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py); any name is read if
-the file holds no other dataset.
+An HDF5 file has one row of integers in an extensible dataset, as written by pipelines for the Pile. Known writers name
+the dataset `tokens` and store int32 (FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py). The
+name may be different if the file has no other dataset.
 
 None of these formats records the tokenizer.
 """
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])(val(id|idation)?|dev)([_.-]|$)")
 LLM_C_MAGIC = (20240520, 20240801)
-"""First int32 of an llm.c .bin, which has a header of 1,024 bytes."""
+"""First int32 of an llm.c .bin, whose header has 1,024 bytes."""
 IDX_SUFFIX = ".idx"
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
-# Megatron has no uint32: IDs of any vocabulary are below 2^31, where int32 has the same bytes.
+# Megatron has no uint32. IDs of any vocabulary are below 2^31, so an int32 has the same bits.
 IDX_CODES = {"uint16": 8, "uint32": 4}
 IDX_DTYPES = {8: "uint16", 4: "uint32"}
 USUAL_HDF5_NAME = "tokens"
@@ -48,7 +48,7 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """Returns {split: file} of a .bin or HDF5 file, a Megatron prefix (no suffix), or nanoGPT's folder; else None."""
+    """Returns {split: file} for a .bin or HDF5 file, a Megatron prefix (no suffix) or nanoGPT's folder; or None."""
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
@@ -62,13 +62,15 @@ def _split_of(path: Path) -> str:
     return "validation" if VALIDATION_NAME.search(path.stem) else "train"
 
 
-# Cached: counting documents reads up to 100M token IDs.
+# Cached, because counting documents reads up to 100M token IDs.
 @lru_cache(maxsize=64)
 def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
-    """Builds the manifest that such files would have. Raises InputError for damaged files or foreign IDs.
+    """Builds a manifest for such files. Raises InputError if they are damaged or have IDs outside the vocabulary.
 
-    tokenizer: folder or Hub ID; None uses the folder `tokenizer` next to the files. Documents and bytes of text are
-    counted, or estimated from 64 pieces of 1M IDs in files of more than 100M.
+    Counts documents and bytes of text. For files of more than 100M IDs, estimates them from 64 pieces of 1M IDs.
+
+    Args:
+        tokenizer: folder or Hub ID. None uses the folder `tokenizer` next to the files.
     """
     from pretrain.data.tokenizer import load_tokenizer
 
@@ -110,7 +112,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
 
 
 def _tokenizer_folder(name_or_path: str) -> Path:
-    """Returns the folder of the tokenizer's files, which are copied into checkpoints."""
+    """Returns the folder with the tokenizer's files, which checkpoints copy."""
     from pretrain.data.tokenizer import download_tokenizer
 
     folder = Path(name_or_path)
@@ -125,7 +127,7 @@ def _tokenizer_folder(name_or_path: str) -> Path:
 
 def _dtype_of(file: Path, vocabulary_size: int) -> str:
     if file.suffix in HDF5_SUFFIXES:
-        # HDF5 converts when reading; this dtype is that of the batches.
+        # HDF5 converts on reading. This is the dtype of the batches.
         return "uint16" if hdf5_ids(file).dtype.itemsize <= 2 else "uint32"
     index = file.with_suffix(IDX_SUFFIX)
     dtype = dtype_for(vocabulary_size)
@@ -145,11 +147,11 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
 
 
 def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.ndarray:
-    """Returns the UTF-8 bytes that each token ID stands for, (vocabulary,)."""
+    """Returns (vocabulary,) the number of UTF-8 bytes that each token ID represents."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True)
-    # Byte-level tokenizers write each byte as one character; others write spaces as U+2581.
+    # Byte-level tokenizers write each byte as one character. Other tokenizers write a space as U+2581.
     is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer_json).get("decoder"))
     sizes = np.zeros(vocabulary_size, np.int64)
     for token, number in vocabulary.items():
@@ -159,7 +161,7 @@ def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.nd
 
 
 def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, int]:
-    """Counts (documents, bytes of text) of a file. Raises InputError for IDs beyond the vocabulary."""
+    """Counts a file's documents and bytes of text. Raises InputError for IDs outside the vocabulary."""
     if not ids_bytes(file, dtype):
         return 0, 0
     ids = open_ids(file, dtype)
@@ -180,21 +182,21 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
 
 
 def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
-    """Opens the IDs of a file as a 1-d array that is read when sliced. dtype: for raw files; HDF5 has its own."""
+    """Opens a file's IDs as a 1-d array that is read when sliced. dtype: for raw files. HDF5 records its own."""
     return hdf5_ids(path) if path.suffix in HDF5_SUFFIXES else np.memmap(path, id_dtype(dtype), mode="r")
 
 
 def ids_bytes(path: Path, dtype: str) -> int:
-    """Returns the bytes of a file's IDs if stored raw in `dtype`; for a raw file, its size."""
+    """Returns the size that a file's IDs have as raw IDs of `dtype`. For a raw file, this is its size."""
     return len(hdf5_ids(path)) * id_dtype(dtype).itemsize if path.suffix in HDF5_SUFFIXES else path.stat().st_size
 
 
 def hdf5_ids(path: Path) -> "h5py.Dataset":
-    """Opens the dataset of IDs in an HDF5 file: the only one, or the one named tokens. Raises InputError."""
+    """Opens the dataset of IDs in an HDF5 file: the only one, or the one named `tokens`. Raises InputError."""
     import h5py
 
     try:
-        # Without HDF5's file lock, which many network file systems do not support.
+        # Without HDF5's file lock, which many network file systems don't support.
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
         raise InputError(f"{path}: not readable as HDF5 ({error}); restore the file") from None
@@ -215,9 +217,10 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
 
 
 def read_idx(path: Path) -> tuple[str, int, int]:
-    """Returns (ID type, tokens, documents) of the .bin that an .idx belongs to.
+    """Returns (ID type, tokens, documents) of the .bin that an .idx describes.
 
-    Raises InputError for other files, damaged ones, other ID types, and sequences that are not contiguous.
+    Raises InputError if the .idx is damaged or another kind of file, has a different ID type, or if its sequences
+    aren't contiguous.
     """
     content = path.read_bytes()
     if len(content) < IDX_HEADER.size or not content.startswith(IDX_MAGIC):
@@ -227,7 +230,7 @@ def read_idx(path: Path) -> tuple[str, int, int]:
         raise InputError(
             f"{path}: version {version}, id type {code}; version 1 with type 8 (uint16) or 4 (int32) can be read"
         )
-    # A multimodal dataset has one more byte per sequence.
+    # A multimodal dataset has an extra byte per sequence.
     expected = IDX_HEADER.size + 12 * sequences + 8 * boundaries
     if len(content) not in (expected, expected + sequences):
         raise InputError(f"{path}: has {len(content):,} bytes, must have {expected:,}; restore the file")

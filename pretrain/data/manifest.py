@@ -33,12 +33,12 @@ class Shard:
     """UTF-8 bytes of the documents."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
-    """{file: sha256} of its indices: its documents, and Megatron's .idx."""
+    """{file: sha256} of its index files: the documents' index, and Megatron's .idx."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a prepared folder. `sha256` is the manifest file's hash, the identity of the data."""
+    """Contents of a prepared folder. `sha256` is the hash of the manifest file and identifies the data."""
 
     folder: Path
     tokenizer_name: str
@@ -49,40 +49,40 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Names of the documents' sources, by the numbers in the shards' indices."""
+    """Names of the documents' sources. The shards' indices refer to them by number."""
     input_format: str | None = None
-    """Format given for all sources; None: by their suffixes."""
+    """Input format of all sources; None if it follows from their suffixes."""
     tokenizer_path: Path | None = None
-    """Tokenizer of shards whose folder contains none."""
+    """Tokenizer for shards whose folder contains none."""
     url: str | None = None
-    """Address of shards in an object store. `folder` then has copies of the small files."""
+    """Address of shards in an object store. In that case, `folder` has copies of the small files."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Hugging Face tokenizer folder. Shards of prepare_data.py contain their own."""
+        """Hugging Face tokenizer folder. Shards made by prepare_data.py contain their own."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
     def place(self) -> str:
-        """Names the folder or, without secrets, the URL of the shards."""
+        """Folder of the shards, or their URL without secrets."""
         return str(self.folder) if self.url is None else shown(self.url).rstrip("/")
 
     @property
     def bytes_per_id(self) -> int:
-        """Bytes of a token ID: 2 for uint16, 4 for uint32."""
+        """Size of a token ID in bytes: 2 for uint16, 4 for uint32."""
         return id_dtype(self.dtype).itemsize
 
     def of_split(self, split: str) -> tuple[Shard, ...]:
-        """Returns the shards of one split in the order of their token stream."""
+        """Returns the shards of a split in the order of their token stream."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def totals(self, split: str) -> tuple[int, int, int]:
-        """Returns (tokens, documents, text_bytes) of one split."""
+        """Returns (tokens, documents, text_bytes) of a split."""
         return tuple(counts_in(self.shards, split).values())
 
 
 def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
-    """Parses the content of a manifest. path: names it in messages. Raises InputError with all problems."""
+    """Parses the content of a manifest. Raises InputError listing all problems. path: its name in messages."""
     try:
         fields = json.loads(content)
     except ValueError as error:
@@ -117,7 +117,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Folders of earlier versions have no files next to their shards.
+        # Manifests of earlier versions have no "beside" entry.
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,
@@ -139,7 +139,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:
-    """Counts {tokens, documents, text_bytes} of one split, with zeros for a split without shards."""
+    """Counts {tokens, documents, text_bytes} of a split. A split without shards has zeros."""
     chosen = [shard for shard in shards if shard.split == split]
     return {name: sum(getattr(shard, name) for shard in chosen) for name in ("tokens", "documents", "text_bytes")}
 

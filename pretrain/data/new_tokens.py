@@ -10,11 +10,11 @@ from pretrain.model.pretrained import NewTokens
 
 
 def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens | None:
-    """Returns what the data's tokenizer adds to the tokenizer in the folder or Hub ID of the recipe's model.
+    """Returns the tokens that the data's tokenizer adds to the model's tokenizer, or None if it adds none.
 
-    None: nothing. Raises InputError if an ID of the data is another token's in the model, except for added tokens of
-    either, which some models leave free for new names. Data with more IDs must be of an extension of the model's
-    tokenizer: all of its tokens with their IDs, and more.
+    `model.config` is the folder or Hub ID of the model. Raises InputError if a token ID means something else in the
+    model, except for IDs of added tokens, which some models leave free for new names. If the data's tokenizer has more
+    IDs, it must contain all of the model's tokens with the same IDs.
     """
     name = config.model.config
     try:
@@ -33,7 +33,7 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
     if old.sha256 == manifest.tokenizer_sha256:
         return None
     if manifest.vocabulary_size <= old.vocabulary_size:
-        if (manifest.tokenizer_folder / "tokenizer.json").is_file():  # with dispatched batches one process has it
+        if (manifest.tokenizer_folder / "tokenizer.json").is_file():  # with dispatched batches, one process has it
             _require_the_same_tokens(old, load_tokenizer(manifest.tokenizer_folder))
         return None
     if config.data.dispatch_batches:
@@ -61,13 +61,13 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
             continue
         if number in added:
             parts[number - old.vocabulary_size] = old_backend.encode(token, add_special_tokens=False).ids
-        else:  # by the merges alone: a token may be a part of a character
+        else:  # with the merges only, because a token may be a part of a character
             parts[number - old.vocabulary_size] = [part.id for part in old_backend.model.tokenize(token)]
     return NewTokens(old.vocabulary_size, parts, model_config.vocab_size)
 
 
 def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None:
-    """Raises InputError if an ID of the data's tokenizer means another token in the model's, added tokens aside."""
+    """Raises InputError if an ID means different tokens in the two tokenizers. Ignores added tokens."""
     old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
     old_tokens = {number: token for token, number in old_backend.get_vocab(with_added_tokens=True).items()}
     added = old_backend.get_added_tokens_decoder().keys() | new_backend.get_added_tokens_decoder().keys()

@@ -1,8 +1,8 @@
-"""Shards in an object store (s3://, gs://, hf://, any URL of fsspec), read by ranges ahead of their use.
+"""Reads shards in an object store (s3://, gs://, hf://, any fsspec URL) by ranges, ahead of their use.
 
-A shard is read in blocks of 64 KiB. train-00000.blocks next to train-00000.bin has each block's hash, 8 bytes of
-BLAKE2b, and the manifest has this file's hash. Blocks wait in memory for their step, and may be kept on disk, up to a
-maximum size.
+A shard is read in blocks of 64 KiB. For train-00000.bin, the file train-00000.blocks next to it has a hash of each
+block (8 bytes of BLAKE2b), and the manifest has the hash of that file. Blocks stay in memory until their step. They
+can also be cached on disk, up to a maximum size.
 """
 
 import functools
@@ -28,11 +28,11 @@ BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
 BLOCKS_SUFFIX = ".blocks"
 TRIES_IF_DAMAGED = 2
-"""Number of reads if a hash is wrong, because data may be damaged in transit."""
+"""Number of attempts if a hash is wrong, because data may be damaged in transit."""
 THREADS = 16
 """Concurrent requests per process."""
 BLOCKS_AHEAD = 512
-"""Blocks requested ahead of their use, 32 MiB per process."""
+"""Blocks requested ahead of their use: 32 MiB per process."""
 BLOCKS_KEPT = 2 * BLOCKS_AHEAD
 
 
@@ -50,15 +50,15 @@ def _digest(block: bytes) -> bytes:
 
 @functools.cache
 def remote_sizes(url: str) -> dict[str, int | None]:
-    """Returns the sizes of a folder's files, cached per process."""
+    """Returns {file: bytes, or None if unknown} of a folder's files, cached per process."""
     return remote_folder(url).sizes()
 
 
 @functools.cache
 def remote_manifest(url: str) -> Manifest:
-    """Reads the manifest at a URL. Caches it and the tokenizer in ~/.cache/groundwork. Raises InputError.
+    """Reads the manifest at a URL, and caches it and the tokenizer in ~/.cache/groundwork. Raises InputError.
 
-    A process reads it only once, so that all of a run's readers agree.
+    A process reads the manifest only once, so that all of a run's readers use the same one.
     """
     folder = remote_folder(url)
     where = f"{folder.shown}/{MANIFEST_FILE}"
@@ -83,7 +83,7 @@ def remote_manifest(url: str) -> Manifest:
 
 
 def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies manifest and tokenizer atomically, because a machine's ranks do this at the same time."""
+    """Copies the manifest and tokenizer atomically, because a machine's ranks do this concurrently."""
     local.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
         copy = Path(place) / "copy"
@@ -92,7 +92,7 @@ def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
             if name.startswith(f"{TOKENIZER_FOLDER}/") and name.count("/") == 1:
                 (copy / name).write_bytes(remote_folder(url).read(name))
         (copy / MANIFEST_FILE).write_bytes(manifest)
-        if local.is_dir():  # damaged, or another rank has been faster
+        if local.is_dir():  # damaged, or another rank was faster
             local.rename(Path(place) / "old")
         try:
             copy.rename(local)
@@ -102,7 +102,7 @@ def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
 
 
 class RemoteIds:
-    """Token IDs of one shard in an object store, sliced like an array. Slices are read-only."""
+    """Token IDs of a shard in an object store, sliced like an array. Slices are read-only."""
 
     def __init__(self, manifest: Manifest, shard: Shard, blocks: "BlockReader"):
         self.folder = remote_folder(manifest.url)
@@ -119,7 +119,7 @@ class RemoteIds:
 
     @property
     def hashes_file(self) -> str:
-        """Name of the file with the hashes of the blocks."""
+        """Name of the file with the blocks' hashes."""
         return str(Path(self.file).with_suffix(BLOCKS_SUFFIX))
 
     def __getitem__(self, where: slice) -> np.ndarray:
@@ -132,7 +132,7 @@ class RemoteIds:
         return np.frombuffer(content, self._dtype)[start - first : stop - first]
 
     def expect(self, start: int, stop: int) -> None:
-        """Begins to fetch the blocks of these IDs."""
+        """Begins to fetch the blocks with these IDs."""
         for number in self._numbers(start, stop):
             self._blocks.expect(self, number)
 
@@ -141,12 +141,12 @@ class RemoteIds:
         return range(start * size // BLOCK_BYTES, (stop * size - 1) // BLOCK_BYTES + 1)
 
     def span(self, number: int) -> tuple[int, int]:
-        """Returns the first byte of a block, and the byte after its last."""
+        """Returns a block's first byte, and the byte after its last."""
         start = number * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self._tokens * self._dtype.itemsize)
 
     def begin_hashes(self, pool: ThreadPoolExecutor) -> None:
-        """Begins to fetch the hashes, before the first block, which needs them."""
+        """Begins to fetch the hashes. The first block needs them."""
         if self._hashes is None and self._hashes_sha256 is not None:
             self._hashes = pool.submit(self._read_hashes)
 
@@ -162,7 +162,7 @@ class RemoteIds:
         )
 
     def fetch(self, number: int) -> bytes:
-        """Reads a block and checks its hash. Raises InputError as `RemoteFolder.read`, or for a wrong hash."""
+        """Reads a block and checks its hash. Raises InputError for a wrong hash, or the errors of `RemoteFolder`."""
         start, end = self.span(number)
         for _ in range(TRIES_IF_DAMAGED):
             content = self.folder.read(self.file, start, end)
@@ -179,7 +179,7 @@ class RemoteIds:
 class BlockReader:
     """Fetches this process's blocks in threads, and keeps the last BLOCKS_KEPT in memory.
 
-    disk: keeps blocks for later starts and the machine's other processes.
+    disk: keeps blocks for later starts and for the machine's other processes.
     """
 
     def __init__(self, disk: "DiskCache | None" = None):
@@ -191,11 +191,11 @@ class BlockReader:
         self.fetched_bytes = 0
 
     def keep(self, blocks: int) -> None:
-        """Allows at least this many blocks, so that none is dropped before it is read."""
+        """Keeps at least this many blocks in memory, so that none is dropped before it is read."""
         self._kept = max(self._kept, blocks)
 
     def expect(self, ids: RemoteIds, number: int) -> Future[bytes]:
-        """Begins to fetch a block, unless it is already here."""
+        """Begins to fetch a block, unless it is already in memory."""
         key = (ids.key, number)
         with self._lock:
             found = self._blocks.get(key)
@@ -209,7 +209,7 @@ class BlockReader:
         return found
 
     def block(self, ids: RemoteIds, number: int) -> bytes:
-        """Waits for a block and returns its content. Raises as `RemoteIds.fetch`."""
+        """Waits for a block and returns its content. Raises the errors of `RemoteIds.fetch`."""
         try:
             return self.expect(ids, number).result()
         except Exception:
@@ -232,16 +232,16 @@ class BlockReader:
 
 @functools.cache
 def block_reader(cache: DataCache | None) -> BlockReader:
-    """Returns the reader shared by all sources of a process."""
+    """Returns the reader that all of a process's sources share."""
     return BlockReader(DiskCache(cache.folder, cache.size) if cache else None)
 
 
 class DiskCache:
-    """Blocks in one file of fixed size, which all processes of a machine read and write without a lock.
+    """Blocks in one file of fixed size, which all of a machine's processes read and write without a lock.
 
-    The file is a table of places for BLOCK_BYTES. A block has WAYS places, found by its key, and uses an empty one or
-    replaces another block. Before each block are a hash of its key and a hash of key and content. They invalidate a
-    place half written after a kill, or by two processes.
+    The file is a table of slots, each for BLOCK_BYTES. A block's key determines WAYS slots. It goes into an empty one,
+    or replaces another block. Before each block are a hash of its key and a hash of key and content. They invalidate a
+    slot that was half written because of a kill or by two processes.
     """
 
     WAYS = 8
@@ -291,7 +291,7 @@ class DiskCache:
 
 
 def copied_file(manifest: Manifest, name: str) -> Path:
-    """Returns a local copy of one of the files next to the shards, created at first use. Raises InputError."""
+    """Returns a local copy of a file next to the shards, created at first use. Raises InputError."""
     path = manifest.folder / name
     if not path.is_file():
         fresh = path.with_name(f".{name}.{os.getpid()}")

@@ -1,15 +1,15 @@
-"""Windows without cut documents: `data.sampling: best_fit`.
+"""Packs windows without cut documents, for `data.sampling: best_fit`.
 
-A source is divided into blocks of about BLOCK_WINDOWS windows. A block's documents are packed into exactly its number
-of windows, by best fit, longest first (Johnson 1973, "Near-optimal bin packing algorithms"; for training Ding et al.
-2024, arXiv 2404.10830). So the number of windows is known without a plan, and a block is planned from its own tokens
-when one of its windows is due. A window's remaining gap is filled with the beginning of a document, either one that
-fits nowhere and is cropped, or another one, which is repeated.
+A source is divided into blocks of about BLOCK_WINDOWS windows. Best fit, longest first, packs a block's documents into
+exactly the block's number of windows (Johnson 1973, "Near-optimal bin packing algorithms"; for training Ding et al.
+2024, arXiv 2404.10830). The number of windows is therefore known without a plan, and a block is planned from its own
+tokens when one of its windows is needed. The gap at a window's end is filled with the beginning of a document: either
+a document that fits nowhere and is cropped, or a document that is repeated.
 
-A document longer than a window is cut into whole windows, and the rest is packed like a document.
+A document longer than a window is cut into whole windows, and its rest is packed like a document.
 
-An epoch visits the blocks in a keyed order, POOL_BLOCKS at a time, and the windows of such a pool in a keyed order. So
-a plan is used for its block's windows while it is in memory, and blocks of an object store are fetched once.
+An epoch visits the blocks in a keyed order. It shuffles the windows of POOL_BLOCKS blocks at a time, also with a key.
+A block's windows are therefore used while its plan is in memory, and an object store's blocks are fetched only once.
 """
 
 import bisect
@@ -29,16 +29,16 @@ POOL_BLOCKS = 64
 
 PLANS_KEPT = 2 * POOL_BLOCKS
 MEASURED_BLOCKS = 8
-"""Number of blocks for estimating a source's shares."""
+"""Number of blocks used to estimate a source's shares."""
 
 
 def block_count(windows: int) -> int:
-    """Returns the number of blocks in an epoch of this many windows."""
+    """Returns the number of blocks for this many windows per epoch."""
     return max(1, round(windows / BLOCK_WINDOWS))
 
 
 def best_fit(draws: np.ndarray, stream: Stream) -> np.ndarray:
-    """Visits every window once per epoch, pool by pool. A sampler: returns a window's number times its length."""
+    """Visits every window once per epoch, pool by pool. Returns the number of each window times its length."""
     epoch, place = np.divmod(draws, stream.windows)
     window = np.empty_like(draws)
     for turn in np.unique(epoch).tolist():
@@ -48,7 +48,7 @@ def best_fit(draws: np.ndarray, stream: Stream) -> np.ndarray:
 
 
 def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
-    """Returns the windows at these positions in an epoch."""
+    """Returns the windows at these positions of an epoch."""
     order, ends = _order_of_blocks(stream.windows, stream.key("blocks", epoch))
     pools = max(1, round(len(order) / POOL_BLOCKS))
     pool_ends = ends[np.arange(1, pools + 1) * len(order) // pools - 1]
@@ -61,13 +61,13 @@ def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
         mixed[here] = first + permutation(place[here] - first)
     number = np.searchsorted(ends, mixed, side="right")
     blocks = len(order)
-    # Counted from the end of its block, of which the place in the order and the place in the source are known.
+    # Counted back from the end of its block, because that position is known both in this order and in the source.
     return (order[number] + 1) * stream.windows // blocks - (ends[number] - mixed)
 
 
 @functools.lru_cache(maxsize=256)
 def _order_of_blocks(windows: int, key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (blocks in the order of an epoch, windows up to the end of each)."""
+    """Returns (blocks in an epoch's order, number of windows up to the end of each)."""
     blocks = block_count(windows)
     order = Permutation(blocks, key)(np.arange(blocks))
     return order, np.cumsum((order + 1) * windows // blocks - order * windows // blocks)
@@ -75,18 +75,18 @@ def _order_of_blocks(windows: int, key: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """A block's windows, as consecutive pieces of the source."""
+    """A block's windows, as contiguous pieces of the source."""
 
     starts: np.ndarray
-    """(pieces,) int64 first token of each."""
+    """(pieces,) int64 first token of each piece."""
     lengths: np.ndarray
-    """(pieces,) int32."""
+    """(pieces,) int32 tokens in each piece."""
     first_piece: np.ndarray
-    """(windows + 1,) int32 number of the first piece of each window."""
+    """(windows + 1,) int32 number of each window's first piece."""
     documents: int
     """Number of documents shorter than a window."""
     cropped: int
-    """Number of these that are cropped or dropped."""
+    """Number of these documents that are cropped or dropped."""
     dropped: int
     """Tokens not read."""
     repeated: int
@@ -96,7 +96,7 @@ class BlockPlan:
 class Packing:
     """A source's windows of one length, packed by best fit.
 
-    windows: their number, `WindowSpec.count_in` the reader's tokens.
+    windows: their number, from `WindowSpec.count_in`.
     """
 
     def __init__(self, reader: ShardReader, length: int, windows: int):
@@ -108,7 +108,7 @@ class Packing:
         self._plans: OrderedDict[int, BlockPlan] = OrderedDict()
 
     def read(self, window: int, out: np.ndarray) -> None:
-        """Copies a window into `out`, (length + 1,): its first token is the one before its first piece."""
+        """Copies a window into `out`, (length + 1,). Its first token is the one before the window's first piece."""
         pieces = self.pieces(window)
         start, count = pieces[0]
         if start:
@@ -122,7 +122,7 @@ class Packing:
             filled += count
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
-        """Returns (first token in the source, tokens) of the pieces of a window."""
+        """Returns (first token in the source, tokens) for each piece of a window."""
         block = self._block_of(window)
         plan = self._plan(block)
         place = window - self._first_window(block)
@@ -130,18 +130,18 @@ class Packing:
         return list(zip(plan.starts[pieces].tolist(), plan.lengths[pieces].tolist(), strict=True))
 
     def expect(self, window: int) -> None:
-        """Begins to fetch the window's whole block from an object store, because its plan needs all tokens."""
+        """Begins to fetch the window's whole block from an object store. The block's plan needs all its tokens."""
         first, end = self._span(self._block_of(window))
         self.reader.expect(first, end - first)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the token IDs of a pool, and of the blocks of the next one that are read ahead."""
+        """Bytes of a pool's token IDs, including the blocks of the next pool that are read ahead."""
         blocks = min(self.blocks, POOL_BLOCKS * 5 // 4)
         return blocks * (BLOCK_WINDOWS + 2) * self.length * self.reader.manifest.bytes_per_id
 
     def shares(self) -> tuple[float, float, float]:
-        """Returns the shares of dropped tokens, of repeated ones and of cropped documents, from a few blocks."""
+        """Estimates the shares of dropped tokens, repeated tokens and cropped documents from a few blocks."""
         measured = sorted({number * self.blocks // MEASURED_BLOCKS for number in range(MEASURED_BLOCKS)})
         for block in measured:
             self.expect(self._first_window(block))
@@ -161,7 +161,7 @@ class Packing:
         return ((window + 1) * self.blocks - 1) // self.windows
 
     def _span(self, block: int) -> tuple[int, int]:
-        """Returns the tokens in which a block begins and ends: up to a window's length before its first window."""
+        """Returns the token range of a block, which begins up to a window's length before its first window."""
         first = max(0, self._first_window(block) - 1) * self.length
         is_last = block == self.blocks - 1
         return first, self.reader.tokens if is_last else self._first_window(block + 1) * self.length
@@ -192,7 +192,7 @@ class Packing:
         return pack(bounds, self.length, windows, is_continued=is_continued, is_open=is_open)
 
     def _edge(self, ends: np.ndarray, nominal: int) -> int:
-        """Returns the start of a block: after a document, unless none ends in the window before `nominal`."""
+        """Returns a block's edge: the last document end at most a window's length before `nominal`, or `nominal`."""
         last = np.searchsorted(ends, nominal, side="right") - 1
         return int(ends[last]) if last >= 0 and ends[last] > nominal - self.length else nominal
 
@@ -200,15 +200,15 @@ class Packing:
 def pack(
     bounds: np.ndarray, length: int, windows: int, *, is_continued: bool = False, is_open: bool = False
 ) -> BlockPlan:
-    """Plans the windows of a block.
+    """Plans a block's windows.
 
     Args:
-        bounds: (documents + 1,) tokens in which its documents begin, and the last one's end.
+        bounds: (documents + 1,) first token of each of its documents, and the end of the last one.
         length: tokens in a window.
-        windows: number of windows, all of which are full.
+        windows: number of windows. All of them get filled.
         is_continued: True if the first document began in the previous block.
-        is_open: True if the last document continues in the next block. Its rest only fills a gap, because nothing may
-            follow it in a window without an end-of-document ID.
+        is_open: True if the last document continues in the next block. The rest of it may only fill a gap, because
+            without an end-of-document ID nothing may follow it in a window.
     """
     sizes = np.diff(bounds)
     whole = sizes // length
@@ -227,7 +227,7 @@ def pack(
     pieces = [[(start, length)] for start in full]
     pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
-    # Starts with pieces that fit nowhere, then the longest, which are also read whole.
+    # Pieces that fit nowhere come first, then the longest pieces, which are read whole as well.
     unplaced = packed[left].tolist()
     if is_open and rest[-1] >= max(gaps):
         unplaced.insert(0, len(rest) - 1)
@@ -250,12 +250,12 @@ def pack(
 
 
 def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[int]], list[int]]:
-    """Puts pieces, longest first, into the fullest window with enough room.
+    """Puts each piece, longest first, into the fullest window with enough room.
 
-    Returns (numbers of the pieces in each window, numbers of pieces that fit nowhere).
+    Returns (numbers of the pieces in each window, numbers of the pieces that fit nowhere).
     """
     bins: list[list[int]] = [[] for _ in range(windows)]
-    # Sorted by room: room * windows + number of the window.
+    # Sorted by room. Each entry is room * windows + the window's number.
     rooms = [length * windows + number for number in range(windows)]
     left = []
     for piece, size in enumerate(sizes):
@@ -271,7 +271,7 @@ def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[in
 
 
 def _fill(pieces: list[list[tuple[int, int]]], gaps: list[int], fillers: list[tuple[int, int, bool]]) -> int:
-    """Fills the gaps of the windows, largest first. Returns the number of repeated tokens.
+    """Fills the windows' gaps, largest first. Returns the number of repeated tokens.
 
     fillers: (first token, tokens, True if its first use repeats nothing).
     """

@@ -2,8 +2,8 @@
 
     folder/manifest.json  tokenizer/  train-00000.bin ...  validation-00000.bin ...
 
-A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 token IDs without a header, every document
-followed by the end-of-document ID, so `np.memmap(file, dtype)` opens it.
+A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 token IDs without a header. The end-of-document
+ID follows every document. `np.memmap(file, dtype)` opens a shard.
 """
 
 import bisect
@@ -32,17 +32,17 @@ VERIFY_BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FoundShards:
-    """The first rank's findings about a folder that this rank may not be able to read (data/dispatch.py)."""
+    """The first rank's findings about a folder that this rank may be unable to read (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None
-    """Manifest, or None if unreadable (see `problems`)."""
+    """Manifest, or None if it is unreadable (see `problems`)."""
     damage: dict[str, list[str]] = field(default_factory=dict)
     """{split: problems of its files}."""
 
 
 def manifest_of(source: Shards) -> Manifest:
-    """Returns the manifest of a recipe's source, from the first rank's findings if it reads for all."""
+    """Returns the manifest of a recipe's source. If the first rank reads for all, uses its findings."""
     found: FoundShards | None = source._found
     if found is None:
         return read_manifest(source.shards, source.tokenizer)
@@ -52,11 +52,14 @@ def manifest_of(source: Shards) -> Manifest:
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
-    """Reads and checks folder/manifest.json; builds one for files from other tools (data/foreign_shards.py).
+    """Reads and checks folder/manifest.json. For other tools' files, builds a manifest (data/foreign_shards.py).
 
-    folder: a path or a URL (data/object_store.py). tokenizer: tokenizer of other tools' files; a folder of
-    prepare_data.py has its own. Raises InputError listing all problems: a missing, unfinished or foreign folder,
-    broken JSON, another format version, missing or mistyped keys.
+    Raises InputError listing all problems: a missing, unfinished or foreign folder, broken JSON, a different format
+    version, missing or mistyped keys.
+
+    Args:
+        folder: a path or a URL (data/object_store.py).
+        tokenizer: tokenizer for other tools' files. Folders made by prepare_data.py contain their own.
     """
     # Most runs have a folder with a manifest and never import the code for object stores and other formats.
     if is_url(folder):
@@ -84,9 +87,9 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 
 
 class ShardReader:
-    """Token IDs of one split as a single stream over its shard files, memory-mapped when first read.
+    """Token IDs of one split, as a single stream over its shard files. Memory-maps each file when it is first read.
 
-    IDs are not checked against the vocabulary. `verify_shards` does this, and so must any code that feeds a device.
+    Doesn't check IDs against the vocabulary. `verify_shards` does, and code that feeds a device must do so as well.
     """
 
     def __init__(self, manifest: Manifest, split: str, cache: DataCache | None = None):
@@ -99,7 +102,7 @@ class ShardReader:
         self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset | RemoteIds":
-        # Opened on first use, because one of thousands of shards may suffice for many steps.
+        # Opened on first use, because many steps may need only one of thousands of shards.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file
@@ -122,7 +125,7 @@ class ShardReader:
     def read(self, start: int, out: np.ndarray) -> None:
         """Copies len(out) token IDs from position `start` of the stream into the 1-d integer array `out`.
 
-        Raises IndexError outside of [0, tokens].
+        Raises IndexError outside [0, tokens].
         """
         filled = 0
         for ids, first, stop in self._pieces(start, len(out)):
@@ -136,7 +139,7 @@ class ShardReader:
                 ids.expect(first, stop)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple["np.ndarray | h5py.Dataset | RemoteIds", int, int]]:
-        """Yields (IDs of a shard, first, stop) for each shard of this part of the stream."""
+        """Yields (a shard's IDs, first, stop) for each shard in this part of the stream."""
         end = start + count
         if start < 0 or end > self.tokens:
             raise IndexError(f"tokens {start} to {end} asked, {self.split} has 0 to {self.tokens}")
@@ -152,7 +155,7 @@ class ShardReader:
 
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
-    """Lists missing files, and files with another size than in the manifest."""
+    """Lists files that are missing or whose size differs from the manifest."""
     if manifest.url is not None:
         return _remote_size_problems(manifest, shards)
     problems = []
@@ -190,15 +193,15 @@ def _remote_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[s
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
     """Opens a reader of one split after checking that all its files exist in full size.
 
-    Raises InputError naming each bad shard, or the existing splits if this one is empty.
+    Raises InputError naming each bad shard, or naming the existing splits if this one is empty.
     """
     return open_source(Shards(shards=folder, tokenizer=tokenizer), split)
 
 
 def open_source(source: Shards, split: str, cache: DataCache | None = None) -> ShardReader:
-    """Opens a split of a recipe's source, as `open_shards` does. The first rank's findings replace the checks.
+    """Opens a split of a recipe's source like `open_shards`. If the first rank has checked it, uses its findings.
 
-    cache: disk cache for blocks of an object store.
+    cache: disk cache for an object store's blocks.
     """
     folder = source.shards
     manifest = manifest_of(source)
@@ -215,9 +218,9 @@ def open_source(source: Shards, split: str, cache: DataCache | None = None) -> S
 
 
 def verify_shards(folder: str | Path) -> list[str]:
-    """Lists all problems of a prepared folder, possibly at a URL.
+    """Lists all problems of a prepared folder, local or at a URL.
 
-    Rereads and rehashes every file. Checks IDs against the vocabulary, and end-of-document IDs against documents.
+    Reads and hashes every file again. Compares IDs with the vocabulary, and counts end-of-document IDs.
     """
     try:
         manifest = read_manifest(folder)
@@ -236,7 +239,7 @@ def verify_shards(folder: str | Path) -> list[str]:
 
 
 def _hash_problems(path: str, sha256: str) -> list[str]:
-    """Lists the problem of a missing file or another hash."""
+    """Returns the problem if a file is missing or its hash differs; otherwise []."""
     from pretrain.urls import open_file
 
     try:

@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer: the content of its tokenizer.json, and `files`, its folder's other files, copied into shards."""
+    """A tokenizer: the content of its tokenizer.json, and its other files (`files`), which are copied into shards."""
 
     name: str
     json: bytes
@@ -61,8 +61,8 @@ class LoadedTokenizer:
 def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
     """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
 
-    The end-of-document token is `end_of_document`, or by default the tokenizer's eos_token, or <|endoftext|>. Raises
-    InputError if the tokenizer does not exist, can't be loaded, or has no such token.
+    The end-of-document token is `end_of_document` or, by default, the tokenizer's eos_token or <|endoftext|>. Raises
+    InputError if the tokenizer doesn't exist, can't be loaded, or has no such token.
     """
     try:
         name, content, files = _read(str(name_or_path))
@@ -90,7 +90,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
 
 
 def load_decoder(folder: Path) -> "Tokenizer":
-    """Loads the tokenizer in a shards folder, to decode token IDs. Raises InputError if it is unreadable."""
+    """Loads the tokenizer in a shards folder to decode token IDs. Raises InputError if it is unreadable."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -101,7 +101,7 @@ def load_decoder(folder: Path) -> "Tokenizer":
 
 
 def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
-    """Reads (name, tokenizer.json, other files) of a folder, file or Hub ID."""
+    """Reads a folder, file or Hub ID. Returns (name, tokenizer.json, other files)."""
     path = Path(name_or_path)
     if path.is_file():
         name = path.parent.resolve().name if path.name == "tokenizer.json" else path.stem
@@ -121,7 +121,7 @@ def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
 
 
 def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
-    """Converts tokenizers without tokenizer.json with transformers, such as vocabulary and merges or sentencepiece."""
+    """Converts a tokenizer without tokenizer.json, such as vocabulary and merges or sentencepiece."""
     import tempfile
 
     from transformers import AutoTokenizer
@@ -152,7 +152,7 @@ def download_tokenizer(hub_id: str) -> Path:
 
 
 def _content(token: object) -> str | None:
-    """Returns a token's text. tokenizer_config.json stores either the text or {"content": text, ...}."""
+    """Returns a token's text. tokenizer_config.json has either the text or {"content": text, ...}."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) and value else None
 
@@ -177,7 +177,7 @@ def backend_of(content: bytes, given: str) -> "Tokenizer":
 
 @lru_cache(maxsize=2)
 def _parsed(content: bytes) -> "Tokenizer":
-    """Parses once for all callers. They share the result, and only the reference encoder changes its settings."""
+    """Parses each tokenizer once. All callers share it, so only the reference encoder changes its settings."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_buffer(content)

@@ -1,4 +1,4 @@
-"""Transformations of training windows, each a class of an extension; see docs/own_data.md."""
+"""Transforms training windows with classes from extensions; see docs/own_data.md."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -14,31 +14,35 @@ from pretrain.registry import TRANSFORMATIONS
 
 
 class Transformation(ABC):
-    """Changes the tokens of a training window, and keeps their number. Validation reads the windows unchanged.
+    """Changes the tokens in a training window, but not their number. Validation reads the windows unchanged.
 
-    Register a subclass in `registry.TRANSFORMATIONS`. Its nested class `Options`, a config.Section, declares what a
-    recipe may set; None: nothing. `__init__` may raise InputError, which ends the start.
+    Register a subclass in `registry.TRANSFORMATIONS`. Its nested class `Options`, a config.Section, declares the
+    settings that a recipe may give, or is None if there are none. If `__init__` raises InputError, the run doesn't
+    start.
     """
 
     Options: Any = None
 
     def __init__(self, options: Any, tokenizer: Path, end_of_document_id: int):
-        """tokenizer: folder of the data's tokenizer; end_of_document_id: token before each document."""
+        """tokenizer: folder of the data's tokenizer. end_of_document_id: token before each document."""
         self.options = options
         self.tokenizer = tokenizer
         self.end_of_document_id = end_of_document_id
 
     @abstractmethod
     def __call__(self, ids_T: np.ndarray, key: int) -> np.ndarray:
-        """Returns as many token IDs as it gets, which are a window's and the target of its last one.
+        """Returns as many token IDs as it is given: a window's tokens and the target of the last one.
 
-        The result depends on the arguments alone. key: 128 bits for random numbers, of the run's seed and the number
-        of the window in the run, the same on any number of ranks and after a resume.
+        The result must depend only on the arguments.
+
+        Args:
+            key: 128 bits for random numbers, from the run's seed and the window's number in the run. The key doesn't
+                depend on the number of ranks or on resuming.
         """
 
 
 class Transformations:
-    """The transformations of a recipe, one after the other. Raises InputError as their classes do."""
+    """A recipe's transformations, applied in order. Raises the InputErrors of their classes."""
 
     def __init__(self, data: Data, manifest: Manifest, seed: int):
         self.seed = seed
@@ -50,9 +54,9 @@ class Transformations:
             self.made[name] = kind(options, manifest.tokenizer_folder, manifest.end_of_document_id)
 
     def __call__(self, ids_T: np.ndarray, sample: int) -> np.ndarray:
-        """Returns the tokens of the window of a sample. Raises InputError for what cannot be trained on."""
+        """Returns the transformed tokens of a sample's window. Raises InputError for unusable tokens."""
         for name, transformation in self.made.items():
-            # Never change what is in the key: the data of every run that resumes depends on it.
+            # Never change the parts of the key, because the data of every resumed run depends on them.
             changed = np.asarray(transformation(ids_T.copy(), key_of(self.seed, "transformation", name, sample)))
             if changed.shape != ids_T.shape or changed.dtype.kind not in "iu":
                 raise InputError(

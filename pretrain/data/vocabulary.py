@@ -1,4 +1,4 @@
-"""Vocabulary size of a recipe's shards, and the model that is sized by it."""
+"""Looks up the vocabulary size of a recipe's shards, which the model's size may depend on."""
 
 from transformers import PreTrainedConfig
 
@@ -9,7 +9,7 @@ from pretrain.model.model_config import load_recipe_model_config, padded_vocabul
 
 
 def vocabulary_of(data: Data) -> int | None:
-    """Returns the first source's vocabulary size; None if its manifest is unreadable (opening it says why)."""
+    """Returns the first source's vocabulary size, or None if its manifest is unreadable, which opening it reports."""
     source = data.mixtures[0].train[0]
     try:
         return manifest_of(source).vocabulary_size
@@ -18,15 +18,15 @@ def vocabulary_of(data: Data) -> int | None:
 
 
 def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
-    """Returns the configuration of a recipe's model, with the shards' vocabulary size if it states none.
+    """Returns the recipe's model configuration. If it gives no vocabulary size, uses the shards'.
 
-    Raises InputError as `load_recipe_model_config` does.
+    Raises the InputErrors of `load_recipe_model_config`.
     """
     return load_recipe_model_config(model, vocabulary_of(data))
 
 
 def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
-    """Lists notes on the vocabulary for a plan whose shards do not exist yet; empty if the model states its size."""
+    """Lists notes on the vocabulary of a plan whose shards don't exist yet; [] if the model gives its size."""
     if vocabulary_of(data) is not None:
         return []
     if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
@@ -38,7 +38,7 @@ def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedC
 
 
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
-    """Returns '50,257 ids, padded to 50,304' for a model with that many rows."""
+    """Returns '50,257 ids, padded to 50,304', for example, for a model with `model_rows` rows."""
     text = f"{vocabulary_size:,} ids"
     if model_rows == vocabulary_size:
         return text

@@ -1,9 +1,9 @@
 """Reads and writes files in run folders, even after a crash.
 
-Imports nothing heavy.
+This package imports nothing heavy.
 
-    run_folder: paths in a run folder; its small files
-    event_log: its metrics.jsonl
-    control: commands to a live run, the trainer's side
-    hub: settings of the Hub; starts publish.py for a run
+    run_folder: paths in a run folder, and its small files
+    event_log: events in metrics.jsonl
+    control: the trainer's side of commands to a live run
+    hub: settings for the Hub; starts publish.py for a run
 """

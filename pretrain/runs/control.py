@@ -4,7 +4,8 @@
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
 There is no server and no port. Anyone who can write to the folder can control the run, from any machine that shares
-the disk. A request names the process start it is meant for, so requests from before a crash or restart are ignored.
+the disk. Each request names the start of the run that it is meant for, so the trainer ignores requests from before a
+crash or restart.
 """
 
 import json
@@ -22,13 +23,13 @@ COMMANDS = {
     "abort": "stop a live run without saving",
     "anneal": "start the final learning-rate decay of a live run",
 }
-"""{command: description}"""
+"""{command: description}."""
 REQUEST_FILE = "control/request.json"
 ANSWER_FILE = "control/answer.json"
 
 
 class Control:
-    """Trainer's side of the control files, on the main rank, which informs the others.
+    """Trainer's side of the control files. Used on the main rank, which informs the others.
 
     Args:
         start_id: ID of this process's start, as in its `start` event. Requests for other starts are ignored.
@@ -42,7 +43,7 @@ class Control:
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
-        """Last request returned by `poll`, until it is answered."""
+        """Last request that `poll` returned, until it is answered."""
 
     def poll(self) -> str | None:
         """Returns a new request's command once, otherwise None. Costs one os.stat (2 microseconds)."""
@@ -66,7 +67,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Answers the last command returned by `poll`, if any, as carried out at `step`."""
+        """Answers the last command that `poll` returned, if any, as carried out at `step`."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))

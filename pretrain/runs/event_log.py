@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """Returns a run's events in the order of the log, including repeated steps; empty without a log."""
+    """Returns a run's events in the order of the log, including repeated steps; [] if there is no log."""
     try:
         with open(run / METRICS_FILE, "rb") as file:
             return parse_lines(file)
@@ -25,7 +25,7 @@ def read_metrics(run: Path) -> list[Event]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """Returns the events in the lines, ignoring truncated lines and other text."""
+    """Returns the events in the lines. Ignores truncated lines and other text."""
     events = []
     for line in lines:
         try:
@@ -40,18 +40,18 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in the lines of a log, which may follow warnings, or an empty event."""
+    """Returns the first `start` event in a log's lines, which may follow warnings; {} if there is none."""
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def first_start_of(run: Path) -> Event:
-    """Returns the run's first `start` event, or an empty event."""
+    """Returns the run's first `start` event; {} if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
         return first_start(file)
 
 
 def last_position(run: Path) -> dict[str, int]:
-    """Returns {step, tokens} of the newest event with both, near the end of the log, or zeros."""
+    """Returns {step, tokens} of the newest event that has both, from the end of the log; zeros if there is none."""
     with open(run / METRICS_FILE, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
         known = [event for event in parse_lines(file) if {"step", "tokens"} <= event.keys()]

@@ -13,12 +13,12 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
 
 STAGING = "publish"
-"""Subfolder of a run with models staged for upload, and the log of publishing during training."""
+"""Subfolder of a run for models staged for upload, and for the log of publishing during training."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
 )  # fmt: skip
-"""Common license IDs of the Hub, for suggestions. The Hub accepts more."""
+"""Common license IDs on the Hub, for suggestions. The Hub accepts more."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
 BACKGROUND_ATTEMPTS = 10
 WAITING = ".waiting"
@@ -30,9 +30,9 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """Lists problems of a repository, a license and languages that can be found without the Hub.
+    """Lists problems with a repository, a license and languages that can be found without the Hub.
 
-    named: names of the three settings for messages.
+    named: names of the three settings in messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
@@ -52,7 +52,7 @@ def offer_problems(
 
 
 def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Lists reasons why this is not a valid OWNER/NAME."""
+    """Lists why this isn't a valid OWNER/NAME."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -66,7 +66,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
 
 
 def login_problems() -> list[str]:
-    """Returns a problem if neither the environment nor the login store has a token. Doesn't validate the token."""
+    """Returns [problem] if neither the environment nor the login store has a token. Doesn't validate the token."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -84,7 +84,7 @@ def publish_in_background(
     languages: list[str],
     trust_remote_code: bool = False,
 ) -> str | None:
-    """Starts publish.py for a checkpoint, or for final/ if step is None, and returns immediately.
+    """Starts publish.py for a checkpoint, or for final/ if `step` is None, and returns immediately.
 
     publish.py outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in
     metrics.jsonl. Returns None, or why the start failed. The step's checkpoint must be committed and kept.
@@ -110,7 +110,7 @@ def publish_in_background(
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # The training's signals and exit must not reach it.
+                # The training's signals and exit must not affect publish.py.
                 start_new_session=True,
                 pass_fds=[mark.fileno()],
             )
@@ -120,7 +120,7 @@ def publish_in_background(
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """Returns the log of a checkpoint's evaluation. The evaluation keeps it open while running (processes.py)."""
+    """Returns the log of a checkpoint's evaluation. The evaluation keeps it open while it runs (processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
@@ -135,7 +135,7 @@ def waiting_mark(run: Path, revision: str) -> Path:
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """Lists the steps (None: final/) of existing models whose uploads were interrupted by a crash."""
+    """Lists the steps (None: final/) of existing models whose uploads a crash interrupted."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-"""Lock file held by the training process."""
+"""Lock file that the training process holds."""
 MIRROR_FOLDER = "mirror"
 MIRROR_STATUS = "mirror/status.json"
-"""Status file of the mirror's copying thread."""
+"""Status file that the mirror's copying thread writes."""
 EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
-"""Report in a profile's folder, written last."""
+"""Folder of a profile in the run's folder. Its report is written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
-"""Maximum bytes of a run's path: Linux's limit of 4,096, minus the longest path below a run's folder."""
+"""Maximum length of a run's path in bytes: Linux's limit of 4,096 minus the longest path below a run's folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml as plain values under the new setting names; {} if unreadable."""
+    """Reads config.yaml as plain values with the new setting names; {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -58,7 +58,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a value of config.yaml by its dotted name, or None."""
+    """Returns a value from config.yaml by its dotted name, or None."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -82,7 +82,7 @@ def trunk_checkpoint(text: str) -> Path:
 
 
 def latest_step(run: Path) -> int | None:
-    """Returns the step in checkpoints/LATEST: the newest one written, or the target of a rollback."""
+    """Returns the step in checkpoints/LATEST: the newest checkpoint, or the target of a rollback."""
     try:
         return step_named((run / "checkpoints" / "LATEST").read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -107,7 +107,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's trainer_state.json; empty if unreadable."""
+    """Reads a checkpoint's trainer_state.json; {} if it is unreadable."""
     return read_json(checkpoint / "trainer_state.json")
 
 
@@ -120,7 +120,7 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 def checkpoint_damage(
     folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """Lists damage, including a wrong step for the checkpoint's name.
+    """Lists a checkpoint's damage, including a step that doesn't match its name.
 
     resumes: True if training continues from it, False if only its model is read.
     """
@@ -132,7 +132,7 @@ def checkpoint_damage(
 
 
 def wrong_step(folder: Path, step: int) -> list[str]:
-    """Lists the problem of an undamaged folder with another step."""
+    """Returns [problem] if the step in an undamaged folder doesn't match, otherwise []."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return ["trainer_state.json has no step"]
@@ -155,7 +155,7 @@ def contradictions(folder: Path, step: int) -> list[str]:
 
 
 def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
-    """Returns the steps of checkpoints to keep: the newest, the best, the milestones.
+    """Returns the steps of the checkpoints to keep: the newest, the best and the milestones.
 
     The same rules apply in a run's folder and on its mirror.
 
@@ -176,7 +176,7 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
 
 
 def output_problem(run: Path) -> str | None:
-    """Returns why a run can't be written there, without trying, or None."""
+    """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)

@@ -21,8 +21,9 @@ from pretrain.optim.scaling_laws import (
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     """Replaces `auto` with numbers that depend only on the recipe and its data.
 
-    processes: number of processes that share an `auto` batch. Only the micro-batch depends on it, which doesn't affect
-    results. None: the launched processes.
+    Args:
+        processes: number of processes that share an `auto` batch; None for the launched processes. Only the
+            micro-batch depends on it, which doesn't affect results.
     """
     if not has_auto(config):
         return config
@@ -30,7 +31,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
         model_config = planned_model_config(config.model, config.data)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
-    except InputError:  # `derive` reports this problem of the model with all others
+    except InputError:  # `derive` reports this problem together with all others
         parameters = 1
         active = 1
     budget = config.budget
@@ -54,15 +55,15 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Tells if the recipe has numbers for `resolve_auto`."""
+    """Returns True if the recipe has settings for `resolve_auto`."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
-    """Returns the batch closest to the scaling law's: a power of two sequences, times the levels of a ramp.
+    """Returns the batch closest to the scaling law's: a power of two in sequences, times the number of ramp levels.
 
-    `derive` rejects a number of processes that does not divide it, because adjusting the batch would change the run.
+    `derive` rejects a number of processes that doesn't divide the batch. Adjusting the batch would change the run.
     """
     batch = config.batch
     length = config.data.sequence_length

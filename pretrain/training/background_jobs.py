@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Shell script that runs a command at low priority, then removes the folder $0, and keeps the exit status."""
+"""Shell script that runs a command at low priority, removes the folder $0, and returns the command's exit status."""
 
 TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
-"""Time without an answer from a mirror after which a warning is logged."""
+"""Time without an answer from the mirror after which a warning is logged."""
 LAST_COPY_SECONDS = 30.0
 """Maximum time to wait for the copy of the log's last lines."""
 
 
 def evaluation_problems(settings: Benchmarks) -> list[str]:
-    """Lists the problems of the tasks and their folders, found by evaluate.py's code in a separate process."""
+    """Lists problems with the tasks and their folders, as found by evaluate.py's code in a separate process."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
         return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
@@ -52,7 +52,7 @@ def evaluation_problems(settings: Benchmarks) -> list[str]:
 
 
 def task_arguments(settings: Benchmarks) -> list[str]:
-    """Returns the benchmarks as command-line arguments of evaluate.py."""
+    """Returns the benchmarks as command-line arguments for evaluate.py."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
         arguments += [flag, str(path.absolute())] if path is not None else []
@@ -64,8 +64,9 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 class Evaluations:
     """Evaluations of checkpoints in separate processes. Only the main rank starts and collects them.
 
-    evaluations/step-00000500 holds hard links to the model's files, so pruning the checkpoint doesn't affect the
-    evaluation. It's removed when the process ends, even after the run has ended. Log and results stay next to it.
+    evaluations/step-00000500 has hard links to the model's files, so that pruning the checkpoint doesn't affect the
+    evaluation. The folder is removed when the process ends, even after the end of the run. The log and the results
+    stay next to it.
 
     Args:
         threads: OMP_NUM_THREADS of each process; more than 1 if training leaves cores free.
@@ -77,17 +78,17 @@ class Evaluations:
         self.threads = threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
-            for leftover in (run / EVALUATIONS).glob("step-*/"):  # of evaluations interrupted by a crash
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # from evaluations that a crash interrupted
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: Benchmarks) -> subprocess.Popen | None:
-        """Starts evaluating a checkpoint. The results go into metrics.jsonl. A failure to start is a warning."""
+        """Starts evaluating a checkpoint. The results go to metrics.jsonl. If it can't be started, logs a warning."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # an evaluation of this step from before a rollback
+        self.stop(folder)  # stops an evaluation of this step from before a rollback
         if is_held(log):
-            return None  # started before a crash of the run, and still running
+            return None  # started before the run crashed, and still running
         environment = environment_alone()
         # An empty value, for the CPU, hides all GPUs.
         environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
@@ -107,7 +108,7 @@ class Evaluations:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a Ctrl-C for the run must not reach it
+                    start_new_session=True,  # Ctrl-C must only reach the run
                 )
         except OSError as error:
             self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
@@ -115,7 +116,7 @@ class Evaluations:
         return self._running.get(folder)
 
     def fetch(self) -> None:
-        """Reports finished evaluations, sends their results to the trackers and reports failures, without waiting."""
+        """Sends the results of finished evaluations to the trackers and logs failed ones. Doesn't wait."""
         for folder, process in list(self._running.items()):
             if process.poll() is None:
                 continue
@@ -130,7 +131,7 @@ class Evaluations:
                 self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the evaluation in this folder, or all of them, when the run stops before the end of its budget."""
+        """Stops the evaluation in this folder, or all evaluations, if the run stops early."""
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
             os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
@@ -139,12 +140,12 @@ class Evaluations:
 
     @property
     def names(self) -> list[str]:
-        """Checkpoints that are being evaluated."""
+        """Names of the checkpoints that are being evaluated."""
         return [folder.name for folder in self._running]
 
 
 def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
-    """Returns the command of evaluate.py for the model in a folder; the results go next to the folder."""
+    """Returns the evaluate.py command for the model in a folder. It writes the results next to the folder."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
     command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
@@ -153,7 +154,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Publishes a checkpoint, or final/ (step None), as configured in the recipe. The run neither waits nor fails."""
+    """Publishes a checkpoint, or final/ if `step` is None, as the recipe says. The run neither waits nor fails."""
     hub = config.hub
     if not metrics.is_main:
         return
@@ -171,7 +172,7 @@ def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> N
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
-    """Restarts uploads interrupted by a crash of the machine."""
+    """Restarts uploads that a machine crash interrupted."""
     if metrics.is_main:
         for step in cut_short(config.output):
             start_publishing(config, step, metrics)
@@ -189,7 +190,7 @@ def numbers_of(model: dict[str, Any]) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a thread of the main rank, and logs its progress.
+    """Copies the run to `checkpoint.mirror` in a thread on the main rank, and logs the progress.
 
     Only `settle` and `close`, at the end of the run, wait for the mirror.
     """
@@ -201,9 +202,9 @@ class MirrorCopies:
         self._copier: MirrorCopier | None = None
         self._thread: threading.Thread | None = None
         self._reported: int | None = None
-        """Last copied step in the log."""
+        """Last copied step that was logged."""
         self._warned: set[str] = set()
-        """Current conditions already reported: failing, dropping, silent."""
+        """Current conditions that were already reported: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return
@@ -226,7 +227,7 @@ class MirrorCopies:
         self.metrics.write("warning", message=message)
 
     def _warn_once(self, name: str, message: str, *, holds: bool) -> None:
-        """Warns if this holds now but did not at the last call."""
+        """Warns if `holds` is true now and wasn't in the last call."""
         if not holds:
             self._warned.discard(name)
         elif name not in self._warned:
@@ -234,13 +235,13 @@ class MirrorCopies:
             self._warn(message)
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
-        """Warns of new damage, {name: problem}."""
+        """Warns about new damage, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
             self._warn(f"damaged on the mirror: {named(fresh)}; files that exist in this folder are copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
-        """Logs new copies, and warns once of each failure, without waiting."""
+        """Logs new copies, and warns about each failure once. Doesn't wait."""
         if self._copier is None:
             return
         status = dict(self._copier.status)
@@ -278,7 +279,7 @@ class MirrorCopies:
         )
 
     def settle(self, beat: Callable[[], None]) -> None:
-        """Waits up to `mirror_wait_seconds` until everything is on the mirror, and reports missing copies."""
+        """Waits up to `mirror_wait_seconds` until the mirror has everything, and reports missing copies."""
         if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
@@ -306,7 +307,7 @@ class MirrorCopies:
         self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
 
     def close(self) -> None:
-        """Copies the log to its last line, and ends the thread."""
+        """Copies the log up to its last line, and ends the thread."""
         if self._copier is not None:
             seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
             self._copier.end()
@@ -314,5 +315,5 @@ class MirrorCopies:
 
 
 def named(damaged: dict[str, str]) -> str:
-    """Lists damaged files: 'run.json (is cut); model.json (is empty)'."""
+    """Lists damaged files, such as 'run.json (is cut); model.json (is empty)'."""
     return "; ".join(f"{name} ({what})" for name, what in damaged.items())

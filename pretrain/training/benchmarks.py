@@ -1,11 +1,11 @@
-"""Benchmarks on the training processes: likelihoods of tasks' answers under the current model, for every strategy.
+"""Runs benchmarks on the training processes, by computing the likelihoods of the tasks' answers, for every strategy.
 
-Once per run, a separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers of tasks
-from lm-evaluation-harness. The loop then measures them like a validation split, packed into windows of the training
-length, which avoids recompilation, and divided over the ranks. The scores are the harness's acc and acc_norm, and the
-bits per byte of the right answer.
+Once per run, a separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers of
+lm-evaluation-harness's tasks. The loop then measures them like a validation split: packed into windows of the training
+length, which avoids recompilation, and divided among the ranks. The scores are the harness's acc and acc_norm, and the
+correct answer's bits per byte.
 
-Shapes: R requests (a question with one of its answers), D questions, T tokens of a window.
+Shapes: R requests (a question with one of its answers), D questions, T tokens in a window.
 """
 
 import json
@@ -40,16 +40,16 @@ class Task:
 
     name: str
     measures: tuple[str, ...]
-    """Subset of MEASURES reported by the harness for this task."""
+    """Those of MEASURES that the harness reports for this task."""
     questions: tuple[tuple[int, int], ...]
     """Ranges [first, end) of questions."""
     few_shots: int | None
     is_part: bool
-    """True for a task of a group with its own score."""
+    """True for a task whose group has its own score."""
 
     @property
     def count(self) -> int:
-        """Number of its questions."""
+        """Number of questions in the task."""
         return sum(end - first for first, end in self.questions)
 
 
@@ -63,15 +63,15 @@ class Requests:
     ends: np.ndarray
     """(R,): end of each request's IDs."""
     answer_tokens: np.ndarray
-    """(R,): number of last IDs that are the answer."""
+    """(R,): number of IDs at the end that are the answer."""
     characters: np.ndarray
-    """(R,): characters of the answer, the divisor of acc_norm."""
+    """(R,): number of characters in the answer, by which acc_norm divides."""
     bytes: np.ndarray
-    """(R,): UTF-8 bytes of the answer."""
+    """(R,): number of UTF-8 bytes in the answer."""
     question_ends: np.ndarray
     """(D,): end of each question's requests."""
     right: np.ndarray
-    """(D,): index of the right answer."""
+    """(D,): index of the correct answer."""
 
     @classmethod
     def read(cls, path: Path) -> "Requests":
@@ -85,7 +85,7 @@ class Requests:
         return cls([Task(**task) for task in tasks], **arrays)
 
     def write(self, path: Path) -> None:
-        """Writes a file of arrays atomically."""
+        """Writes the arrays to a file atomically."""
         values = dict(vars(self))
         text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
         part = path.with_suffix(".part")
@@ -94,7 +94,7 @@ class Requests:
         part.replace(path)
 
     def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
-        """Returns {task: {measure: mean, measure_stderr: its standard error}} from (R,) log-likelihoods of answers."""
+        """Returns {task: {measure: mean, measure_stderr: standard error}} from the answers' (R,) log-likelihoods."""
         starts = np.concatenate([[0], self.question_ends[:-1]])
         of_questions = {name: np.empty(len(starts)) for name in MEASURES}
         for number, (start, end) in enumerate(zip(starts, self.question_ends, strict=True)):
@@ -116,16 +116,16 @@ class Requests:
 
 @dataclass(frozen=True)
 class Windows:
-    """Requests packed into windows, several per window if documents are separated."""
+    """Requests packed into windows. If documents are separated, a window may have several requests."""
 
     ids: np.ndarray
     """(W, T + 1) token IDs."""
     begins: np.ndarray
-    """(W, T): 1 at the beginning of a request, or of the padding after a window's last one."""
+    """(W, T): 1 at the beginning of each request and of the padding after a window's last request."""
     request: np.ndarray
-    """(W, T): number of the request if the position predicts a token of its answer, otherwise -1."""
+    """(W, T): number of the request at positions that predict a token of its answer; otherwise -1."""
     shortened: int
-    """Number of requests longer than a window, which lost the beginning of their question."""
+    """Number of requests that were longer than a window and lost the beginning of their question."""
 
     def part(self, first: int, count: int) -> "Windows":
         """Returns `count` windows. Windows after the last one are empty."""
@@ -139,7 +139,7 @@ class Windows:
 
 
 def packed(requests: Requests, window: WindowSpec) -> Windows:
-    """Packs requests in their order; each window begins with a request."""
+    """Packs requests in order. Each window begins with a request."""
     length = window.sequence_length
     rows: list[list[np.ndarray]] = []
     numbers: list[list[int]] = []
@@ -168,7 +168,7 @@ def packed(requests: Requests, window: WindowSpec) -> Windows:
             end = place + len(ids)
             found.ids[row, place:end] = ids
             found.begins[row, place] = 1
-            # A position predicts the ID after it.
+            # Each position predicts the next ID.
             answer = min(int(requests.answer_tokens[number]), len(ids) - 1)
             found.request[row, end - 1 - answer : end - 1] = number
             place = end
@@ -246,7 +246,7 @@ class Benchmarks:
         """Returns ({task: scores}, number of shortened requests), or a problem.
 
         Args:
-            window: windows for the requests, of the shape that the model was compiled for.
+            window: windows for the requests, with the shape for which the model was compiled.
             sequences: windows per call of the model.
         """
         requests = self.requests(strategy, beat)

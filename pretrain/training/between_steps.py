@@ -1,6 +1,6 @@
-"""Work of the loop between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
+"""Does the loop's work between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
 
-All functions are collective. Long work does not count as training time, and stops early on a request to end the run.
+All functions are collective. Long work doesn't count as training time, and stops early if the run is asked to end.
 """
 
 import copy
@@ -23,7 +23,7 @@ from pretrain.training.validation import measure, perplexity_of
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
-    """Logs the metrics since the last log; collects finished evaluations and the mirror's progress."""
+    """Logs the metrics since the last log. Collects finished evaluations, and logs the mirror's progress."""
     step = run.state.step
     plan = run.plan
     log = run.log
@@ -56,7 +56,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Updates the live line with values already on the CPU. On a GPU, the loss is the previous step's."""
+    """Updates the live line with values that are already on the CPU. On a GPU, the loss is the previous step's."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
@@ -75,7 +75,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measures and logs the validation loss of every source, for the weights and their average."""
+    """Measures and logs the validation loss on every source, for the weights and for their average."""
     began = time.perf_counter()
     with interruptible(run, "validation") as beat:
         sequences = run.config.validation.sequences
@@ -103,9 +103,11 @@ def validate(run: Run) -> None:
 def losses_of_sources(
     run: Run, sequences: int, beat: Callable[[], None], stage: StagePlan | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Measures each source on this many windows of data.window, as `measure` does.
+    """Measures the loss on `sequences` windows of each source, with `measure`.
 
-    stage: measure about as many tokens in this stage's windows instead, for sources that have such windows.
+    Args:
+        stage: measures about as many tokens in windows of this stage instead of data.window, for sources that have
+            such windows.
     """
     window = run.config.data.window
     rows = run.config.batch.sequences_per_micro_batch
@@ -128,11 +130,11 @@ def losses_of_sources(
 
 
 def save(run: Run, *, wait: bool, required: bool = False) -> None:
-    """Starts saving a checkpoint of this step, if there is none. A collective call.
+    """Starts saving a checkpoint of this step, if there is none yet. A collective call.
 
     Args:
-        wait: return after it is written.
-        required: wait, and raise SaveError on all ranks if it fails.
+        wait: return only after the checkpoint is written.
+        required: wait, and raise SaveError on all ranks if the save fails.
     """
     with run.pausing("saving"):
         compare_replicas(run)  # before the save, because a checkpoint must not preserve differing replicas
@@ -170,12 +172,12 @@ def _begin_save(run: Run) -> None:
 
 
 def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
-    """Returns the fields of trainer_state.json that `continue_from` needs.
+    """Returns the trainer_state.json entries that `continue_from` needs.
 
     Args:
         asked: the recipe, with the user's `auto` settings.
         whole: plan of the whole run.
-        plan: that plan without skipped data, and with the requested end.
+        plan: the same plan without skipped data and with the requested end.
     """
     return {
         "state": asdict(state),
@@ -195,7 +197,7 @@ def model_describer(run: Run) -> Callable[..., None]:
 
 
 def report_saves(run: Run) -> None:
-    """Logs newly finished saves. Ranks don't have to call it in the same step."""
+    """Logs newly finished saves. Ranks may call it in different steps."""
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (
@@ -215,9 +217,10 @@ def report_saves(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluates this step's checkpoint in a separate process, if it was written. A collective call.
+    """Evaluates this step's checkpoint, if it was written, in a separate process. A collective call.
 
-    With `where: blocking`, all ranks wait for its end. With `where: in_loop`, they evaluate the current model.
+    With `where: blocking`, all ranks wait until the process ends. With `where: in_loop`, the ranks evaluate the
+    current model themselves.
     """
     if run.benchmarks is not None:
         _measure_benchmarks(run)
@@ -228,7 +231,8 @@ def evaluate(run: Run) -> None:
     ranks = run.strategy.ranks
     with interruptible(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
-        # Only the main rank knows if it is still running, but all must leave the loop in the same round.
+        # Only the main rank knows if the process is still running, but all ranks must leave the loop in the same
+        # round.
         while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
@@ -286,9 +290,9 @@ def sample(run: Run) -> None:
 
 
 def diagnose(run: Run, batch: dict[str, Any]) -> None:
-    """Logs measurements of this step, layer by layer. A collective call.
+    """Logs layer-by-layer measurements of this step. A collective call.
 
-    batch: the step's last micro-batch, for one more forward pass.
+    batch: the step's last micro-batch, for another forward pass.
     """
     with run.pausing("diagnostics"):
         figures = run.diagnostics.measure(run.built.model, batch)
@@ -304,7 +308,7 @@ def diagnose(run: Run, batch: dict[str, Any]) -> None:
 
 
 def decay(run: Run) -> None:
-    """Carries out a request for the final decay: starts it now, or halves the rest of it."""
+    """Carries out a request for the final decay: starts the decay now, or halves the rest of it."""
     state = run.state
     left = steps_of_decay_left(run)
     if run.request == Request.SHORTEN and left > 1:

@@ -1,4 +1,4 @@
-"""Builds model and optimizer, in the same way for a run, for the smoke test and for benchmarks."""
+"""Builds the model and optimizer for a run, for the smoke test and for benchmarks."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """Model in training, from `build_training`."""
+    """The model in training, as built by `build_training`."""
 
     model: nn.Module
-    """Model to call with a micro-batch. Returns (loss, cross entropy)."""
+    """Model to call with a micro-batch. Returns (loss, cross-entropy)."""
     causal_lm: PreTrainedModel
     """The inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
-    """Counters of the experts; None for a dense model."""
+    """Counters for the experts; None for a dense model."""
     terms: "LossTerms | None" = None
-    """Extensions' loss terms, if any."""
+    """Loss terms from extensions, if any."""
 
 
 def build_training(
@@ -45,12 +45,12 @@ def build_training(
     from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
-    """Builds model and optimizer. The strategy fills in the weights unit by unit. A collective call.
+    """Builds the model and optimizer. The strategy fills in the weights unit by unit. A collective call.
 
     Args:
-        learning_rate: peak learning rate of the optimizer's groups.
+        learning_rate: peak learning rate for the optimizer's groups.
         from_pretrained: load the weights of the recipe's model instead of drawing them from the seed.
-        from_checkpoint: True if the caller loads all weights next, so they need no values.
+        from_checkpoint: True if the caller loads all weights next, so that they need no values.
     """
     say_stage("Building the model")
     kind = strategy.device.type
@@ -123,7 +123,7 @@ def build_training(
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
-    """Returns (mode of `compile_model`, key of LOSS_BACKENDS), with `auto` resolved."""
+    """Returns (mode for `compile_model`, key of LOSS_BACKENDS), with `auto` resolved."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
     is_plain = is_plain and not classes_in_rows(plan.attention)

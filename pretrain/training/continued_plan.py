@@ -1,8 +1,8 @@
 """Plans how a run continues from a checkpoint, perhaps with a changed recipe.
 
-The checkpoint records the run's step, tokens, position in each source, and the past batch sizes and learning rates.
-These are kept, and the recipe determines the rest. So the batch, the budget, the data and the schedule can change at
-any checkpoint, any number of times.
+The checkpoint records the run's step, tokens, position in each source, and past batch sizes and learning rates. The
+run keeps these, and the recipe determines everything else. The batch, budget, data and schedule can therefore change
+at any checkpoint, any number of times.
 """
 
 import hashlib
@@ -30,13 +30,13 @@ from pretrain.units import counted, duration_text
 
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
-"""Alternative settings for the data. A recipe has one of them."""
+"""Alternative settings for the data. A recipe has one or the other."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
-"""Settings that can't change midway, because some data would be read twice and some never."""
+"""Settings that can't change during a run, because some data would be read twice and some never."""
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Tells if the command line gives the setting, a part of it or its section."""
+    """Returns True if the command line gives the setting, a part of it or its section."""
     return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
@@ -45,9 +45,9 @@ class Changes:
     """Differences between the recipe and a run's checkpoint."""
 
     changed: dict[str, tuple[Any, Any]]
-    """{changed setting: (the checkpoint's value, the recipe's)}."""
+    """{changed setting: (the checkpoint's value, the recipe's value)}."""
     touched: frozenset[str]
-    """Settings that changed or, for a branch, were given on the command line, perhaps with the same value."""
+    """Settings that changed or that, for a branch, the command line gives, perhaps with the same value."""
     begins_branch: bool
 
     @property
@@ -78,9 +78,9 @@ def changes_since(
 
 
 def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
-    """Lists why a run can't continue from an old checkpoint with fewer recorded settings.
+    """Lists why a run can't continue from an old checkpoint, which records fewer settings.
 
-    plan: plan of the recipe alone.
+    plan: plan of the recipe only.
     """
     planned = contents["plan"]
     schedule = planned["schedule"]
@@ -101,7 +101,7 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
     """Returns the step before the final decay to which an extended run must go back; None if it continues from here.
 
-    With another schedule, a run continues from the decayed model.
+    If the schedule changes, the run continues from the decayed model.
 
     Args:
         plan: plan from the checkpoint on (see `continued`).
@@ -125,13 +125,14 @@ def continued(
 ) -> RunPlan:
     """Plans all steps of a run that continues from a checkpoint.
 
-    Args:
-        plan: plan of the recipe alone, as for a new run.
-        contents: contents of the checkpoint's trainer_state.json.
-        state: state of the run, including rollbacks newer than the checkpoint.
-        is_finished: True if the run has its final model, so a budget already reached is valid.
+    Raises InputError if the budget is already exceeded, or for a change after which the position in the data is
+    unknown.
 
-    Raises InputError for a budget already exceeded, or a change that would lose track of the data read.
+    Args:
+        plan: plan of the recipe only, as for a new run.
+        contents: contents of the checkpoint's trainer_state.json.
+        state: the run's state, including rollbacks newer than the checkpoint.
+        is_finished: True if the run has its final model, in which case the budget may already be reached.
     """
     planned = contents["plan"]
     identity = contents["identity"]
@@ -159,7 +160,7 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
-    # Checkpoints count skipped samples, `ramp` doesn't.
+    # A checkpoint's sample numbers include skipped samples. Those of `ramp` don't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):
@@ -177,16 +178,16 @@ def continued(
     if len(plan.stages) > 1:
         stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
-    # Without skipped ranges, because `Run.replan` skips them, also after a later rollback.
+    # Without skipped ranges, because `Run.replan` skips them, including those of later rollbacks.
     batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
 
 
 def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
-    """Returns the batch of all past steps, in sequences of the recipe's length."""
+    """Returns the batch sizes of all past steps, in sequences of the recipe's length."""
     length = plan.batches.window.sequence_length
-    if contents["identity"]["data.sequence_length"] != length:  # for a branch, only the sum counts
+    if contents["identity"]["data.sequence_length"] != length:  # for a branch, only the sum matters
         return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
     if "ramp" not in contents["plan"]:  # old checkpoints; `old_checkpoint_problems` rejects a changed batch
         return plan.ramp
@@ -200,14 +201,14 @@ def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> B
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Tells if two identities (see `run_plan.identity_of`) differ in their data."""
+    """Returns True if the data differs between two identities (see `run_plan.identity_of`)."""
     return any(now.get(path) != before.get(path) for path in DATA)
 
 
 def data_digest(plan: RunPlan) -> str:
-    """Hashes the data and its order. Plans with the same digest number their samples in the same way.
+    """Hashes the data and its order. Plans with the same digest number their samples identically.
 
-    plan: plan of the whole run, without the skips of rollbacks.
+    plan: plan of the whole run, without the ranges that rollbacks skip.
     """
     values = {path: plan.identity.get(path) for path in DATA} | {"stage_starts": plan.batches.stage_starts}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -216,13 +217,13 @@ def data_digest(plan: RunPlan) -> str:
 def rollback_entry(
     whole: RunPlan, plan: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
 ) -> dict[str, Any]:
-    """Returns the record of a rollback with its changes.
+    """Returns the record of a rollback and the changes it makes.
 
     Args:
-        whole: plan of the whole run at the time of the problem.
-        plan: this plan without the data skipped by earlier rollbacks.
+        whole: plan of the whole run when the problem occurred.
+        plan: the same plan without the data that earlier rollbacks skip.
         steps: first and last bad step, counted from 1.
-        skips: True to skip their data, False to halve the learning rate.
+        skips: True to skip these steps' data, False to halve the learning rate.
     """
     first, last = steps
     return {
@@ -237,11 +238,11 @@ def rollback_entry(
 
 
 def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
-    """Drops future samples to skip if a change of data replaces them by different text.
+    """Drops ranges to skip that are still ahead, if a change of data has put different text there.
 
     Args:
         plan: plan of the whole run from the checkpoint on.
-        identity: identity in the checkpoint.
+        identity: the checkpoint's identity.
     """
     length = plan.batches.window.sequence_length
     here = moved_past(state.left_out, state.tokens // length)
@@ -276,12 +277,12 @@ def _continued_schedule(
 
 
 def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
-    """Returns the state of a run continued from a checkpoint.
+    """Returns the state of a run that continues from a checkpoint.
 
-    A branch with neither a budget nor a schedule decays from its first step to a finished model.
+    A branch without its own budget or schedule decays from its first step to a finished model.
 
     Args:
-        trunk: the branch's original run.
+        trunk: the run from which this one branches.
     """
     state = RunState(**contents["state"])
     if trunk is not None:
@@ -321,7 +322,7 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
 
 
 def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
-    """Returns the problem if a run has steps left but no time."""
+    """Returns [problem] if a run has steps but no time left, otherwise []."""
     minutes = config.budget.minutes
     if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
         return []
@@ -334,7 +335,7 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
-    """Returns the error for extending a run with checkpoints only from its final decay."""
+    """Returns the error for extending a run whose only checkpoints are from its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
         f"{planned['stable_until']:,}, but no earlier checkpoint is left; keep one with "
@@ -377,7 +378,7 @@ class Continuation:
     """Plan and state of a run continued from a checkpoint."""
 
     plan: RunPlan
-    """Plan of the whole run, without rollbacks or annealing."""
+    """Plan of the whole run, without rollbacks or a requested decay."""
     state: RunState
     changes: Changes
     stable_until: int | None
@@ -395,17 +396,17 @@ def continue_from(
     begins_branch: bool,
     is_finished: bool,
 ) -> Continuation:
-    """Decides how the run of this recipe continues from a checkpoint.
+    """Decides how this recipe's run continues from a checkpoint.
+
+    Raises InputError for impossible changes, or for changes that the command line doesn't give.
 
     Args:
-        plan: plan of the recipe alone, as for a new run.
+        plan: plan of the recipe only, as for a new run.
         found: the checkpoint's folder.
         contents: contents of its trainer_state.json.
         rollbacks: rollbacks recorded in the run's folder, perhaps newer than the checkpoint.
         begins_branch: True if the checkpoint belongs to the run in branch_from.
         is_finished: True if the run has its final model.
-
-    Raises InputError for impossible changes, or changes not given on the command line.
     """
     identity = contents["identity"]
     if not begins_branch and config.branch_from is not None:
@@ -429,7 +430,7 @@ def continue_from(
 def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
     """Describes how the next start would continue, like `describe_continuation`; "" without a checkpoint.
 
-    Reads the newest checkpoint's trainer_state.json without verifying its files. Raises InputError as a start would.
+    Reads the newest checkpoint's trainer_state.json but doesn't verify its files. Raises the InputErrors of a start.
     """
     folders = list(checkpoint_folders(config.output).values())
     begins_branch = not folders and config.branch_from is not None
@@ -454,7 +455,7 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError if the run in `output` is not the branch described by the recipe."""
+    """Raises InputError if the run in `output` isn't the branch that the recipe describes."""
     run, _, step = config.branch_from.rpartition("@")
     run = Path(run)
     step = int(step) if step.isdecimal() else None
@@ -471,9 +472,9 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists why a run can't continue from a checkpoint with this identity. Names the model's keys.
+    """Lists why a run can't continue from a checkpoint with this identity. Names the model keys that differ.
 
-    A model of another shape is always rejected, because a model with fewer layers would load silently.
+    Always rejects a model with different shapes, because a model with fewer layers would load silently.
     """
     problems = identity_problems(saved, plan.identity, overridden, begins_branch=begins_branch)
     if saved.get("model") == plan.identity["model"]:
@@ -493,21 +494,21 @@ def continuation_problems(
 def identity_problems(
     saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists impossible changes since the checkpoint, or changes not given on the command line.
+    """Lists changes since the checkpoint that are impossible, or that the command line doesn't give.
 
-    begins_branch: True for a new run from another run's checkpoint. Its recipe may differ.
+    begins_branch: True for a new run from another run's checkpoint, whose recipe may differ.
     """
     problems = []
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
-        if path in MIXTURES and now.get(path) is None:  # the recipe has the other one, which is compared too
+        if path in MIXTURES and now.get(path) is None:  # the recipe has the other setting, which is also compared
             continue
         paths = MIXTURES if path in MIXTURES else (path,)
         before = next((saved[each] for each in paths if saved.get(each) is not None), None)
         found = f"{path}: the run was started with {json.dumps(before)}, "
         named = any(is_named(each, overridden) for each in paths)
-        if path == "optim.name":  # another optimizer could not load the state, named or not
+        if path == "optim.name":  # a different optimizer can't load the state, even if the command line names it
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
                 "(with --init pretrained --model RUN/final it starts from this run's weights)"

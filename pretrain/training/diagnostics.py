@@ -1,11 +1,11 @@
 """Measures a model layer by layer at occasional steps. Other steps are unaffected.
 
-It measures for each layer the root mean square (RMS) of its outputs, weights, gradients before clipping, and changes
-by the step, its largest attention logit before the softmax, and its share of dead feed-forward units. The embedding
-and the head count as separate layers.
+For each layer, measures the root mean square (RMS) of outputs, weights, gradients before clipping, and weight changes
+in the step. Also measures the largest attention logit before the softmax and the share of dead feed-forward units. The
+embedding and the head count as separate layers.
 
-Activations, logits and units come from one more forward pass of the step's last micro-batch after the update, without
-gradients and compiled code, because hooks within compiled layers would change every other step.
+Activations, logits and units come from a forward pass of the step's last micro-batch after the update. It runs without
+gradients and without compiled code, because hooks in compiled layers would affect every other step.
 """
 
 import functools
@@ -32,7 +32,7 @@ MEASURES = ("activation_rms", "weight_rms", "gradient_rms", "update_rms", "large
 
 
 class Diagnostics:
-    """Measurements of a run's model. `attach` registers methods that do nothing unless `is_due`."""
+    """Measurements of a run's model. The methods registered by `attach` do nothing unless `is_due`."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -43,11 +43,11 @@ class Diagnostics:
         self.layers = layers_of(causal_lm)
         prefixes = [f"{name_of[layer]}." for layer in self.layers]
         self.row_of: dict[str, int] = {}
-        """Row of each matrix, by its name. Vectors, such as norms and biases, are excluded."""
+        """{matrix name: its row}. Excludes vectors, such as norms and biases."""
         shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
         places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
         self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
-        """Names of the rows, in the order of the model: embedding, layers, and the head if it is not tied."""
+        """Names of the rows, in the model's order: embedding, layers, and the head if it isn't tied."""
         rows = {place: row for row, place in enumerate(dict.fromkeys(places.values()))}
         self.row_of = {name: rows[place] for name, place in places.items()}
         self.rows_of_layers = [rows[prefix] for prefix in prefixes]
@@ -55,18 +55,18 @@ class Diagnostics:
         for name, row in self.row_of.items():
             self.elements[row] += math.prod(shapes[name])
         self._squares: dict[str, Tensor] = {}
-        """Sums of squares by measure, a vector over the rows, of this rank's share of the parameters."""
+        """{measure: (rows,) sums of squares over this rank's share of the parameters}."""
         self._before: dict[str, Tensor] = {}
-        """This rank's weights before the update, in CPU memory."""
+        """{matrix name: this rank's weights before the update}, in CPU memory."""
 
     def attach(self) -> None:
-        """Registers the methods for an update."""
+        """Registers the methods that run before and after an update."""
         self.strategy.before_update += (self.before_update,)
         self.strategy.after_update += (self.after_update,)
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measures weights and gradients, and copies the weights, for strategies that have them as parameters."""
+        """Measures weights and gradients, and copies the weights so that `after_update` can compare them."""
         if not self.is_due:
             return
         for measure in ("weight_rms", "gradient_rms", "update_rms"):
@@ -79,7 +79,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
-        """Measures the change of the weights by the update, 0 if it was skipped."""
+        """Measures how much the update changed the weights; 0 if it was skipped."""
         for parameter, name in self.strategy.name_of.items():
             if (before := self._before.pop(name, None)) is not None:
                 weight = local_tensor(parameter)
@@ -91,10 +91,9 @@ class Diagnostics:
         self._squares[measure][row] += square * self.strategy.share_of(parameter)
 
     def measure(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list]:
-        """Runs the extra forward pass. Returns the names of the rows as `layers`, and a list for each of MEASURES.
+        """Runs another forward pass. Returns the names of the rows as `layers`, and a list for each of MEASURES.
 
-        None marks values that a row lacks, or that this strategy or architecture doesn't expose. A collective
-        call.
+        A value is None if the row lacks it, or if this strategy or architecture doesn't expose it. A collective call.
         """
         watched = Watched(self.layers, self.strategy)
         model.eval()
@@ -122,7 +121,7 @@ class Diagnostics:
 
 
 class Watched:
-    """Records of one forward pass, one number per layer; zeros for layers of other ranks."""
+    """Records of a forward pass, one number per layer; zeros for layers on other ranks."""
 
     def __init__(self, layers: list[nn.Module], strategy: Strategy):
         self.layers = layers
@@ -135,12 +134,12 @@ class Watched:
         self.units_off = zeros()
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
-        """Largest magnitude of every unit, then the mean square of all: (units + 1,) for each call, by layer."""
+        """{layer: one (units + 1,) tensor per call}: each unit's largest magnitude, then the mean square of all."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Records the layers while the context is open."""
-        with ExitStack() as stack:  # a hook's handle removes it at the end
+        with ExitStack() as stack:  # removes the hooks at the end
             for number, layer in enumerate(self.layers):
                 stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
                 for matrix in last_matrices(layer):
@@ -167,7 +166,7 @@ class Watched:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Replaces the attention function, if there is one, by one that also finds the largest logit."""
+        """Replaces the attention function, if there is one, with one that also finds the largest logit."""
         config = self.strategy.causal_lm.config
         name = config._attn_implementation  # private, but transformers has no public name for it
         if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -194,7 +193,7 @@ class Watched:
         return attention
 
     def figures(self) -> dict[str, list[float | None]]:
-        """Returns {measure: value of each layer} over all ranks. Waits for the device. A collective call."""
+        """Returns {measure: each layer's value} over all ranks. Waits for the device. A collective call."""
         for number, calls in self.magnitudes.items():
             of_calls = torch.stack(calls)
             largest = of_calls[:, :-1].amax(0)
@@ -214,7 +213,7 @@ class Watched:
 
 
 def last_matrices(layer: nn.Module) -> list[nn.Module]:
-    """Lists a layer's matrices with feed-forward units as inputs; empty for experts, which aren't modules."""
+    """Lists a layer's matrices whose inputs are feed-forward units; [] for experts, which aren't modules."""
     return [
         module
         for name, module in layer.named_modules()

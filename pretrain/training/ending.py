@@ -18,11 +18,11 @@ REASONS = {
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
-"""Reasons of a requested end, as logged."""
+"""{request to end: reason in the log}."""
 
 
 def end_early(run: Run) -> int:
-    """Ends the run on request or for a pause, after a save unless it is aborted. Returns the exit status."""
+    """Ends the run early, because of a request or a pause. Saves first, unless aborted. Returns the exit status."""
     if not run.ends:
         run.request = Request.PAUSE
     if run.request != Request.ABORT:
@@ -44,7 +44,7 @@ def end_early(run: Run) -> int:
 
 
 def finish(run: Run) -> int:
-    """Exports the trained model to final/, checks it and publishes it. Returns the exit status."""
+    """Exports the trained model to final/, verifies and publishes it. Returns the exit status."""
     final = _export_and_publish(run) if run.config.checkpoint.save_final else None
     state = run.state
     if run.evaluations:
@@ -80,7 +80,7 @@ def _export_and_publish(run: Run) -> Path:
 
 
 def _export(run: Run, weights: str) -> Path:
-    """Writes final/ with the model's current weights, which `weights` calls raw or average, and checks it."""
+    """Writes final/ with the model's current weights, and verifies it. weights: raw or average."""
     config = run.config
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):

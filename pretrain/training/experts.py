@@ -1,26 +1,27 @@
-"""MoE training: balancing the experts over the global batch with a loss and a bias, and measuring their load.
+"""Balances the experts of an MoE model over the global batch, with a loss and a bias, and measures their load.
 
-The balancing loss (Fedus et al., arXiv 2101.03961) is, for each layer of E experts of which a token visits K,
-E x sum over the experts of f x P, averaged over the layers: f is the number of a token's assignments to the expert, P
-the expert's probability, both means over tokens. It is K if all experts get the same share.
+The balancing loss (Fedus et al., arXiv 2101.03961) of a layer with E experts, of which a token uses K, is E x sum over
+the experts of f x P, averaged over the layers. f is the number of assignments to the expert per token. P is the
+expert's probability. Both are means over tokens. The loss is K if all experts get the same share.
 
-Over a micro-batch it would force every document to use all experts; over the global batch experts may specialize (Qiu
-et al., arXiv 2501.11873). But f of the whole batch is known only after its last micro-step, too late for the gradients
-of the first. So f is the previous step's, as a constant, just as DeepSeek-V3's bias follows the previous step. The
-rest is a mean over tokens, independent of their division into micro-batches and ranks.
+Computed per micro-batch, the loss would force every document to use all experts. Over the global batch, experts may
+specialize (Qiu et al., arXiv 2501.11873). But the f of the whole batch is known only after the last micro-step, too
+late for the gradients of the first. We therefore use the previous step's f as a constant, just as DeepSeek-V3's bias
+follows the previous step. The rest is a mean over tokens, which doesn't depend on the division into micro-batches and
+ranks.
 
-The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores for
-choosing experts. After a step b <- b + rate x sign(mean load - load), with the loads of the whole global batch. They
-are integers, so the result is bitwise equal on all ranks. The bias is a buffer in checkpoints and exports.
+The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores that
+select experts. After a step, b <- b + rate x sign(mean load - load), with loads over the whole global batch. The loads
+are integers, so the result is bit-identical on all ranks. The bias is a buffer in checkpoints and exports.
 
-A router's loss is not part of the model's output. It joins the backward pass where the scores leave the router, as in
-Megatron-LM's MoEAuxLossAutoScaler. So no tensor has to be passed out of a compiled, sharded or recomputed block. A
-router overwrites its record, so recomputation changes nothing.
+A router's loss isn't part of the model's output. It joins the backward pass where the scores leave the router, as in
+Megatron-LM's MoEAuxLossAutoScaler, so no tensor has to leave a compiled, sharded or recomputed block. A router
+overwrites its record, so recomputation changes nothing.
 
-In a pipeline, each rank records the routers of its own stages for every microbatch. Ranks sum their counts after the
-step, so every rank has f and the metrics of all layers.
+In a pipeline, each rank records its own stage's routers for every microbatch. After the step, the ranks sum their
+counts, so every rank has f and the metrics of all layers.
 
-Shapes: L routers, E experts (maximum over the routers), N tokens of a microbatch, K experts per token.
+Shapes: L routers, E experts (maximum over the routers), N tokens in a microbatch, K experts per token.
 """
 
 import functools
@@ -42,11 +43,11 @@ from pretrain.model.routers import (
 from pretrain.parallel.strategy import Strategy
 
 IDLE_STEPS = 100
-"""Steps in a row without a token after which an expert counts as dead."""
+"""Number of consecutive steps without a token after which an expert counts as dead."""
 
 
 class WithLoss(torch.autograd.Function):
-    """Identity on `scores` whose backward pass also starts the backward pass of the scalar `loss`, at `scale`."""
+    """Identity on `scores`. Its backward pass also starts the backward pass of the scalar `loss`, at `scale`."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -61,18 +62,18 @@ class WithLoss(torch.autograd.Function):
 
 
 class FollowedRouter(nn.Module):
-    """Base class of monitored routers; `Experts` creates the subclass and sets the attributes.
+    """Base class of monitored routers. `Experts` creates the subclass and sets the attributes.
 
-    A subclass is used instead of a hook, because a hook would break a compiled block's graph. Only the tensors differ
-    between layers, so one compilation serves all layers.
+    It is a subclass rather than a hook, because a hook would break a compiled block's graph. Layers differ only in
+    tensors, so they share one compilation.
     """
 
     follow_share_E: Tensor
-    """Assignments to each expert per token in the previous step; the sum is K."""
+    """Assignments to each expert per token in the previous step. Their sum is K."""
     follow_scale: Tensor
     """Scalar factor for the gradient of a microbatch's loss."""
     follow_record_3E: Tensor
-    """Record of the microbatch: assignments, mean probabilities, mean logsumexp(logits)^2; fp32."""
+    """Record of the microbatch in fp32: assignments, mean probabilities, mean logsumexp(logits)^2."""
     follow_balance: float
     follow_z_loss: float
     """Coefficients, divided by the number of routers."""
@@ -82,7 +83,7 @@ class FollowedRouter(nn.Module):
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
-        # Validation and samples do not count.
+        # Validation and samples don't count.
         if not (self.training and torch.is_grad_enabled()):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
@@ -105,7 +106,7 @@ class FollowedRouter(nn.Module):
         return outputs if isinstance(output, tuple) else outputs[0]
 
     def follow_probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Returns the probabilities of all experts, sum 1; scores that are not a softmax are divided by their sum."""
+        """Returns the probabilities of all experts, with sum 1. Scores without a softmax are divided by their sum."""
         if self.follow_score == "softmax":
             return logits_NE.softmax(-1)
         scores_NE = logits_NE.sigmoid() if self.follow_score == "sigmoid" else self.score_fn(logits_NE)
@@ -113,7 +114,7 @@ class FollowedRouter(nn.Module):
 
 
 def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
-    """Returns the chosen experts (N, K): the router's own choice or, if it returns none, the top K logits."""
+    """Returns the chosen experts (N, K): the router's own choice if it returns one, otherwise the top K logits."""
     for output in outputs:
         is_choice = isinstance(output, Tensor) and not output.is_floating_point() and output.dim() > 1
         if is_choice and output.shape[-1] == top_k:
@@ -122,14 +123,14 @@ def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
 
 
 def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
-    """Counts the tokens that chose each expert, (E,) fp32: exact up to 2^24, in any order of summation."""
+    """Counts the tokens assigned to each expert, (E,) fp32; exact up to 2^24, in any order of summation."""
     flat = chosen_NK.flatten()
     counts_E = torch.zeros(experts, dtype=torch.float32, device=flat.device)
     return counts_E.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
 def scores_at(outputs: tuple, logits_at: int) -> int:
-    """Returns the index of the differentiable output used by the block: the scores, or the logits."""
+    """Returns the index of the differentiable output that the block uses: the scores, or the logits."""
     floating = [
         place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
     ]
@@ -137,7 +138,7 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
 
 
 def score_of(module: nn.Module) -> str:
-    """Finds in a router's code how it turns logits into scores: softmax, sigmoid, or own (its `score_fn`)."""
+    """Finds out how a router turns logits into scores, from its code: softmax, sigmoid, or own (its `score_fn`)."""
     if callable(getattr(module, "score_fn", None)):
         return "own"
     return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
@@ -149,15 +150,15 @@ def _followed(kind: type) -> type:
 
 
 class Experts:
-    """Monitors an MoE model's routers in training. All methods are collective.
+    """Monitors an MoE model's routers during training. All methods are collective.
 
     `attach` registers the methods `begin_step`, `count` and `end_step`.
 
-    A microbatch is the input of a forward pass: a micro-batch, or a pipeline's part of it.
+    A microbatch is the input of a forward pass: a micro-batch, or a pipeline's part of one.
 
     Args:
         causal_lm: the model, prepared by the strategy and not yet compiled.
-        losses: coefficients of the losses. At 0, the routers are still monitored, and their biases don't change.
+        losses: coefficients of the losses. With 0, the routers are still monitored, but their biases don't change.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
@@ -171,10 +172,10 @@ class Experts:
         layers = len(self.routers)
         most = max(self.sizes)
         self._scale = torch.ones((), device=device)
-        """Factor of a microbatch's gradients, shared by all routers and written before every step."""
+        """Factor for a microbatch's gradients. All routers share it, and it is set before every step."""
         for router, size in zip(self.routers, self.sizes, strict=True):
             module = router.module
-            score = score_of(module)  # by its own code, before it gets another class
+            score = score_of(module)  # from its code, before its class changes
             module.__class__ = _followed(type(module))
             module.follow_top_k = experts_per_token(router, causal_lm.config)
             module.follow_share_E = torch.full((size,), module.follow_top_k / size, device=device)
@@ -187,23 +188,23 @@ class Experts:
         self._bias_rate = losses.bias_rate
         biases = {row: balancing_bias(router) for row, router in enumerate(self.routers)} if losses.bias_rate else {}
         self._bias_of = {row: bias for row, bias in biases.items() if not bias.is_meta}
-        """Biases of this rank's layers, by the router's number."""
+        """{router's number: bias} of this rank's layers."""
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
-        """Sums of the step so far, on this rank."""
+        """Sums over the step so far, on this rank."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
-        """Values of the last whole step: assignments summed over all ranks, and means of the rest."""
+        """Values of the last completed step: assignments summed over all ranks, and means of the rest."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
-        """Consecutive steps, up to the last, in which an expert received nothing."""
+        """Number of consecutive steps, up to the last, in which an expert received no token."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
         self._microbatches = strategy.microbatches
         """Microbatches per rank and step."""
         self.load(None)
 
     def attach(self) -> None:
-        """Registers the methods of a step with the strategy and with modules' forward hooks."""
+        """Registers a step's methods with the strategy and with modules' forward hooks."""
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
         for running in self.strategy.running_modules():
@@ -219,7 +220,7 @@ class Experts:
             self.count(rows)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Sets, before a step's first micro-step, the factor of each microbatch's gradients."""
+        """Sets the factor for each microbatch's gradients, before a step's first micro-step."""
         if self.routers:
             self._microbatches = micro_steps * self.strategy.microbatches
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
@@ -230,9 +231,9 @@ class Experts:
             self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
-        """Sums over the ranks after the update, in one small asynchronous collective. Updates biases.
+        """Sums over the ranks after the update, in one small asynchronous collective, and updates the biases.
 
-        skipped: scalar on the device, 1 if the update changed nothing. Then biases don't change either.
+        skipped: scalar on the device; 1 if the update changed nothing. In that case, the biases don't change either.
         """
         if not self.routers:
             return
@@ -259,7 +260,7 @@ class Experts:
         torch._foreach_add_(list(self._bias_of.values()), moves)
 
     def _largest_biases(self) -> Tensor:
-        """Returns the largest absolute bias of every layer, (L,), on all ranks."""
+        """Returns every layer's largest absolute bias, (L,), on all ranks."""
         largest_L = torch.zeros_like(self._size_L)
         if self.strategy.data_rank == self.strategy.part == 0:  # other ranks with this layer have the same values
             for row, bias_E in self._bias_of.items():
@@ -267,7 +268,7 @@ class Experts:
         return self.strategy.sum(largest_L, by_layer=True)
 
     def _use(self, counts_LE: Tensor) -> None:
-        """Uses these assignments as f of the next step."""
+        """Uses these assignments as the next step's f."""
         self._share_LE = counts_LE * (self._top_k_L / counts_LE.sum(-1))[:, None]
         shares = [share_E[:size] for share_E, size in zip(self._share_LE, self.sizes, strict=True)]
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
@@ -280,7 +281,7 @@ class Experts:
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
-        """Continues after the step with these `counts`. None: before the first step, with even shares."""
+        """Continues after the step with these `counts`. None starts before the first step, with even shares."""
         if not self.routers:
             return
         for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
@@ -293,19 +294,19 @@ class Experts:
             self._use(self._last_L3E[:, 0])
 
     def _stacked(self, rows: list[Tensor]) -> Tensor:
-        """Stacks rows of experts, padded with zeros for routers with fewer experts."""
+        """Stacks rows of experts. Pads with zeros for routers with fewer experts."""
         most = self._sums_L3E.shape[-1]
         if any(row.shape[-1] < most for row in rows):
             rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
         return torch.stack(rows)
 
     def _exists(self) -> Tensor:
-        """Returns a mask (L, E) of existing experts, because routers may have different numbers of them."""
+        """Returns a mask (L, E) of the experts that exist, because routers may have different numbers of experts."""
         places_E = torch.arange(self._sums_L3E.shape[-1], device=self.strategy.device)
         return places_E < self._size_L[:, None]
 
     def figures(self) -> dict[str, float]:
-        """Returns metrics of the last step over the whole global batch, for the log. Waits for the device.
+        """Returns the last step's metrics over the whole global batch, for the log. Waits for the device.
 
         Loads are relative to an even share. The entropy of a layer's loads is relative to its maximum, log E.
         """
@@ -328,7 +329,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """Warns of experts without a token for IDLE_STEPS steps, once for each until it gets a token again."""
+        """Returns a warning, once per case, about experts that got no token for IDLE_STEPS steps; otherwise None."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()

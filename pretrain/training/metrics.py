@@ -1,6 +1,6 @@
-"""Writes one dict per event to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
+"""Writes events to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
 
-metrics.jsonl has one JSON object per line, starting with `event`. Non-finite numbers are written as null.
+metrics.jsonl has one JSON object per line, starting with `event`. Non-finite numbers become null.
 """
 
 import json
@@ -35,7 +35,7 @@ ALWAYS = 0
 WIDE = 100
 WIDER = 120
 WIDEST = 140
-"""Columns that a terminal needs to show a part of a line; a file gets all parts."""
+"""Terminal widths from which parts of a line are shown. A file gets all parts."""
 
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {
@@ -74,14 +74,14 @@ SHOWN: dict[str, Parts] = {
         (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),
     ),
 }  # fmt: skip
-"""Formats of events on the console and in train.log. All others go only to metrics.jsonl."""
+"""Formats of events on the console and in train.log. All other events go only to metrics.jsonl."""
 
 TRACKED = ("train", "validation")
-"""Events with numbers for the trackers."""
+"""Events whose numbers go to the trackers."""
 ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
-"""Events in yellow on a terminal."""
+"""Events that a terminal shows in yellow."""
 STEPS_OF_SPEED = 32
-"""Steps over which the live line's speed is averaged."""
+"""Number of steps over which the live line averages the speed."""
 STEPS_OF_TREND = 96
 COLUMNS_OF_TREND = 8
 """Width of the live line's loss curve, which covers STEPS_OF_TREND steps."""
@@ -89,12 +89,12 @@ SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Throughput:
-    """Speed between two log steps. Time spent paused (validation, checkpoints) does not count."""
+    """Speed between two log steps. Time spent paused (validation, checkpoints) doesn't count."""
 
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
         self.pace: float | None = None
-        """Expected seconds per step, from steps without compilation; None before the first."""
+        """Expected seconds per step, from steps that didn't compile; None before the first such step."""
         self._begin()
         self._compiles = True
 
@@ -106,13 +106,13 @@ class Throughput:
         self._compiles = False
 
     def expect_compiling(self) -> None:
-        """Announces that the next step compiles, so that its duration does not count as the pace."""
+        """Announces that the next step compiles, so that its duration doesn't count toward the pace."""
         self._ends.clear()
         self._compiles = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the work inside from the speed."""
+        """Excludes the time of the work inside from the speed."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -131,15 +131,15 @@ class Throughput:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Mean of the last steps since a pause, excluding the first, which may compile; None before two steps."""
+        """Mean seconds of the last steps since a pause, except the first, which may compile; None before two steps."""
         steps = len(self._ends) - 1
         return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(self, tokens: int, flops: float, peak_flops: float | None, ranks: int) -> dict[str, float | None]:
-        """Returns metrics since the last reading, given tokens and FLOPs of all ranks. Starts the next interval."""
+        """Returns metrics since the last reading, from all ranks' tokens and FLOPs, and starts the next interval."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
-        if not self._compiles:  # if every step is followed by a pause, this is the only pace
+        if not self._compiles:  # if a pause follows every step, this is the only pace
             self.pace = self.recent_step_seconds or seconds / steps
         figures = {
             "tokens_per_second": tokens / seconds,
@@ -153,7 +153,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """Values of the live line. All are already on the CPU, so none waits for the device."""
+    """Values for the live line. All are already on the CPU, so reading them doesn't wait for the device."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
     step_seconds: float | None = None
@@ -161,7 +161,7 @@ class LiveFigures:
     mfu: float | None = None
 
     def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
-        """Returns the parts that fit in `width` columns. Arguments as in `Metrics.show`."""
+        """Returns the parts that fit in `width` columns. The other arguments are those of `Metrics.show`."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
         if losses:
@@ -180,7 +180,7 @@ class LiveFigures:
 
 
 class LineFile:
-    """File to append lines to. A full disk loses lines, with one warning, but never ends the run."""
+    """File to which lines are appended. A full disk loses lines, with one warning, but never ends the run."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -203,20 +203,20 @@ class LineFile:
 
 
 class Metrics:
-    """Writer of a run's events. On ranks other than the main one its methods do nothing.
+    """Writes a run's events. On ranks other than the main one, the methods do nothing.
 
     Args:
         run: the run's folder.
-        is_main: this process writes and prints.
+        is_main: True if this process writes and prints.
     """
 
     def __init__(self, run: Path, *, is_main: bool):
         self.is_main = is_main
         self._run = run
         self.total_steps = 0
-        """Planned length of the run."""
+        """Planned length of the run in steps."""
         self.began = False
-        """True if the run has started training; the same on all ranks."""
+        """True if the run has started training. All ranks have the same value."""
         self._ended = False
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
@@ -233,7 +233,7 @@ class Metrics:
             self._log = LineFile(run / "train.log")
 
     def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
-        """Starts the live line and, with the whole config and these facts about the run, the trackers."""
+        """Starts the live line and the trackers. The trackers get the whole config and `facts` about the run."""
         self.began = True
         self._meter = meter
         if self.is_main and config.trackers:
@@ -243,7 +243,7 @@ class Metrics:
 
     @property
     def is_live(self) -> bool:
-        """True if this process writes to a terminal."""
+        """True if this process shows a live line on a terminal."""
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def expect(self, what: str) -> None:
@@ -268,7 +268,7 @@ class Metrics:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Names the work inside, between two steps, in the live line."""
+        """Names the work inside, which happens between two steps, in the live line."""
         if not self.is_live:
             yield
             return
@@ -295,17 +295,17 @@ class Metrics:
             self._trackers.log_event(event, values)
 
     def energy(self) -> dict[str, float]:
-        """Returns {'joules': since the last call}; empty on other ranks, or if unknown."""
+        """Returns {'joules': joules since the last call}; {} on other ranks or if unknown."""
         joules = self._meter and self._meter.joules()
         return {} if joules is None else {"joules": joules}
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Sends late metrics to the trackers, at the current step, because trackers accept no earlier one."""
+        """Sends late metrics to the trackers, with the current step, because trackers accept no earlier step."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say_scores(self, step: int, task: str, measures: dict[str, Any]) -> None:
-        """Writes a task's scores, without their standard errors, to the console and to train.log."""
+        """Writes a task's scores, without their standard errors, to the console and train.log."""
         scores = [
             f"{name} {value:.4f}"
             for name, value in measures.items()
@@ -314,7 +314,7 @@ class Metrics:
         self.say(f"step {step:,} · {task} · {' · '.join(scores)}")
 
     def say(self, text: str) -> None:
-        """Writes text to the console and to train.log."""
+        """Writes text to the console and train.log."""
         if self.is_main:
             self._log_line(text)
             say(text)
@@ -323,17 +323,17 @@ class Metrics:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def set_position(self, step: int, tokens: int) -> None:
-        """Sets steps and tokens so far, for the end event."""
+        """Sets the steps and tokens so far, for the end event."""
         self._position_now = {"step": step, "tokens": tokens}
 
     def _where(self) -> dict[str, int]:
-        """Returns steps and tokens so far, or the previous attempt's if not yet known."""
+        """Returns the steps and tokens so far. Until they are known, returns the previous attempt's."""
         if self._position_now is None:
             self._position_now = last_position(self._run)
         return self._position_now
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """Writes this attempt's last event and closes everything. If called twice, only the first call counts."""
+        """Writes this attempt's last event and closes everything. Only the first call counts."""
         if not self.is_main or self._ended:
             return
         self._ended = True
@@ -346,7 +346,7 @@ class Metrics:
         self._log.close()
 
     def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
-        """Returns the event's line for a terminal of this width (None: for a file)."""
+        """Returns the event's line for a terminal of this width. For a file, `width` is None."""
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
@@ -372,12 +372,12 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of the process, on the GPU or resident."""
+    """Returns the process's peak memory: on the GPU if there is one, otherwise the resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON does not support (NaN, infinity) by None."""
+    """Replaces numbers that JSON doesn't support (NaN, infinity) with None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

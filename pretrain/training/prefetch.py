@@ -1,6 +1,6 @@
-"""Reads this rank's micro-batches, one step ahead in a thread while the model computes.
+"""Reads this rank's micro-batches one step ahead, in a thread, while the model computes.
 
-So a slow disk does not delay the step. With data.dispatch_batches, the first rank reads for all, a step ahead.
+As a result, a slow disk doesn't delay the step. With data.dispatch_batches, the first rank reads ahead for all ranks.
 """
 
 import time
@@ -15,13 +15,15 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 
 QUICK_READ_SECONDS = 1e-3
-"""Reading ahead pauses if the last READS_JUDGED reads all took less, because on a busy CPU waking another thread costs
-ten times as much as such a read."""
+"""Reading ahead pauses if each of the last READS_JUDGED reads took less time than this.
+
+On a busy CPU, waking another thread costs ten times as much as such a read.
+"""
 READS_JUDGED = 64
 
 
 class ReadAhead:
-    """Reads micro-batches, with the next step in the order of training read ahead."""
+    """Reads micro-batches in training order, and reads the next step's in advance."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -29,14 +31,15 @@ class ReadAhead:
         self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
         self._next_step: tuple[RunPlan, int, Future[list[HostBatch]]] | None = None
         self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
-        """Durations of the last reads of a micro-batch, in either thread, in seconds."""
+        """Durations of the last reads of a micro-batch, in seconds, in the main thread or the read-ahead thread."""
 
     def micro_batch(self, plan: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
-        """Returns the model's arguments for one call, on this rank's device. The step's first call reads ahead.
+        """Returns the model's arguments for one call, on this rank's device. A step's first call starts reading the
+        next step.
 
-        Raises InputError for shards damaged since the start.
+        Raises InputError if shards were damaged since the start.
         """
-        # `is`, because a run that rolled back or ends earlier has a different plan with other samples.
+        # `is`, because a run that rolled back or that ends earlier has a different plan with different samples.
         if self._step is None or self._step[0] is not plan or self._step[1] != step:
             self._step = (plan, step, self._batches_of(plan, step))
             self._begin_next(plan, step + 1)
@@ -61,7 +64,7 @@ class ReadAhead:
             self._next_step = (plan, step, self._thread.submit(self._read, plan, step))
 
     def _request(self, plan: RunPlan, step: int) -> Future[list[HostBatch]]:
-        """Requests this rank's part of a step from the first rank. All ranks request the same steps."""
+        """Requests this rank's part of a step from the first rank. All ranks must request the same steps."""
         micro_steps = range(plan.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,

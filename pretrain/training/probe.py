@@ -1,8 +1,8 @@
 """Tests before the run, on a small copy, whether an architecture trains correctly in this configuration.
 
-Many mistakes are silent: an attention that ignores the document mask, a forward pass that sees the future, a loss
-that differs from the library's. The copy (see model/small_copy.py) runs in fp32 on the CPU if the run's
-attention has a CPU form, and is compared with the library's own eager forward pass of each document alone.
+Many mistakes are silent: an attention that ignores the document mask, a forward pass that sees the future, or a loss
+that differs from the library's. If the run's attention also works on the CPU, the copy (see model/small_copy.py) runs
+there in fp32. It is compared with the library's own eager forward pass on each document separately.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -43,25 +43,25 @@ ON_GPU_ALONE = {
     "groundwork_fa2": torch.bfloat16,
     "groundwork_fa3": torch.bfloat16,
 }
-"""{attention tested on a GPU: dtype}. All others are tested in fp32 on the CPU."""
+"""{attention that is tested on a GPU: dtype}. All others are tested in fp32 on the CPU."""
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
-"""Tokens in the copy's windows. One test covers every sequence length."""
+"""Number of tokens in the copy's windows. One test covers every sequence length."""
 LEAK = 1e-5
-"""Maximum change of a document's logits in fp32, relative to the largest, if an earlier document changes."""
+"""Maximum change in a document's fp32 logits, relative to the largest, if an earlier document changes."""
 BF16_TOLERANCE = 3e-2
-"""Replacement of TOLERANCE for arithmetic in bf16."""
+"""Value that replaces TOLERANCE for bf16 arithmetic."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of a probe: how to run the model, and the findings about faster attentions."""
+    """Result of a test: how to run the model, and the findings about faster attentions."""
 
     attention: str
-    """Attention with the same results as the library's eager forward."""
+    """Attention with the same results as the library's eager forward pass."""
     from_hidden_states: bool
-    """True if its logits are exactly head(last hidden state), so that the loss needs no materialized logits."""
+    """True if the logits are exactly head(last hidden state), so that the loss needs no materialized logits."""
     passed_over: tuple[str, ...] = ()
-    """Faster attentions with different results here, and the findings."""
+    """Faster attentions whose results are wrong here, with the findings."""
 
 
 @dataclass
@@ -70,18 +70,18 @@ class Judgement:
 
     problems: list[str] = field(default_factory=list)
     leaks_documents: bool = False
-    """True if the model trains correctly with document_mask off."""
+    """True if the model trains correctly when document_mask is off."""
 
 
 def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
-    """Finds the first of the candidates of `attention` under which the architecture trains correctly.
+    """Finds the first candidate for `attention` with which the architecture trains correctly.
 
     Takes a second or two, once per configuration and process. Raises InputError with findings and remedies.
 
     Args:
         attention: the recipe's attention.
-        window: the recipe's window. The copy is tested on shorter ones with the same properties.
-        balances: True if routers are balanced, so the balancing loss must reach them.
+        window: the recipe's window. The copy is tested on shorter windows with the same properties.
+        balances: True if routers are balanced, in which case the balancing loss must reach them.
     """
     found = _probe(KeyedConfig.of(config), attention, replace(window, sequence_length=TESTED_LENGTH))
     if balances and (problem := _balance_problem(KeyedConfig.of(config))):
@@ -96,7 +96,8 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
     if problem := _causality_problem(reference):
         raise InputError(f"model: {keyed.config.model_type} {problem}")
     found: dict[str, Judgement] = {}
-    # The copy's windows are shorter than the model's, so a name that includes them is the copy's own.
+    # The copy's windows are shorter than the model's, so the copy has its own name for an attention that includes
+    # them.
     names = [*zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)]
     for name, small_name in names:
         found[name] = _judge(reference, small_name, window)
@@ -107,7 +108,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
             apart = with_rows(name, classes)
             found[apart] = _judge(reference, with_rows(small_name, classes), window)
             if not found[apart].problems:
-                # No faster attention was skipped, because mixing by other layers affects all attentions.
+                # No faster attention was skipped, because the mixing in other layers affects all attentions.
                 return Probe(apart, is_projection(reference))
     unmasked = replace(window, document_mask=False)
     works_without_documents = any(
@@ -117,7 +118,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
 
 
 def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """Lists each finding once, with all its attentions."""
+    """Lists each finding once, with all attentions that it applies to."""
     attentions_of: dict[str, list[str]] = {}
     for name, judgement in found.items():
         for problem in judgement.problems:
@@ -173,17 +174,17 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
 
 
 def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Copies the reference with another attention, to the device and dtype of its test."""
+    """Copies the reference with a different attention, to the device and dtype of that attention's test."""
     implementation = implementation_of(attention)
     model = build_model(reference.config, seed=0, attention=attention).eval()
-    # The reference's weights make tokens affect each other.
+    # Uses the reference's weights, with which tokens affect each other.
     model.load_state_dict(reference.state_dict())
     device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
     return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
 
 
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
-    """Names the classes of layer parts, except this attention, that mix documents; none if it can't run."""
+    """Names the classes of layer parts, apart from this attention, that mix documents; none if the test can't run."""
     from pretrain.model.document_rows import leaking_classes
 
     try:
@@ -202,7 +203,7 @@ def _compare_documents(
     inputs: dict[str, Tensor],
     tolerance: float,
 ) -> None:
-    """Compares logits and loss of a packed window with each of its documents alone."""
+    """Compares the logits and loss of a packed window with those of each document run separately."""
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
     judgement.leaks_documents = True  # reset below if all comparisons pass
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
@@ -248,8 +249,8 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
 def no_gradient(names: Sequence[str]) -> str:
     """Describes parameters that get no gradient.
 
-    They would not train on one process, end the first step on several, and be missing from a checkpoint's optimizer
-    state, which a resumed run rejects.
+    On one process, they would not train. On several, they would end the first step. They would also be missing from
+    the optimizer state in checkpoints, so that the run could not resume.
     """
     return (
         f"{len(names)} parameters get no gradient: {_listed(names)}; in your own class, use them in forward() or "
@@ -258,7 +259,7 @@ def no_gradient(names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names some parameters. Names that differ only in the layer number are listed once."""
+    """Names some of the parameters. Lists names that differ only in the layer number once."""
     shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     return ", ".join([*shown[:4], *([f"{len(shown) - 4} more"] if len(shown) > 4 else [])])
 
@@ -266,7 +267,7 @@ def _listed(names: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _balance_problem(keyed: KeyedConfig) -> str | None:
-    """Returns the problem if routers' gradients ignore the balancing loss, or None."""
+    """Returns the problem if the balancing loss doesn't affect the routers' gradients, otherwise None."""
     from pretrain.training.experts import Experts
 
     gradients = []
@@ -276,7 +277,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
         strategy = SimpleNamespace(**alone, sum=lambda tensor, by_layer: tensor)
         experts = Experts(model, strategy, RouterLosses(len(routers_of(model)), balance))
         whole = LanguageModelLoss(model, from_hidden_states=False)
-        for _ in range(2):  # before the first step the loads are unknown
+        for _ in range(2):  # the loads are unknown before the first step
             model.zero_grad()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)

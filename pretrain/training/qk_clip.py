@@ -1,14 +1,14 @@
-"""QK-clip: bounds attention logits by scaling the query and key weights of single heads (MuonClip; Kimi K2, arXiv
+"""Bounds attention logits by scaling the query and key weights of single heads: QK-clip (MuonClip; Kimi K2, arXiv
 2507.20534, section 2.1).
 
-If a head's largest logit of the step, over all tokens, was m > tau, its logits are scaled by tau / m after the update.
-The head's outputs of the query's and the key's weights and biases are multiplied by the square root of this factor. If
-query heads share a key head, the key gets only the factor that all of them need, and each query gets the rest, so no
-head below tau is scaled.
+If a head's largest logit m in the step, over all tokens, exceeds tau, its logits are scaled by tau / m after the
+update. To do so, the weights and biases of the head's query and key outputs are multiplied by the square root of this
+factor. If several query heads share a key head, the key gets only the factor that all of them need, and each query
+gets the rest, so no head below tau is scaled.
 
 The largest logits come from the step's own forward passes (`model.largest_logits`), without waiting for the device.
 
-Shapes: L layers with attention, H query heads, G key heads, N query heads for each key head.
+Shapes: L layers with attention, H query heads, G key heads, N query heads per key head.
 """
 
 from dataclasses import dataclass
@@ -35,29 +35,29 @@ from pretrain.optim.tiles import take, tile_of, whole_tile
 from pretrain.parallel.strategy import Strategy
 
 ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
-"""Attentions with masks determined only by documents and windows."""
+"""Attentions whose masks depend only on documents and windows."""
 FUSED = ("c_attn", "qkv_proj")
-"""Names of fused matrices with all queries, then all keys, then all values as outputs."""
+"""Names of fused matrices whose outputs are all queries, then all keys, then all values."""
 OBSERVING = "groundwork_observing"
-"""Name of the attention for observing a small copy."""
+"""Name of the attention that observes a small copy."""
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Position of the query's or the key's heads in a parameter, concatenated head by head."""
+    """Position of the query or key heads in a parameter, where they are concatenated."""
 
     parameter: str
     of_query: bool
     dim: int
-    """Dimension of the outputs."""
+    """Dimension with the outputs."""
     first: int
     """Index of the first head's first output."""
     width: int
-    """Outputs per head."""
+    """Number of outputs per head."""
 
 
 def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
-    """Returns {name of an attention module: positions of its query's and key's heads}, for known layouts."""
+    """Returns {attention module: positions of its query and key heads}, for known layouts."""
     heads, key_heads = heads_of(causal_lm.config)
     transposed = transposed_names(causal_lm)
     found: dict[str, list[HeadRows]] = {}
@@ -89,14 +89,14 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Returns every layer's numbers of query heads and key heads; 0 and 0 if layers differ or have none."""
+    """Returns the numbers of query heads and key heads per layer; 0 and 0 if layers differ or have none."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return (heads, key_heads) if isinstance(heads, int) and isinstance(key_heads, int) else (0, 0)
 
 
 def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, Tensor]:
-    """Returns the factors of (..., H) queries and (..., G) keys; 1 for unchanged heads."""
+    """Returns the factors for (..., H) queries and (..., G) keys; 1 for unchanged heads."""
     factor_H = torch.where(largest_H > tau, tau / largest_H, 1.0)
     factor_GN = factor_H.unflatten(-1, (key_heads, -1))
     key_G = factor_GN.amax(-1).sqrt()
@@ -104,7 +104,7 @@ def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, T
 
 
 def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> None:
-    """Multiplies this rank's part of each head's outputs by its factor."""
+    """Multiplies this rank's part of each head's outputs by the head's factor."""
     local = local_tensor(parameter)
     each = torch.ones(parameter.shape[rows.dim], device=factors.device)
     each[rows.first : rows.first + len(factors) * rows.width] = factors.repeat_interleave(rows.width)
@@ -114,11 +114,11 @@ def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> Non
 
 
 class QkClip:
-    """QK-clip of a model in training. `attach` registers its methods. It keeps state only within a step.
+    """QK-clip for a model in training. `attach` registers its methods. It keeps state only within a step.
 
     Args:
-        causal_lm: prepared by the strategy and changed by `record_largest_logits`, not yet compiled.
-        tau: upper limit of a head's logits.
+        causal_lm: the model, prepared by the strategy and changed by `record_largest_logits`, but not yet compiled.
+        tau: upper limit for a head's logits.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, tau: float):
@@ -126,11 +126,11 @@ class QkClip:
         self.tau = tau
         self.heads, self.key_heads = heads_of(causal_lm.config)
         self.parameter_of = {name: parameter for parameter, name in strategy.name_of.items()}
-        """Parameters updated by this rank."""
+        """Parameters that this rank updates."""
         rows = head_rows(causal_lm)
         self.layers = len(rows)
         self.here: dict[int, tuple[nn.Module, list[HeadRows]]] = {}
-        """{number of a layer on this rank: attention}."""
+        """{number of a layer on this rank: its attention}."""
         for number, (name, of_layer) in enumerate(rows.items()):
             if of_layer[0].parameter in self.parameter_of:
                 module = causal_lm.get_submodule(name)
@@ -138,7 +138,7 @@ class QkClip:
                 self.here[number] = (module, of_layer)
 
     def attach(self) -> None:
-        """Registers the methods of a step with the strategy."""
+        """Registers a step's methods with the strategy."""
         self.strategy.before_step += (self.begin_step,)
         self.strategy.after_update += (self.end_step,)
 
@@ -149,7 +149,7 @@ class QkClip:
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
-        """Scales the heads with logits above tau on any rank; none after a skipped update."""
+        """Scales the heads whose logits exceed tau on any rank. Scales none if the update was skipped."""
         largest_LH = torch.full((self.layers, self.heads), -torch.inf, device=self.strategy.device)
         for number, (module, _) in self.here.items():
             record = getattr(module, RECORD)
@@ -168,7 +168,7 @@ class QkClip:
 def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | None:
     """Returns why this model's heads can't be scaled, with alternatives, or None.
 
-    Scales the heads of a small copy to find out. Raises InputError as `reference_of` does.
+    Scales the heads of a small copy to find out. Raises the InputErrors of `reference_of`.
     """
     if attention not in ATTENTIONS:
         return (

@@ -33,17 +33,17 @@ def open_run(
     log: Metrics,
     last_step: int | None = None,
 ) -> Run:
-    """Opens the run at its newest intact checkpoint, at its branch's checkpoint, or at its beginning.
+    """Opens the run at its newest intact checkpoint, at its branch's checkpoint, or at the beginning.
 
-    A collective call. `load_checkpoint` loads the tensors later, into the model.
+    A collective call. `load_checkpoint` later loads the tensors into the model.
+
+    Raises InputError if the checkpoint's settings don't fit the recipe, NoValidCheckpointError if all checkpoints are
+    damaged, and CrashLoopError if the run has repeatedly failed here.
 
     Args:
-        plan: plan of the recipe alone, as for a new run.
+        plan: plan of the recipe only, as for a new run.
         asked: the command line. Its settings may differ from the checkpoint's.
-        last_step: step at which to end. None: train to the end.
-
-    Raises InputError if the checkpoint has other settings, NoValidCheckpointError if all are damaged, and
-    CrashLoopError if the run has repeatedly failed here.
+        last_step: step at which to end; None to train to the end.
     """
     checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
     run = Run(config, asked, strategy, log, checkpoints, plan, last_step)
@@ -97,7 +97,7 @@ def _resume(run: Run, has_final: bool) -> None:
 
 
 def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
-    """Sets the run's state and plan from the checkpoint in `run.saved` and the recipe."""
+    """Sets the run's state and plan from the recipe and the checkpoint in `run.saved`."""
     from pretrain.training.continued_plan import continue_from
 
     continuation = continue_from(
@@ -117,7 +117,7 @@ def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Returns the rollbacks, read by the main rank. Raises InputError on all ranks if the file is damaged."""
+    """Returns the rollbacks, which the main rank reads. Raises InputError on all ranks if the file is damaged."""
     ranks = run.strategy.ranks
     problems = Problems()
     recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
@@ -137,7 +137,7 @@ def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: No
 
 
 def load_checkpoint(run: Run) -> None:
-    """Loads the checkpoint, if any, into the model, the optimizer, the average and the counts of experts."""
+    """Loads the checkpoint, if any, into the model, the optimizer, the average and the expert counters."""
     strategy = run.strategy
     state = run.state
     if run.built.experts:
@@ -154,7 +154,7 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and can_continue(settings, state.average, total_steps):
         strategy.load_average(run.saved.average)
         return
-    # The saved average has another kind or other weights.
+    # The saved average is of a different kind or of other weights.
     state.average = None
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
@@ -165,7 +165,7 @@ def load_checkpoint(run: Run) -> None:
 
 
 def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
-    """Raises InputError if loss terms have parameters with other names or shapes than in the checkpoint."""
+    """Raises InputError if the loss terms' parameters have different names or shapes in the checkpoint."""
     if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
         first = differing[0]
         raise InputError(
@@ -176,10 +176,10 @@ def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tupl
 
 
 def roll_back(run: Run, finding: Finding) -> None:
-    """Returns to a checkpoint from before the finding, and continues with other data or a lower learning rate.
+    """Rolls back to a checkpoint from before the finding, and continues with different data or a lower learning rate.
 
-    Pending metrics of later steps are discarded, and requests are kept. Raises NumericStopError if the recipe, the
-    number of rollbacks or a missing checkpoint prevents a rollback.
+    Discards pending metrics of later steps, but keeps requests. Raises NumericStopError if a rollback is impossible
+    because of the recipe, the number of rollbacks or a missing checkpoint.
     """
     with run.pausing("rolling back"):
         _restore_earlier(run, finding)
@@ -198,7 +198,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
     first, last = finding.roll_back
     skips = guard.on_spike == "skip_data"
-    # Skipped ranges count samples of the current data. Checkpoints before a change of data have other samples.
+    # Skipped ranges refer to samples of the current data. Checkpoints from before a change of data have other samples.
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.rollback_steps, at_least)
@@ -217,12 +217,12 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         **rollback_entry(run.whole_plan, run.plan, run.state, (first, last), skips=skips),
         "reason": finding.message,
     }
-    # The order matters. If killed in between, the run gets here again by the same steps. In the other order, it could
-    # resume from a checkpoint after the data that it should skip.
+    # The order matters. If the run is killed in between, it repeats the same steps and rolls back again. In the
+    # opposite order, it could resume from a checkpoint after the data that it should skip.
     run.checkpoints.discard_after(to_step)
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
-    ranks.barrier()  # every rank can read the main rank's record after it
+    ranks.barrier()  # after this, every rank can read the main rank's record
     _restore_state(run)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"

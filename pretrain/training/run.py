@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run from its start in this process to its end. Every rank has one; `open_run` creates it.
+    """A run from its start in this process to its end. Every rank has one, created by `open_run`.
 
-    The fields below `plan` are set by `open_run`, `build_training` and `begin`, in this order.
+    `open_run`, `build_training` and `begin` set the fields below `plan`, in this order.
     """
 
     config: RunConfig
@@ -42,15 +42,15 @@ class Run:
     log: Metrics
     checkpoints: Checkpoints
     recipe_plan: RunPlan
-    """Plan of the recipe alone, as for a new run."""
+    """Plan of the recipe only, as for a new run."""
     last_step: int | None = None
-    """Step at which a shortened run ends, as in the smoke test. None: train to the end."""
+    """Step at which a shortened run ends, as in the smoke test; None to train to the end."""
 
     state: RunState = field(default_factory=RunState)
     whole_plan: RunPlan = field(init=False)
-    """Plan of all steps from the checkpoint on, without skipped data or a requested decay."""
+    """Plan of all steps from the checkpoint on. It ignores skipped data and a requested decay."""
     plan: RunPlan = field(init=False)
-    """Current plan, without skipped data and with the requested end. `replan` updates it."""
+    """Plan in effect, without skipped data and with the requested end. `replan` updates it."""
     loaded_from: Path | None = None
     """Checkpoint from which the run resumed or branched, or to which it rolled back."""
     saved: SavedRun | None = None
@@ -60,17 +60,17 @@ class Run:
     is_complete: bool = False
     """True if all steps are trained and final/ is written."""
     continues: str = ""
-    """Description of how the run continues from its checkpoint."""
+    """Describes how the run continues from its checkpoint."""
 
     built: Built = field(init=False)
 
     validation_readers: dict[str, ShardReader] = field(init=False)
-    """Held-out tokens by the name of their source."""
+    """{name of the source: its held-out tokens}."""
     peak_flops: float | None = field(init=False)
     """Peak FLOP/s of one process; None if unknown."""
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
-    """Stage of the last step. The model has its windows and positions."""
+    """Stage of the last step. The model uses its windows and positions."""
     diagnostics: "Diagnostics | None" = None
     """Measurements within the model, if the recipe asks for them."""
     steps_begun: int = 0
@@ -78,16 +78,16 @@ class Run:
     speed_guard: SpeedGuard = field(init=False)
     live: LiveFigures = field(init=False)
     logged_step: int = field(init=False)
-    """Last step with logged speed and load. They count from there."""
+    """Last step for which speed and load were logged. They are measured from there."""
     mirror: "MirrorCopies | None" = None
-    """Background copies to the mirror, if the recipe names one."""
+    """Copies to the mirror in the background, if the recipe names a mirror."""
     evaluations: "Evaluations | None" = None
     """Evaluations in separate processes, if the recipe asks for them."""
     benchmarks: "Benchmarks | None" = None
     """Benchmarks on the training processes, if the recipe asks for them there."""
 
     request: Request = Request.NONE
-    """Pending request, known to all ranks."""
+    """Pending request, the same on all ranks."""
     consensus: Consensus = field(init=False)
     guard: StepGuard = field(init=False)
     control: Control = field(init=False)
@@ -99,7 +99,7 @@ class Run:
         self.replan()
 
     def replan(self) -> None:
-        """Derives the plan in effect from the whole plan and the state."""
+        """Updates the plan in effect from the whole plan and the state."""
         # In this order, because a requested decay ends the run without the skipped data, and `last_step` ends any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def newest_checkpoint(self) -> Path:
-        """Newest checkpoint."""
+        """Folder of the newest checkpoint."""
         return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def wants_save(self) -> bool:
-        """True if the run was asked for a checkpoint, and continues."""
+        """True if the run was asked to save a checkpoint and continue."""
         return self.request in (Request.SAVE, Request.SHORTEN, Request.ANNEAL)
 
     @property
@@ -136,6 +136,6 @@ class Run:
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
-        """Names work between steps in the live line, and excludes its time from training."""
+        """Names the work between steps in the live line, and excludes its time from training."""
         with self.throughput.paused(), self.log.doing(work):
             yield

@@ -1,7 +1,7 @@
-"""Derives a run's numbers from its recipe, its model, its data and the number of processes.
+"""Derives a run's numbers from the recipe, the model, the data and the number of processes.
 
-They are printed at the start and can't be set. Also finds problems of the recipe as a whole, before anything is
-built.
+The run prints them at the start, and users can't set them. This module also finds problems with the recipe as a whole,
+before anything is built.
 """
 
 import hashlib
@@ -60,9 +60,9 @@ from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.probe import probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
-"""Settings of the length of a run."""
+"""Settings for the length of a run."""
 CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings that start a new schedule at the checkpoint if changed."""
+"""Settings that, if changed, start a new schedule at the checkpoint."""
 SHAPE = (
     "optim.min_lr_ratio",
     "optim.decay_fraction",
@@ -76,7 +76,7 @@ KEPT = (
     *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.learning_rate_per_sequence"),
     *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
 )
-"""Settings recorded in checkpoints as given by the user. They determine how a run continues."""
+"""Settings that checkpoints record as given by the user. They determine how a run continues."""
 
 
 @dataclass(frozen=True)
@@ -86,30 +86,30 @@ class ModelPlan:
     model_config: Any
     parameters: int
     active_parameters: int
-    """Active parameters per token."""
+    """Number of active parameters per token."""
     router_losses: RouterLosses
     flops_per_token: float
     attention: str
     from_hidden_states: bool
     """True if the logits are head(last hidden state); see `loss.LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attentions with which this architecture would not train correctly, and the findings."""
+    """Faster attentions with which this architecture wouldn't train correctly, with the findings."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Parts of a step, except its data, that a stage of the curriculum may change."""
+    """The parts of a step, except its data, that a stage of the curriculum may change."""
 
     number: int
     """Number of the stage, from 1."""
     window: WindowSpec
     model_config: Any
-    """Run's model configuration, with the stage's positions."""
+    """The run's model configuration, with this stage's positions."""
     flops_per_token: float
     sequences_per_micro_batch: int
 
     def differs_from(self, other: "StagePlan") -> bool:
-        """Tells if windows or positions differ from the other stage's."""
+        """Returns True if windows or positions differ between the stages."""
         return self.window != other.window or self.model_config is not other.model_config
 
 
@@ -122,7 +122,7 @@ class RunPlan(ModelPlan):
     stages: tuple[StagePlan, ...]
     ramp: BatchRamp
     ramp_steps: tuple[int, ...]
-    """Steps at which the levels of batch.ramp begin. They don't change with the budget or the batch."""
+    """Steps at which the levels of batch.ramp begin. The budget and the batch don't affect them."""
     schedule: Schedule | Annealing
     peak_learning_rate: float
     batches: Batches
@@ -142,20 +142,20 @@ class RunPlan(ModelPlan):
         return self.flops_before(self.total_steps)
 
     def tokens_before(self, step: int) -> int:
-        """Counts the training tokens of all steps before `step`, over all ranks."""
+        """Counts the training tokens in all steps before `step`, over all ranks."""
         return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
     def tokens_in(self, step: int) -> int:
-        """Counts the training tokens of `step`, over all ranks."""
+        """Counts the training tokens in `step`, over all ranks."""
         return self.ramp.sequences_at(step) * self.batches.window.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step at the full batch size."""
+        """Number of tokens per step at the full batch size."""
         return self.ramp.sequences_per_level[-1] * self.batches.window.sequence_length
 
     def flops_before(self, step: int) -> float:
-        """Counts the FLOPs of all steps before `step`, forward and backward, over all ranks."""
+        """Counts the FLOPs in all steps before `step`, forward and backward, over all ranks."""
         starts = [min(start, step) for start in self.batches.first_steps]
         tokens = [self.tokens_before(step) for step in (*starts, step)]
         return sum(
@@ -164,11 +164,11 @@ class RunPlan(ModelPlan):
         )
 
     def stage(self, step: int) -> StagePlan:
-        """Returns the stage that `step` is in."""
+        """Returns the stage of `step`."""
         return self.stages[self.batches.stage_at(step)]
 
     def micro_steps(self, step: int) -> int:
-        """Counts the forward and backward passes of each rank in `step`."""
+        """Counts each rank's forward and backward passes in `step`."""
         stage = self.stage(step)
         return self.tokens_in(step) // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
 
@@ -176,24 +176,24 @@ class RunPlan(ModelPlan):
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """Returns the plan without these samples, with later ones moved up."""
+        """Returns the plan without these samples. Later samples move up."""
         return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """Returns the plan with a final decay over `steps` steps from `from_step`. None: unchanged."""
+        """Returns the plan with a final decay of `steps` steps from `from_step`, or unchanged if that is None."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
     def cut(self, steps: int | None) -> "RunPlan":
-        """Returns the plan of the first `steps` steps, on the schedule of the whole run."""
+        """Returns the plan for the first `steps` steps, with the whole run's schedule."""
         if steps is None or steps >= self.total_steps:
             return self
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
-        """Returns the plan's fields for a checkpoint."""
+        """Returns the plan's entries for a checkpoint."""
         schedule = self.schedule
         is_annealing = isinstance(schedule, Annealing)
         return {
@@ -209,7 +209,7 @@ class RunPlan(ModelPlan):
 
 @dataclass(frozen=True)
 class Due:
-    """Work due between a step and the next."""
+    """Work that is due between a step and the next."""
 
     logs: bool
     validates: bool
@@ -228,7 +228,7 @@ class Due:
 
 
 def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:
-    """Converts an interval in steps or tokens to steps, times `factor`; None: never."""
+    """Converts an interval in steps or tokens to steps, and multiplies it by `factor`. None means never."""
     steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
     return max(1, round(steps * factor)) if steps else None
 
@@ -247,7 +247,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
-        # An evaluating process reads a checkpoint.
+        # A separate evaluation process reads a checkpoint.
         saves=is_at(config.checkpoint)
         or (is_last and config.checkpoint.save_final)
         or (evaluates and config.benchmarks.where != "in_loop"),
@@ -378,7 +378,7 @@ def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int)
 
 
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Returns the largest micro-batch that divides a stage's batch, in sequences."""
+    """Returns the largest micro-batch that evenly divides a stage's batch, in sequences."""
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
@@ -386,8 +386,10 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists changes of a pretrained model that don't fit its weights. Positions and dropout may change,
-    and the vocabulary may grow."""
+    """Lists changes to a pretrained model that don't fit its weights.
+
+    Positions and dropout may change, and the vocabulary may grow.
+    """
     own = load_model_config(source.config)
     rows = model_config.get_text_config().vocab_size
     if rows > own.get_text_config().vocab_size:  # new tokens get initial values
@@ -402,7 +404,7 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
-    """Tests the model's loss and gradients. Raises InputError if no requested attention trains correctly.
+    """Tests the model's loss and gradients. Raises InputError if no requested attention works.
 
     Args:
         model_config: configuration of `config.model`.
@@ -431,7 +433,7 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 
 def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
-    """Lists settings that don't support mixers with separate documents (model/document_rows.py)."""
+    """Lists settings that don't work with layers that process documents as separate rows (model/document_rows.py)."""
     if not classes_in_rows(model.attention):
         return []
     problems = []
@@ -487,10 +489,10 @@ def reference_problems(config: RunConfig) -> Problems:
 def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     """Returns the number of sequences per optimizer step over all ranks.
 
-    Raises InputError unless the batch can be divided evenly in every stage, and a micro-batch into its parts.
+    Raises InputError unless the batch divides evenly in every stage, and a micro-batch divides evenly into its parts.
 
     Args:
-        ranks: micro-batches of all ranks together in a micro-step.
+        ranks: number of micro-batches that all ranks together process in a micro-step.
         parts: number of parts of a micro-batch (see `Strategy.parts_of_micro_batch`).
     """
     problems = Problems()
@@ -538,14 +540,14 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
 
 
 def ramp_levels(batch: Batch) -> int:
-    """Counts the batch sizes of the run."""
+    """Counts the batch sizes in the run."""
     return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
-    """Counts the budget's sequences of `length` tokens; None if it is in steps.
+    """Counts the budget's sequences of `length` tokens; None if the budget is in steps.
 
-    active: active parameters per token, the reference of tokens_per_parameter.
+    active: active parameters per token, to which tokens_per_parameter refers.
     """
     if budget.steps:
         return None
@@ -554,7 +556,7 @@ def target_sequences(budget: Budget, length: int, active: int) -> int | None:
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
-    """Plans the batch over the run. active: see `target_sequences`."""
+    """Plans the batch size over the run. active: see `target_sequences`."""
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
@@ -568,7 +570,7 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 def schedule_of(
     optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
-    """Returns the schedule over the steps from `first_step` to the end. warmup_steps: None uses the recipe's."""
+    """Returns the schedule for the steps from `first_step` to the end. warmup_steps: None uses the recipe's."""
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -587,14 +589,14 @@ def schedule_of(
 
 
 def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
-    """Returns the recipe's peak learning rate, or its base learning rate scaled to the batch."""
+    """Returns the recipe's peak learning rate, or the rate per sequence scaled to the batch."""
     if optim.learning_rate_per_sequence is not None:
         return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
     return optim.learning_rate
 
 
 def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
-    """Lists the problem of samples from a model that can't generate text."""
+    """Returns [problem] if samples are requested from a model that can't generate text, otherwise []."""
     if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
         return []
     model = build_meta_model(model_config)
@@ -618,7 +620,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
-    """Returns the settings required for continuing exactly: JSON values by dotted path."""
+    """Returns the settings that must stay the same for an exact continuation: JSON values by dotted path."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
@@ -644,6 +646,6 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings of KEPT, and the digests of the user's own code."""
+    """Returns the settings in KEPT, and the digests of the user's own code."""
     values = config.model_dump(mode="json", by_alias=True)
     return {path: setting(values, path) for path in KEPT} | LOADED_CODE

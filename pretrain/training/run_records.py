@@ -1,4 +1,4 @@
-"""Writes the record in a run's folder (config, model, data, environment) and announces its start, with warnings."""
+"""Writes the record in a run's folder (config, model, data, environment) and announces the start, with warnings."""
 
 import contextlib
 import dataclasses
@@ -46,20 +46,20 @@ SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
-"""Ratio of a given learning rate to auto's that causes a warning."""
+"""Ratio between a given learning rate and auto's above which there is a warning."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
-"""This ratio if the command line changes the optimizer but keeps the recipe's learning rate."""
+"""The same ratio, if the command line changes the optimizer but keeps the recipe's learning rate."""
 WASTE = 0.01
-"""Share of a model's parameters in rows of unused token IDs that causes a warning."""
+"""Share of a model's parameters in rows without a token ID above which there is a warning."""
 
 
 def announce(run: Run, peak_source: str) -> str:
-    """Writes the record, the banner, warnings and the first events, after model and optimizer are built.
+    """Writes the record, the banner, warnings and the first events, after the model and the optimizer are built.
+
+    Returns the ID of this start, which runs.py's commands refer to.
 
     Args:
         peak_source: source of `run.peak_flops`.
-
-    Returns the ID of this start, the target of runs.py's commands.
     """
     config = run.config
     plan = run.plan
@@ -100,7 +100,7 @@ def announce(run: Run, peak_source: str) -> str:
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
         facts["stage_starts"] = plan.batches.stage_starts
-    if plan.batches.origin is not None:  # the data now differ from config.yaml's
+    if plan.batches.origin is not None:  # the data now differs from config.yaml's
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
     log.write("start", step=step, **facts, energy=energy)
@@ -113,7 +113,7 @@ def announce(run: Run, peak_source: str) -> str:
 
 
 def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
-    """Writes these files of RECORD_FILES, without environment variables. Main rank only."""
+    """Writes the named files of RECORD_FILES, without environment variables. Main rank only."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
     packages = package_versions(RECORDED_PACKAGES)
     commit = commit_of(Path(__file__).parent)
@@ -131,7 +131,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
 
 
 def copy_extensions(config: RunConfig) -> None:
-    """Copies each version of the extensions once to RUN/extensions, under its hash."""
+    """Copies each version of the extensions once to RUN/extensions, with its hash in the name."""
     for file in map(Path, config.extensions):
         copy = config.output / "extensions" / f"{file.stem}-{digest_of([file])}.py"
         copy.parent.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def copy_extensions(config: RunConfig) -> None:
 
 
 def data_record(reader: ShardReader) -> dict:
-    """Returns a run's record of its shards' manifest, for its card and in case the shards are deleted."""
+    """Returns a run's record of a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
@@ -167,7 +167,7 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def commit_of(folder: Path) -> str | None:
     """Returns the code's commit, with '+changes' if the working tree differs; None outside a repository."""
-    if not IS_CHECKOUT:  # an environment may lie within another project's repository
+    if not IS_CHECKOUT:  # an environment may be inside another project's repository
         return None
     git = ["git", "-C", str(folder)]
     try:
@@ -179,7 +179,7 @@ def commit_of(folder: Path) -> str | None:
 
 
 def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """Describes the average of the weights, if any."""
+    """Describes the averaging of the weights, if any."""
     lengths = {
         "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
         "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
@@ -190,7 +190,7 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
-    """Describes changes between stages, and data read again at another length."""
+    """Describes changes between stages, and data that is read again at a different length."""
     rows = {}
     batches = plan.batches
     for number, stage in enumerate(plan.stages):
@@ -213,7 +213,7 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes the data dropped by best fit from each source; {} for other sampling."""
+    """Describes the tokens that best fit drops, repeats or crops, for each source; {} for other samplers."""
     rows = {}
     for (number, length), packing in batches.packings.items():
         dropped, repeated, cropped = packing.shares()
@@ -257,7 +257,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
-    """Returns the rows of the banner that do not depend on the data."""
+    """Returns the banner's rows that don't depend on the data."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision != "bf16"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
@@ -286,13 +286,13 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
 
 
 def in_rows(rows: dict[str, str]) -> str:
-    """Formats {name: value} as lines, with the values below each other."""
+    """Formats {name: value} as lines, with aligned values."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """Lists warnings of one or two sentences. Takes 0.2 s if bf16 is emulated.
+    """Lists warnings of one or two sentences each. Takes 0.2 s if bf16 is emulated.
 
     Args:
         overridden: dotted paths of the settings given on the command line.
@@ -309,7 +309,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
-    """Warns if the peak is far from auto's for this optimizer and size."""
+    """Returns a warning if the peak is far from auto's for this optimizer and size, or None."""
     optim = config.optim
     stated = plan.peak_learning_rate
     if optim.learning_rate == "auto":
@@ -333,7 +333,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 
 
 def benchmarks_without_steps(config: RunConfig) -> str | None:
-    """Warns about benchmarks without an interval, which never run."""
+    """Returns a warning about benchmarks that never run because they have no interval, or None."""
     benchmarks = config.benchmarks
     if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
@@ -341,7 +341,7 @@ def benchmarks_without_steps(config: RunConfig) -> str | None:
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
-    """Warns about sources in an object store without block hashes, prepared by an earlier version."""
+    """Lists warnings about sources in an object store that an earlier version prepared without block hashes."""
     remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
     return [
         f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
@@ -352,7 +352,10 @@ def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
 
 
 def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
-    """Warns if the model has many more rows than the data has token IDs, except padding and pretrained models."""
+    """Returns a warning if the model has many more rows than the data has token IDs, or None.
+
+    Padding and pretrained models don't count.
+    """
     ids = plan.batches.vocabulary_size
     rows = plan.model_config.vocab_size
     padded = padded_vocabulary(ids)

@@ -1,4 +1,4 @@
-"""Generates text with a loaded model, or with the model in training, under every strategy."""
+"""Generates text with a loaded model or with the model in training, under every strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: greedily, or sampled at `temperature` from the most likely."""
+    """Settings for choosing the next token: greedily, or sampled at `temperature` from the most likely tokens."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """Temperature of sampling. 0: greedy."""
+    """Sampling temperature; 0 for greedy."""
     top_k: int | None = None
-    """Number of most likely tokens to sample from. None: all."""
+    """Number of most likely tokens to sample from; None for all."""
     seed: int = 0
     top_p: float | None = None
     """Sample from the fewest tokens whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751)."""
@@ -30,9 +30,9 @@ class Sampling:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
 ) -> torch.Tensor:
-    """Returns token IDs (1, T) of the prompt as `pipeline("text-generation")` does. An empty one starts a document.
+    """Returns the prompt's token IDs (1, T), as in `pipeline("text-generation")`. An empty prompt starts a document.
 
-    Raises InputError if prompt and continuation together are longer than the model's positions.
+    Raises InputError if the prompt and the continuation don't fit the model's positions.
     """
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
@@ -89,10 +89,10 @@ def sample_texts(
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """Returns (prompt, prompt and continuation) for every prompt of the recipe on the main rank; [] on the others.
+    """Returns (prompt, prompt and continuation) for each of the recipe's prompts on the main rank; [] on other ranks.
 
-    A collective call. The main rank gathers a copy of the weights in CPU memory, tensor by tensor, because under most
-    strategies no rank could generate alone. It generates on the device if this already holds the whole model.
+    A collective call. With most strategies, no rank can generate on its own. The main rank therefore gathers a copy of
+    the weights in CPU memory, tensor by tensor. It generates on the device if the device already has the whole model.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}

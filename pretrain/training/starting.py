@@ -1,4 +1,4 @@
-"""Runs training with exclusive use of the run's folder, detects crash loops, and records how the run ended."""
+"""Runs training with exclusive use of the run's folder, detects crash loops, and records how the run ends."""
 
 import json
 import os
@@ -37,13 +37,13 @@ from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recor
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""Age of a lock after which its holder on another machine counts as dead. Live holders touch it every 2 s."""
+"""Age of a lock at which its holder on another machine counts as dead. Live holders touch it every 2 s."""
 ADVICE_SECONDS = 120.0
-"""Maximum time to compute numbers for the advice on memory. Without them, the advice only names pages."""
+"""Maximum time for computing numbers for the advice on memory. Without them, the advice only names pages."""
 
 
 class CrashLoopError(RunStoppedError):
-    """Raised if the run fails at the same point at every start."""
+    """Raised if the run fails at the same point after every start."""
 
     exit_code = EXIT_CRASH_LOOP
 
@@ -51,11 +51,11 @@ class CrashLoopError(RunStoppedError):
 def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
     """Calls `train` on all ranks and returns the exit status. Always records the end in metrics.jsonl.
 
-    Raises InputError on all ranks if another process trains in this folder, or if ranks have different settings.
+    Raises InputError on all ranks if another process trains in this folder, or if the ranks have different settings.
     """
     refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks), ExitStack() as held:
-        # The main rank reads for all, because on a network disk other ranks may still see an older file.
+        # The main rank reads for all ranks, because other ranks may still see an older file on a network disk.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
         try:  # before the log is opened, because the mirror may provide it
@@ -77,7 +77,7 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
         except (InputError, UnreachableError) as error:
             if not metrics.began:  # the error is on all ranks
                 raise
-            # Only this rank read the damaged shard, or lost the server, so only it can report the problem.
+            # Only this rank read the damaged shard or lost the server, so only it can report the problem.
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
@@ -101,8 +101,8 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
 def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
     """Raises InputError on all ranks if their settings differ.
 
-    The recipe may have been changed on one machine, or two launches may use the same address and port.
-    Paths of shards may differ between machines.
+    The recipe may have changed on one machine, or two launches may use the same address and port. The paths of shards
+    may differ between machines.
     """
     of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
     differing = []
@@ -123,7 +123,7 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
     existed = run.exists()
     with ExitStack() as held:
         if ranks.is_main and not existed:
-            held.callback(remove_if_empty, run)  # after the lock, which is released first
+            held.callback(remove_if_empty, run)  # runs after the lock is released
         problems = []
         if ranks.is_main:
             try:
@@ -139,16 +139,16 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes the folder of a run rejected before it began. The folder contains only empty files."""
+    """Removes the folder of a run that was rejected before it began. Such a folder has only empty files."""
     if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
         shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """Returns the exit code if a restart by the launcher should exit immediately; None to continue.
+    """Returns the exit code if a restart by the launcher should exit immediately, or None to continue.
 
-    torchrun restarts a group after any exit code, but a run that was preempted, stopped by its guard or by a user, or
-    caught in a crash loop must not continue.
+    torchrun restarts a group after any exit code. A run must not continue if it was preempted, stopped by its guard or
+    a user, or caught in a crash loop.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
@@ -158,7 +158,7 @@ def end_to_repeat(run: Path) -> int | None:
 
 def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     """Raises CrashLoopError on all ranks if all earlier starts from this `step` crashed without progress."""
-    # The main rank reads for all, because it will write this start's end there, which a slower rank could read.
+    # The main rank reads for all ranks, because it later writes this start's end, which a slower rank could read.
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
@@ -170,7 +170,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
     """Counts consecutive starts from `step` that crashed without progress. Returns (count, furthest step reached).
 
-    Progress is a checkpoint later than `step`, or a later step than in any earlier attempt.
+    Progress means a checkpoint later than `step`, or a later step than any earlier attempt reached.
     """
     crashes = 0
     furthest = step
@@ -184,7 +184,7 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 
 def starts_and_ends(run: Path) -> list[dict]:
-    """Returns the `start` and `end` events of a run, each start with the last step `reached` after it."""
+    """Returns a run's `start` and `end` events. Each start has the last step after it as `reached`."""
     found = []
     start = {}
     for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
@@ -199,14 +199,14 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tells if the device is out of memory. torch has no dedicated exception for CPUs."""
+    """Returns True if the device is out of memory. For CPUs, torch has no dedicated exception."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """Returns suggested changes, cheapest first, with the memory that each needs. The last one fits.
+    """Returns suggested changes, cheapest first, with the memory that each one needs. The last one fits.
 
-    The numbers come from a child process with the planner, which the trainer does not import.
+    The numbers come from a child process with the planner, which the trainer doesn't import.
     """
     page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
     facts = {
@@ -217,7 +217,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
-    # It computes on the CPU, because the device's memory is full.
+    # Computes on the CPU, because the device's memory is full.
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(

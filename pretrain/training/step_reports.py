@@ -1,7 +1,7 @@
 """Exchanges each step's loss, gradient norm and requests between ranks.
 
-Metrics move from the device to the CPU, and then between the ranks, while later steps run, so no step waits for its
-own. All ranks get the same reports at the same step, and make the same decisions without further communication.
+Metrics move from the device to the CPU and then between the ranks while later steps run, so no step waits for its own
+metrics. All ranks get the same reports at the same step, and make the same decisions without further communication.
 """
 
 import math
@@ -22,37 +22,37 @@ class StepReport:
     step: int
     """Steps taken, including this one."""
     loss: float
-    """Cross-entropy per token, mean over all tokens of the step, in nats."""
+    """Cross-entropy in nats per token, averaged over all tokens in the step."""
     grad_norm: float
     """Gradient norm of the whole model, before clipping."""
     skipped: bool
-    """True if the gradient was not finite, so the weights did not change."""
+    """True if the gradient wasn't finite, so that the weights didn't change."""
     request: Request
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """This rank's numbers, perhaps still in transfer from a GPU."""
+    """This rank's numbers, which a GPU may still be transferring."""
 
     step: int
     figures: torch.Tensor
-    """Loss, grad_norm, skipped, whether the loss counts: (4,) float32 on the CPU."""
+    """(4,) float32 on the CPU: loss, grad_norm, skipped, and 1 if the loss counts."""
     arrived: torch.cuda.Event | None
     request: int
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """All ranks' numbers, perhaps still in transfer between them."""
+    """All ranks' numbers, which may still be in transfer between ranks."""
 
     step: int
     answers: list[torch.Tensor]
-    """Numbers and request of each rank: (5,) float64 on the CPU."""
+    """(5,) float64 on the CPU for each rank: its numbers and request."""
     work: dist.Work | None
 
 
 class Consensus:
-    """Exchange of each step's metrics. All methods are collective."""
+    """Exchanges each step's metrics. All methods are collective."""
 
     def __init__(self, strategy: Strategy):
         self.ranks = strategy.ranks
@@ -63,10 +63,10 @@ class Consensus:
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
     ) -> list[StepReport]:
-        """Submits this rank's metrics of `step`, on the device. Returns the reports that have arrived.
+        """Submits this rank's metrics for `step`, on the device. Returns the reports that have arrived.
 
         All ranks get the same reports from the same call, because the number of pending reports depends only on the
-        device type, not on time.
+        device type, not on timing.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
@@ -82,7 +82,7 @@ class Consensus:
         return [self._receive() for _ in range(len(self._sent) - pending)]
 
     def agree(self, request: Request) -> Request:
-        """Returns the most urgent of all ranks' requests, immediately. A collective call, between steps."""
+        """Immediately returns the most urgent of all ranks' requests. A collective call, between steps."""
         if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))
@@ -117,7 +117,7 @@ class Consensus:
         return StepReport(
             step=sent.step,
             loss=sum(reported) / len(reported),
-            # With NaN, max() would return whichever comes first.
+            # With NaN, max() would return the argument that comes first.
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),
             skipped=any(skipped),
             request=Request(int(max(requests))),

@@ -1,4 +1,4 @@
-"""Starts the run and each of its steps. After a step, all ranks agree on its metrics, findings and requests."""
+"""Starts the run and each of its steps. After a step, all ranks agree on the metrics, findings and requests."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
 ANSWERED = (Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
-"""Requests from runs.py or the clock, which get an answer."""
+"""Requests from runs.py or the clock, which are answered."""
 
 
 class ReplicasDifferError(RunStoppedError):
@@ -48,7 +48,7 @@ class WorkInterruptedError(Exception):
 
 
 def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
-    """Announces the run, and creates the objects for the steps and the work between them. A collective call."""
+    """Announces the run, and creates the objects for the steps and for the work between them. A collective call."""
     config = run.config
     device = run.strategy.device
     run.validation_readers = validation_readers
@@ -72,7 +72,7 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         run.benchmarks = Benchmarks(config.output, benchmarks, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
-    elif evaluates or (config.output / EVALUATIONS).exists():  # there may be leftovers of a crash to remove
+    elif evaluates or (config.output / EVALUATIONS).exists():  # a crash may have left folders to remove
         from pretrain.training.background_jobs import Evaluations
 
         run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
@@ -85,14 +85,14 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.speed_guard = SpeedGuard(config.guard.throughput_drop)
     run.live = LiveFigures()
     run.logged_step = run.state.step
-    run.watch.start()  # from here on a signal is a request, handled after the step
+    run.watch.start()  # from here on, a signal is a request, handled after the step
 
 
 def watch_over(run: Run, start_id: str) -> None:
-    """Creates the guard, the control of commands, and the watch for signals and hangs. A collective call.
+    """Creates the guard, the control for commands, and the watch for signals and hangs. A collective call.
 
     Args:
-        start_id: ID of this start of the run, the target of runs.py's commands.
+        start_id: ID of this start of the run, which runs.py's commands refer to.
     """
     ranks = run.strategy.ranks
     output = run.config.output
@@ -115,13 +115,13 @@ def watch_over(run: Run, start_id: str) -> None:
 
 
 def new_guard(run: Run) -> StepGuard:
-    """Creates a guard with the checkpoint's guard state."""
+    """Creates a guard with the state in the checkpoint, if any."""
     memory = run.saved.contents["guard"] if run.saved else None
     return StepGuard(run.config.guard, memory, scales_loss=run.whole_plan.precision == "fp16")
 
 
 def pid_namespace() -> str | None:
-    """Names the namespace of process IDs, because containers with the same host name may have separate ones."""
+    """Names the namespace of process IDs, because containers with the same host name may have separate namespaces."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
@@ -130,7 +130,7 @@ def pid_namespace() -> str | None:
 def begin_step(run: Run) -> int:
     """Returns the number of the step, from 0. If a stage begins here, changes the model."""
     if run.steps_begun == 1:
-        # Objects alive after the first step usually live as long as the run, so later collections skip them.
+        # Objects that are alive after the first step usually live as long as the run. Later collections skip them.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
@@ -152,7 +152,7 @@ def _take_positions(run: Run) -> None:
 
 
 def _enter_stage(run: Run) -> None:
-    """Gives the model the stage's windows and positions."""
+    """Switches the model to the stage's windows and positions."""
     stage = run.stage
     length = stage.window.sequence_length
     _take_positions(run)
@@ -175,9 +175,9 @@ def _enter_stage(run: Run) -> None:
 
 
 def count_step(run: Run) -> None:
-    """Counts the step after its update, and adds its weights to the average if due.
+    """Counts the step after its update. If due, adds the weights to the average.
 
-    Raises UntrainedError on all ranks, only after the first step.
+    After the first step, raises UntrainedError on all ranks if parameters got no gradient.
     """
     if run.steps_begun == 1:
         of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
@@ -187,7 +187,7 @@ def count_step(run: Run) -> None:
     settings = run.config.averaging
     state.step += 1
     state.tokens = run.plan.tokens_before(state.step)
-    state.validation_loss = None  # measured with the weights of an earlier step
+    state.validation_loss = None  # was measured with an earlier step's weights
     if settings.kind == "none" or state.step % settings.every_steps:
         return
     state.average, share = average_after_step(settings, state.average, state.step, run.plan.total_steps)
@@ -200,12 +200,12 @@ def count_step(run: Run) -> None:
 def after_step(
     run: Run, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, *, settle: bool
 ) -> tuple[list[StepReport], Finding | None]:
-    """Submits this rank's metrics of the step, on the device. Returns all ranks' reports and decision.
+    """Submits this rank's metrics for the step, on the device. Returns all ranks' reports and decision.
 
     settle: wait for this step's own metrics.
 
-    Returns (reports that have arrived, the finding that prevents continuing as planned, if any), both identical on all
-    ranks.
+    Returns (reports that have arrived, the finding, if any, that prevents the run from continuing as planned). Both
+    are identical on all ranks.
     """
     step = run.state.step
     run.watch.beat(step)
@@ -220,7 +220,7 @@ def after_step(
 
 
 def _judge(run: Run, report: StepReport) -> Finding | None:
-    """Records a step. Returns the finding that prevents continuing as planned, if any."""
+    """Records a step. Returns the finding, if any, that prevents the run from continuing as planned."""
     run.request = max(run.request, report.request)
     if report.skipped:
         run.state.skipped_steps += 1
@@ -236,7 +236,7 @@ def _judge(run: Run, report: StepReport) -> Finding | None:
 
 
 def rank_request(run: Run) -> Request:
-    """Returns this rank's request: a command only once, a signal at every call."""
+    """Returns this rank's request. Returns a command only once, and a signal in every call."""
     asked = run.watch.request
     if not run.strategy.ranks.is_main:  # only the main rank has control files and a clock; it informs the others
         return asked
@@ -259,7 +259,7 @@ def poll_requests(run: Run) -> None:
 
 
 def poll_or_interrupt(run: Run) -> None:
-    """Raises WorkInterruptedError on all ranks at the same call if the run is stopping."""
+    """Raises WorkInterruptedError on all ranks in the same call if the run is stopping."""
     poll_requests(run)
     if run.ends:
         raise WorkInterruptedError
@@ -269,7 +269,7 @@ def poll_or_interrupt(run: Run) -> None:
 def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
     """Pauses training for work that is abandoned, with its results, if the run is stopping.
 
-    Yields a function that all ranks must call at the same points of the work.
+    Yields a function that all ranks must call at the same points in the work.
     """
     with run.pausing(work):
         try:
@@ -279,7 +279,7 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
 
 
 def answer(run: Run) -> None:
-    """Clears the request. If a command was carried out, answers it."""
+    """Clears the request, and answers it if a command was carried out."""
     if run.request == Request.ANNEAL and run.state.anneal_from is None:
         return  # the request arrived after the loop's check, so the next step handles it
     done = run.request != Request.SAVE or run.is_saved
@@ -293,7 +293,7 @@ def answer(run: Run) -> None:
 
 
 def steps_of_decay(run: Run) -> float:
-    """Counts the steps of a final decay that begins now."""
+    """Counts the steps in a final decay that begins now."""
     return min(run.plan.total_steps - run.state.step, run.config.optim.decay_fraction * run.state.step)
 
 

@@ -1,7 +1,7 @@
 """Sends metrics to one or more trackers such as wandb, through accelerate's classes.
 
-Loaded only if the recipe names a tracker. After a restart, each tracker continues its curve. A lost network or server
-causes a warning but never ends the run.
+This module is loaded only if the recipe names a tracker. After a restart, each tracker continues its curve. A lost
+network or server causes a warning but never ends the run.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ PROJECT_VARIABLES = {
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "wandb": "WANDB_PROJECT",
 }
-"""Environment variables for the project if the recipe has none. WANDB_PROJECT is the fallback."""
+"""Environment variables with the project, used if the recipe has none. WANDB_PROJECT is the fallback."""
 SETTING_NAMES: dict[str, dict[str, str]] = {
     "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
     "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
@@ -37,9 +37,10 @@ SETTING_NAMES: dict[str, dict[str, str]] = {
     "trackio": {"project": "run_name", "name": "name", "group": "group"},
     "wandb": {"project": "run_name", "entity": "entity", "name": "name", "tags": "tags", "group": "group", "id": "id"},
 }  # fmt: skip
-"""{tracker: {setting of `tracking`, or the run's ID: its name in accelerate's class}}.
+"""{tracker: {setting of `tracking`, or id (the run's ID): the argument's name in accelerate's class}}.
 
-Most classes call the project `run_name`."""
+Most classes call the project `run_name`.
+"""
 IDS: dict[str, Callable[[Any], str]] = {
     "aim": lambda tracker: tracker.writer.hash,
     "clearml": lambda tracker: tracker.task.id,
@@ -48,11 +49,11 @@ IDS: dict[str, Callable[[Any], str]] = {
     "swanlab": lambda tracker: tracker.run.id,
     "wandb": lambda tracker: tracker.run.id,
 }
-"""{tracker: function that reads that ID from a started tracker}."""
+"""{tracker: function that reads the run's ID from a started tracker}."""
 
 
 def tracker_problems(names: list[str]) -> list[str]:
-    """Lists unknown trackers, and trackers without their package."""
+    """Lists unknown trackers, and trackers whose package isn't installed."""
     if not names:
         return []
     known = _classes()
@@ -66,7 +67,7 @@ def tracker_problems(names: list[str]) -> list[str]:
 
 
 def _classes() -> dict[str, type]:
-    """Returns {name: class} of accelerate's trackers, including registered extensions."""
+    """Returns {name: class} of accelerate's trackers and of registered extensions."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS | dict(TRACKERS)
@@ -76,11 +77,11 @@ class Trackers:
     """A run's trackers. Some may have failed.
 
     Args:
-        run: the run's folder. Its name is the default name of the run.
-        config: the whole config, sent to each tracker; it contains no secrets.
+        run: the run's folder. By default, the trackers show its name.
+        config: the whole config, sent to each tracker. It contains no secrets.
         warn: called with a message when a tracker fails and is switched off.
         facts: sent with the config, as `run.NAME`.
-        is_late: True if the run has ended, so its config was already sent.
+        is_late: True if the run has ended, so that its config was already sent.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Trackers:
                     warn(f"the tracker {name} rejected the settings: {type(error).__name__}: {error}")
 
     def _start(self, name: str, run: Path, tracking: Tracking) -> None:
-        """Starts or continues one tracker, and records its project and ID."""
+        """Starts or continues a tracker, and records its project and ID."""
         path = run / ".trackers.json"
         recorded = read_json(path)
         before = recorded.get(name, {})
@@ -122,7 +123,7 @@ class Trackers:
         path.write_text(json.dumps(recorded), encoding="utf-8")
 
     def log_event(self, event: str, values: dict[str, Any]) -> None:
-        """Sends an event's numbers, as 'validation/loss/SOURCE'."""
+        """Sends an event's numbers, with names such as 'validation/loss/SOURCE'."""
         source = f"/{values['source']}" if "source" in values else ""
         numbers = {
             f"{event}/{name}{source}": value
@@ -132,7 +133,7 @@ class Trackers:
         self.log(numbers, step=values["step"])
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        """Sends the same numbers to all trackers."""
+        """Sends the numbers to all trackers."""
         for name in list(self._running):
             self._call(name, self._running[name].log, numbers, step=step)
 
@@ -149,19 +150,19 @@ class Trackers:
 
 
 def project_of_environment(name: str) -> str:
-    """Returns the environment's project for this tracker, or the default."""
+    """Returns this tracker's project from the environment, or the default."""
     variables = (PROJECT_VARIABLES.get(name, ""), "WANDB_PROJECT")
     return next((value for variable in variables if (value := os.environ.get(variable))), DEFAULT_PROJECT)
 
 
 def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_id: str | None) -> Any:
-    """Returns accelerate's tracker of this name with its supported settings, not yet started.
+    """Returns accelerate's tracker of this name with the settings that it supports, not yet started.
 
     Args:
-        known_id: ID of the run to continue. None: start a new one.
+        known_id: ID of the run to continue; None to start a new one.
     """
     made = _classes()[name]
-    if name not in SETTING_NAMES:  # a user's own tracker, called as accelerate does
+    if name not in SETTING_NAMES:  # a user's own tracker, called as in accelerate
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {
         "project": project,
@@ -176,7 +177,7 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "aim":
             words["logging_dir"] = "."
         case "clearml":
-            # 0: steps keep their numbers after a restart. The framework hooks are off because they would upload
+            # 0 makes steps keep their numbers after a restart. The framework hooks are off because they would upload
             # checkpoints.
             words |= {"continue_last_task": 0} if known_id else {"reuse_last_task_id": False}
             words["auto_connect_frameworks"] = False
@@ -197,12 +198,12 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "trackio":
             words["resume"] = "allow"
         case "wandb":
-            # The limits suppress the final list of all curves on the console; the log has their numbers.
+            # The limits suppress the list of all curves at the end of the console output. The log has the numbers.
             brief = {"max_end_of_run_history_metrics": 0, "max_end_of_run_summary_metrics": 0}
             words |= {"dir": str(run), "resume": "allow", "settings": brief}
     return made(**words)
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
-    """Flattens settings as `leaves` does. Turns None into text and drops empty lists, for trackers without them."""
+    """Flattens settings like `leaves`. Turns None into text and drops empty lists, because some trackers lack them."""
     return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

@@ -32,36 +32,38 @@ SIGNALS = {
 }
 END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
-"""Maximum distance of signals that count as one. Ctrl-C arrives both from the terminal and from the launcher."""
+"""Maximum time between signals that count as one. Ctrl-C arrives both from the terminal and from the launcher."""
 HEARTBEAT_SECONDS = 2.0
-"""Seconds between heartbeats of rank 0."""
+"""Seconds between rank 0's heartbeats."""
 HEARTBEAT_SECONDS_OF_OTHERS = 10.0
-"""Seconds between heartbeats of other ranks."""
+"""Seconds between the other ranks' heartbeats."""
 ORPHAN_SECONDS = 3.0
-"""Time for a launcher to stop the other processes after one died."""
+"""Time for the launcher to stop the other processes after one has died."""
 REPORT_SECONDS = 3.0
-"""Time limit at the end, for trackers without a network and unread terminals."""
+"""Time limit for final messages, for trackers without a network and blocked terminals."""
 OWN_PAUSE_SECONDS = 5.0
-"""Delay of the watch (or half a step's timeout, if shorter) that indicates a suspended process: Ctrl-Z, or a machine
-in standby."""
+"""Delay of the watch thread that indicates a suspended process: Ctrl-Z, or a machine in standby.
+
+If half a step's timeout is shorter, that applies.
+"""
 END_REASON_FILE = "heartbeats/last-word.json"
-"""File with the reason of a rank that ended alone."""
+"""File with the reason why a rank ended by itself."""
 LAUNCHER = os.getppid()
 """Parent process at import time, long before training, because a launcher may die while its processes load."""
 
 
 class Watch:
-    """Monitors one rank from `start` to `close`.
+    """Monitors a rank from `start` to `close`.
 
     Args:
         run: the run's folder, for heartbeats and stacks.
         rank: this process's rank. Rank 0 writes heartbeats more often.
         neighbors: process IDs of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: maximum time between two beats (every micro-step beats); the
-            latter applies until the first step is done.
+        step_timeout_seconds, first_step_timeout_seconds: maximum time between two beats (every micro-step beats). The
+            second one applies until the first step is done.
         held: a file to touch as a sign of life: the run's lock.
-        on_end: called with reason and exit status, for a few seconds at most, before a hang, a dead neighbor or a
-            second signal ends this process.
+        on_end: called with the reason and exit status before a hang, a dead neighbor or a second signal ends this
+            process. Gets a few seconds at most.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Watch:
         self.held = held
         self.on_end = on_end
         self.request = Request.NONE
-        """Most urgent request from signals so far."""
+        """Most urgent of the requests from signals so far."""
         self.step = 0
         self._timeout = self.first_step_timeout_seconds = first_step_timeout_seconds
         self._last_beat = time.monotonic()
@@ -97,7 +99,7 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts watching, from the main thread. From now on a signal is a request, and silence is a hang."""
+        """Starts watching, in the main thread. From now on, a signal is a request, and silence counts as a hang."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # respects nohup
@@ -107,14 +109,14 @@ class Watch:
         self._thread.start()
 
     def beat(self, step: int | None = None) -> None:
-        """Reports that the loop is alive, with the number of steps after each step."""
+        """Reports that the loop is alive. After each step, `step` is the number of steps."""
         if step is not None:
             self.step = step
             self._timeout = self.step_timeout_seconds
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
-        """Allows the next step as much time as the first, because it compiles other shapes."""
+        """Allows the next step as much time as the first, because it compiles for different shapes."""
         self._timeout = self.first_step_timeout_seconds
         self.beat()
 
@@ -153,7 +155,7 @@ class Watch:
                 self._end_hang()
 
     def _exclude_suspension(self, seconds: float) -> None:
-        """Excludes a suspension of this process, which isn't a hang."""
+        """Excludes the time during which this process was suspended, which isn't a hang."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbor_died is not None:
@@ -187,7 +189,7 @@ class Watch:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             hint = ""
-            if self.request == Request.INTERRUPT:  # accelerate launch with one process does not wait for it
+            if self.request == Request.INTERRUPT:  # with one process, accelerate launch doesn't wait for it
                 hint = "; python -m pretrain.launch waits for the run"
             self.request = max(self.request, Request.PREEMPT)
             self._say(f"launcher exited; saving and stopping{hint}")
@@ -201,7 +203,7 @@ class Watch:
                 of_death = f"process {', '.join(map(str, dead))} of this run has died"
                 self._end(*(recorded_end_reason(self.run) or (of_death, CRASHED)))
             return
-        # A suspended neighbor is detected even while this loop waits for a disk and still beats.
+        # Detects a suspended neighbor even while this loop waits for a disk and still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         if stopped and now - min(self._stopped_since.values()) > self._timeout:
@@ -218,7 +220,7 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             reason += f", which could not be written ({error})"
-        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # other ranks write their stacks before any exits
+        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # other ranks write their stacks before any of them exits
         for pid in self.neighbors:
             if process_state(pid) == "T":  # a stopped process only reacts to SIGKILL
                 with suppress(OSError):
@@ -244,7 +246,7 @@ class Watch:
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # stderr may be closed; the watch continues
-            # Another process may have drawn its live line there.
+            # Another process may have drawn its live line here.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
@@ -256,7 +258,7 @@ def record_end_reason(run: Path, reason: str, code: int) -> None:
 
 
 def recorded_end_reason(run: Path) -> tuple[str, int] | None:
-    """Returns a rank's recorded reason and exit status since the start of the run, or None."""
+    """Returns the reason and exit status that a rank has recorded since the start of the run, or None."""
     with suppress(OSError, ValueError):
         reason, code = json.loads((run / END_REASON_FILE).read_bytes())
         return reason, code

@@ -1,6 +1,6 @@
 """Evaluates models for evaluate.py, from a model's address to a table of results (docs/evaluate.md).
 
-It never trains.
+This package never trains.
 
     evaluate: one or many models
     shard_loss: loss on prepared shards

@@ -21,7 +21,7 @@ from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, qu
 Pair = tuple[list[int], list[int]]
 """Token IDs of (question, answer)."""
 Answer = tuple[list[int], int, int, int]
-"""(token IDs of question and answer; numbers of tokens, characters and bytes in the answer)"""
+"""(token IDs of question and answer, number of tokens in the answer, number of characters, number of bytes)."""
 
 
 def encoder(folder: Path) -> Any:
@@ -57,7 +57,7 @@ def encoder(folder: Path) -> Any:
 
 
 def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, limit: float | None) -> Requests:
-    """Builds the requests. Raises InputError for tasks not scored by the likelihood of one correct answer."""
+    """Builds the requests. Raises InputError for tasks that aren't scored by the likelihood of one correct answer."""
     from lm_eval import simple_evaluate
 
     selected = select_tasks(names, include_path)
@@ -79,7 +79,7 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
         ranges[name] = (first, len(right))
         given = {key.removesuffix(",none") for key in results["results"].get(name, {})}
         measures = tuple(m for m in MEASURES if m in given or m == "bits_per_byte")
-        if task.OUTPUT_TYPE == "loglikelihood":  # its acc tests if each token is the most likely one
+        if task.OUTPUT_TYPE == "loglikelihood":  # acc in this task tests if each token is the most likely one
             measures = ("bits_per_byte",)
         is_part = name in parts and name not in names
         tasks.append(Task(name, measures, (ranges[name],), results["n-shot"].get(name), is_part))
@@ -100,9 +100,9 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
 
 
 def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int, list[Answer]]]:
-    """Lists (number of the correct answer, all answers) for each question of a task.
+    """Lists (number of the correct answer, all answers) for each of a task's questions.
 
-    Raises InputError for a task not scored by the likelihood of one correct answer.
+    Raises InputError for a task that isn't scored by the likelihood of one correct answer.
     """
     found = []
     for right, instances in questions_of(task):

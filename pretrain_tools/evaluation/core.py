@@ -26,7 +26,7 @@ FIELDS = {
 """{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the number
 of the correct choice."""
 ITEMS_AT_ONCE = 2000
-"""Number of items with tokens in memory."""
+"""Number of items whose tokens are in memory together."""
 
 Item = dict[str, Any]
 
@@ -132,7 +132,7 @@ def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[
         found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
     else:
         start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
-        # tokens[0] is the context alone. It is not scored, but shows where the answer begins.
+        # tokens[0] is only the context. It isn't scored, but shows where the answer begins.
         found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
     return [_cropped(ids, start, model.max_length, task) for ids, start in found]
 

@@ -62,11 +62,11 @@ class Job:
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
     """Runs evaluate.py's command line. Returns the results, which are the same on all ranks, and the strategy.
 
-    Raises one InputError with all problems before it measures anything.
+    Raises InputError listing all problems before it measures anything.
     """
     jobs, tasks = find_everything(arguments)
-    # Not earlier: a wrong flag must fail before all processes start.
-    strategy = evaluation_strategy()  # precision is each model's own; see measure_shards
+    # Not earlier, because a wrong flag must fail before all processes start.
+    strategy = evaluation_strategy()  # each model has its own precision; see measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
@@ -111,13 +111,13 @@ def track(evaluation: ModelResults) -> None:
         return
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
     last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
-    # Log at the run's last step, because wandb rejects earlier ones. `evaluation/step` is the evaluated step.
+    # Log at the run's last step, because wandb rejects earlier steps. `evaluation/step` is the evaluated step.
     trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
     trackers.finish()
 
 
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
-    """Finds models, shards and tasks. Raises one InputError with all problems."""
+    """Finds models, shards and tasks. Raises InputError listing all problems."""
     problems = Problems(output_problems("--output", arguments.output))
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     if arguments.weights == "average":
@@ -130,7 +130,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Load tasks last, and only if nothing else is wrong: this takes seconds and may download.
+    # Load tasks last and only if nothing else is wrong, because this takes seconds and may download files.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
@@ -226,7 +226,7 @@ def measure_loss(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
         )
     for name in arguments.tasks:
-        if name in TASKS:  # every process runs the whole task, so the result does not depend on their number
+        if name in TASKS:  # every process runs the whole task, so the result doesn't depend on their number
             result.tasks.append(own_score(name, model.to(strategy.device), job.tokenizer))
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
@@ -235,7 +235,7 @@ def measure_loss(
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
-    """Scores the model with an extension's task. Raises InputError if the task does not return numbers."""
+    """Scores the model with an extension's task. Raises InputError if the task doesn't return numbers."""
     evaluation = TASKS[name]
     with torch.no_grad():
         measures = evaluation(model, tokenizer)
@@ -246,7 +246,7 @@ def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Returns the sampling settings. Temperature 0 is greedy decoding, under which small models repeat themselves."""
+    """Returns the sampling settings. Temperature 0 is greedy decoding, with which small models repeat themselves."""
     if not arguments.temperature:
         return Sampling(arguments.max_new_tokens, seed=arguments.seed)
     top_k = 50 if arguments.top_k is None else arguments.top_k or None

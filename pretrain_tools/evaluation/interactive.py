@@ -1,7 +1,7 @@
-"""Continues text typed at a prompt. A base model completes text; it does not answer questions.
+"""Continues text typed at a prompt. A base model completes text but doesn't answer questions.
 
 A line that begins with a colon is a command (`:help`). Text appears as it is generated. Ctrl-C stops the text, and
-Ctrl-D ends the session. If standard input is not a terminal, the model continues each of its lines.
+Ctrl-D ends the session. If standard input isn't a terminal, the model continues each of its lines.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Session:
 
     def generate(self, text: str) -> None:
         """Prints `text` and its continuation token by token, until Ctrl-C."""
-        # Keep only the newest tokens: a text may exceed the model's positions.
+        # Keep only the newest tokens, because a text may exceed the model's positions.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
@@ -80,7 +80,7 @@ class Session:
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
         with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
-            # Fork and seed the random state: loading a model must not change the next sample.
+            # Fork and seed the random state, because loading a model must not change the next sample.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
@@ -125,7 +125,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """Runs a session until `:quit` or the end of the input. `first` is an optional first beginning."""
+    """Runs a session until `:quit` or the end of the input. `first` is optional text to continue first."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)

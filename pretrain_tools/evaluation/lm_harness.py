@@ -1,7 +1,8 @@
-"""Runs lm-evaluation-harness on a model folder. The scores equal the `lm_eval` command's on any number of processes.
+"""Runs lm-evaluation-harness on a model folder. With any number of processes, the scores equal the `lm_eval`
+command's.
 
-With several processes, the harness itself draws different few-shot examples and sums in a different order. Here every
-process builds all requests, answers its share, and receives all answers, so the scores do not depend on the number of
+With several processes, the harness itself draws different few-shot examples and sums in a different order. Here, every
+process builds all requests, answers its share, and receives all answers, so the scores don't depend on the number of
 processes.
 """
 
@@ -44,11 +45,11 @@ class TaskSelection:
 
     names: list[str]
     core: list[BundleTask]
-    """Tasks from a bundle, which the harness lacks."""
+    """Tasks from a bundle, which aren't in the harness."""
     loaded: list[Any] = field(default_factory=list, repr=False)
     """lm_eval Task and Group objects."""
     manager: Any = None
-    """Their lm_eval TaskManager."""
+    """The TaskManager (lm_eval) of these objects."""
     tasks: dict[str, Any] = field(default_factory=dict, repr=False)
     """{name: Task} for all loaded tasks, including tasks in groups."""
     groups: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -76,7 +77,7 @@ def evaluate_package_importable() -> Iterator[None]:
 @contextlib.contextmanager
 def only_main_prints(is_main: bool) -> Iterator[None]:
     """Silences all ranks except the main one. The harness would print on every rank."""
-    # Every rank is rank 0 to the harness (see SharedModel.answer_alone), and its progress bars cannot be turned off.
+    # To the harness, every rank is rank 0 (see SharedModel.answer_alone), and its progress bars can't be turned off.
     with contextlib.ExitStack() as silenced:
         if not is_main:
             silenced.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -87,9 +88,12 @@ def only_main_prints(is_main: bool) -> Iterator[None]:
 def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle: Path | None = None) -> TaskSelection:
     """Finds tasks by name and loads the harness's data.
 
-    names: tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files, bundle tasks (core, core/LABEL).
-    Raises one InputError with all unknown names, tasks without loadable data, and tasks that would run code written by
-    the model.
+    Raises InputError listing all unknown names, tasks whose data can't be loaded, and tasks that would run code
+    written by the model.
+
+    Args:
+        names: tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files, bundle tasks (core,
+            core/LABEL).
     """
     if problems := task_problems(names, include_path, eval_bundle, TASK_FLAGS):
         raise InputError(*problems)
@@ -151,12 +155,13 @@ def score_tasks(
     precision: str = "auto",
     trust_remote_code: bool = False,
 ) -> list[TaskScore]:
-    """Scores a model folder. A collective call of all ranks; each returns all scores.
+    """Scores a model folder. A collective call of all ranks. Each rank returns all scores.
 
     Args:
-        few_shots: examples in the prompt; None: the task's own number.
+        few_shots: number of examples in the prompt; None for the task's own number.
         limit: documents per task, or a fraction below 1; for quick tests.
-        batch_size: sequences per forward pass, "auto" (the largest that fits) or None: auto on a GPU, 1 on a CPU.
+        batch_size: sequences per forward pass, "auto" (the largest that fits), or None for auto on a GPU and 1 on a
+            CPU.
         precision: dtype of the weights: auto (as saved), bf16, fp16 or fp32.
     """
     from lm_eval import simple_evaluate
@@ -174,7 +179,7 @@ def score_tasks(
             # Pickles can run code when they are loaded.
             use_safetensors=True,
         )
-        # Not earlier: creating the model needs this process's real rank.
+        # Not earlier, because creating the model needs this process's real rank.
         model.answer_alone()
         if tasks.loaded:
             results = simple_evaluate(
@@ -202,19 +207,21 @@ def _shared_model(strategy: Strategy) -> type:
 
     class SharedModel(HFLM):
         def answer_alone(self) -> None:
-            """Presents one process to the harness, which then builds all requests in the same order on every rank."""
+            """Makes the harness see only one process, so that every rank builds all requests in the same order."""
             # HFLM has no public setting for this.
             self._rank = 0
             self._world_size = 1
 
     def shared(method: Callable) -> Callable:
         def answer(model: SharedModel, requests: list, disable_tqdm: bool = False) -> list:
-            # Assign requests by document: its choices share a context, which the harness computes once.
+            # Assign requests by document, because a document's choices share a context, which the harness computes
+            # once.
             owners = [request.doc_id % strategy.ranks.count for request in requests]
             mine = [request for request, owner in zip(requests, owners, strict=True) if owner == strategy.ranks.rank]
             answers = method(model, mine, disable_tqdm) if mine else []
             parts = [iter(part) for part in strategy.ranks.gather(list(answers))]
-            # Each rank answered its requests in order, so a request's answer is the next one of its owner.
+            # Each rank answered its requests in order, so a request's answer is the next one from the rank that owns
+            # it.
             return [next(parts[owner]) for owner in owners]
 
         return answer
@@ -273,8 +280,9 @@ def _bits_per_byte(tasks: TaskSelection) -> dict[str, list[float]]:
 def bits_of_right_answers(task: Any) -> list[float]:
     """Computes -log2 p(correct answer | question) / UTF-8 bytes of the answer, including the space before it.
 
-    Reads the likelihoods from the harness's last run. Returns one value per document, or [] for other kinds of tasks
-    and tasks with several correct answers. As in OLMo-in-loop-evals (src/olmo_eval/metrics.py, bpb).
+    Reads the likelihoods from the harness's last run. Returns one value per document. Returns [] for other kinds of
+    tasks and for tasks with several correct answers. The formula is that of OLMo-in-loop-evals
+    (src/olmo_eval/metrics.py, bpb).
     """
     bits = []
     for right, instances in questions_of(task):
@@ -287,9 +295,9 @@ def bits_of_right_answers(task: Any) -> list[float]:
 
 
 def questions_of(task: Any) -> list[tuple[int, list[Any]]]:
-    """Lists (number of the correct answer, requests) for each question of a task.
+    """Lists (number of the correct answer, requests) for each of a task's questions.
 
-    Returns [] for other kinds of tasks and tasks with several correct answers.
+    Returns [] for other kinds of tasks and for tasks with several correct answers.
     """
     if task.OUTPUT_TYPE not in ("loglikelihood", "multiple_choice") or callable(task.config.process_results):
         return []

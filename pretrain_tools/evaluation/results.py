@@ -22,11 +22,11 @@ SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Scores of one task or group."""
+    """Scores for one task or group."""
 
     task: str
     measures: dict[str, float | None]
-    """{the harness's name: value}, such as acc and acc_stderr, or exact_match,strict-match and its _stderr."""
+    """{name in the harness: value}, such as acc and acc_stderr, or exact_match,strict-match and its _stderr."""
     few_shots: int | None
     samples: int | None
     version: str | None
@@ -35,13 +35,13 @@ class TaskScore:
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
-    """Computes {name: mean, name_stderr: standard error}, as the harness does. The error of one value is None."""
+    """Computes {name: mean, name_stderr: standard error} like the harness. The error of a single value is None."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {name: statistics.fmean(values), f"{name}_stderr": error}
 
 
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
-    """Computes the unweighted mean over tasks and its standard error, which assumes that tasks share no items."""
+    """Computes the unweighted mean over tasks and its standard error, assuming that tasks share no items."""
     errors = [score.measures[f"{measure}_stderr"] for score in scores]
     error = None if None in errors else math.hypot(*errors) / len(scores)
     return {name: statistics.fmean(score.measures[measure] for score in scores), f"{name}_stderr": error}
@@ -49,7 +49,7 @@ def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str,
 
 @dataclass
 class ModelResults:
-    """All measurements of one model."""
+    """All measurements for one model."""
 
     address: ModelAddress
     parameters: int
@@ -58,12 +58,12 @@ class ModelResults:
     source_settings: dict[str, Any] | None = None
     tasks: list[TaskScore] = field(default_factory=list)
     limit: float | None = None
-    """Documents per task. None: all."""
+    """Number of documents per task; None for all."""
     sample: str | None = None
     seconds: float = 0.0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns an event for metrics.jsonl per source and task."""
+        """Returns an event for metrics.jsonl for each source and task."""
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
         now = {"time": round(time.time(), 3)}
@@ -111,19 +111,19 @@ class ModelResults:
 def append_to_run(evaluation: ModelResults) -> None:
     """Appends the events to metrics.jsonl if the model belongs to a run.
 
-    Skips scores of averaged weights, because the run's curve shows the raw weights.
+    Skips averaged weights' scores, because the run's curve shows the raw weights.
     """
     run = evaluation.address.run
     if run is None or evaluation.address.weights != "raw":
         return
     try:
         append_events(run, map(finite, evaluation.lines()))
-    except OSError as error:  # a full disk must not lose hours of evaluation: the table comes later
+    except OSError as error:  # a full disk must not lose hours of evaluation; the table comes later
         print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns a problem if a file cannot be written, else []. Call it before hours of evaluation."""
+    """Returns [problem] if a file can't be written, otherwise []. Call it before hours of evaluation."""
     if path is None:
         return []
     if path.is_dir():
@@ -136,7 +136,7 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Writes the results so far. Readers never see half a file."""
+    """Writes the results so far, atomically."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,

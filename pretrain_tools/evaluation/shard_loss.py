@@ -35,13 +35,13 @@ class ShardSettings:
 
     window: WindowSpec
     precision: str
-    """Arithmetic over fp32 weights: fp32, bf16 or fp16."""
+    """Precision of arithmetic with fp32 weights: fp32, bf16 or fp16."""
     attention: str
     """The model's attn_implementation; see pretrain/model/attention.py."""
     loss_backend: str
     sequences_per_micro_batch: int
     sequences: int | None
-    """Sequences per source; None: all."""
+    """Number of sequences per source; None for all."""
 
 
 class CheckedReader(ShardReader):
@@ -58,9 +58,9 @@ class CheckedReader(ShardReader):
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
-    """Returns settings from the command line, else from the model's run, else the defaults.
+    """Returns settings from the command line, otherwise from the model's run, otherwise the defaults.
 
-    Raises InputError if the run's config.yaml cannot be read, or if sequences are longer than the model's positions.
+    Raises InputError if the run's config.yaml is unreadable, or if sequences are longer than the model's positions.
     """
     run = run_config_of(address)
     positions = getattr(config, "max_position_embeddings", None)
@@ -96,9 +96,10 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
 def _attention(
     config: PreTrainedConfig, requested: str, precision: str, length: int, document_mask: bool | None
 ) -> tuple[str, bool]:
-    """Chooses (attention, document_mask): the run's kernel, or an equivalent one for this machine.
+    """Chooses (attention, document_mask): the run's kernel, or an equivalent one on this machine.
 
-    document_mask None: on if the architecture can keep documents apart. Models with custom code are not probed.
+    If document_mask is None, it is on if the architecture can keep documents apart. Models with custom code aren't
+    probed.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager", False
@@ -116,7 +117,7 @@ def _attention(
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
-    """Reads the resolved recipe of a model's run. None if the model does not belong to a run."""
+    """Reads the resolved recipe of a model's run; None if the model doesn't belong to a run."""
     if address.run is None:
         return None
     try:
@@ -130,7 +131,7 @@ def run_config_of(address: ModelAddress) -> RunConfig | None:
 def open_evaluation_shards(
     folders: list[Path | str], split: str, window: WindowSpec, tokenizer: str | None = None
 ) -> dict[str, ShardReader]:
-    """Opens shards as {name: reader}. Raises one InputError with all unusable folders.
+    """Opens shards as {name: reader}. Raises InputError listing all unusable folders.
 
     tokenizer: name of the tokenizer, for files prepared by other tools.
     """
@@ -152,7 +153,7 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Returns a problem if the tokenizers of model and shards do not match, else []."""
+    """Returns [problem] if the tokenizers of model and shards don't match, otherwise []."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
@@ -178,7 +179,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """Returns the parts that determine the IDs of plain text, normalized: libraries write them differently."""
+    """Returns the parts that determine the IDs of plain text, normalized because libraries write them differently."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
@@ -188,9 +189,9 @@ def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
 def measure_shards(
     causal_lm: PreTrainedModel, readers: dict[str, ShardReader], strategy: Strategy, settings: ShardSettings
 ) -> dict[str, dict[str, Any]]:
-    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}, as validation does.
+    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}} like validation.
 
-    A collective call of all ranks. Each has the whole model in fp32, and computes in settings.precision.
+    A collective call of all ranks. Each rank has the whole model in fp32, and computes in settings.precision.
     """
     # The run's kernel and loss backend, so that the numbers match the run's to the last digit.
     use_attention(causal_lm, settings.attention)

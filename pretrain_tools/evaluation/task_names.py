@@ -63,7 +63,7 @@ def task_problems(
 ) -> list[str]:
     """Lists problems with task names and with the user's task folders.
 
-    settings: the names of the three settings for messages.
+    settings: the names of the three settings in messages.
     """
     tasks_are, folder_is, _ = settings
     problems = Problems()
@@ -78,7 +78,7 @@ def task_problems(
         return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"{folder_is} {include_path} contains no .yaml file with a task or a group")
-    # Building the harness's index takes 10 seconds. The tasks of `base` and `small` do not need it.
+    # Building the harness's index takes 10 seconds. The tasks in `base` and `small` don't need it.
     questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
     manager = manager_of(names, include_path) if names else None
@@ -92,7 +92,7 @@ def task_problems(
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
-    """Returns the lm_eval TaskManager for these tasks, without the harness's tasks if the user's folder has all."""
+    """Returns the lm_eval TaskManager for these tasks. Omits the harness's tasks if the user's folder has them all."""
     if include_path is not None:
         local = task_manager(include_path, include_defaults=False)
         if all(is_complete(name, local) for name in names):
@@ -102,7 +102,7 @@ def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
 
 @functools.cache
 def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
-    """Returns an lm_eval TaskManager for the user's tasks. include_defaults: and for all harness tasks."""
+    """Returns an lm_eval TaskManager for the user's tasks and, with include_defaults, for all harness tasks."""
     from lm_eval.tasks import TaskManager
 
     folder = None if include_path is None else str(include_path)
@@ -127,9 +127,9 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """Returns the bundle tasks with these names: `core` is all 22 tasks, `core/LABEL` a single one.
+    """Returns the bundle tasks with these names: `core` means all 22 tasks, `core/LABEL` a single one.
 
-    Raises one InputError with everything missing, because CORE over fewer tasks would be a different measure.
+    Raises InputError listing everything that is missing, because CORE over fewer tasks would be a different measure.
     """
     tasks_are, _, bundle_is = settings
     if bundle is None:

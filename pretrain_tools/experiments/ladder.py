@@ -1,4 +1,4 @@
-"""Fits a scaling law to runs of several sizes and predicts the loss of others (runs.py ladder)."""
+"""Fits a scaling law to runs of several sizes and predicts the loss of other runs (runs.py ladder)."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import History, find_runs, read_history
 
 LEAST_SIZES = 4
-"""Number of distinct sizes required for a prediction."""
+"""Minimum number of distinct sizes for a prediction."""
 SIZES_DIFFER = 1.1
 """Ratio of parameters below which two sizes count as one."""
 MOST_NOISE = 0.02
@@ -30,12 +30,12 @@ MOST_NOISE = 0.02
 FAR_COMPUTE = 8.0
 """Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
 SAME_DIRECTION = 0.98
-"""Correlation of log N and log D above which alpha and beta cannot be told apart."""
+"""Correlation of log N and log D above which alpha and beta can't be told apart."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
-"""Settings that do not affect the final loss enough to make two runs different experiments."""
+"""Settings that affect the final loss too little to make two runs different experiments."""
 
 
 def compute_of(parameters: float, tokens: float) -> float:
@@ -45,7 +45,7 @@ def compute_of(parameters: float, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """A run's validation loss, with its size and tokens."""
+    """A run's size, tokens and validation loss."""
 
     folder: Path
     parameters: int
@@ -57,7 +57,7 @@ class LadderRun:
 
 @dataclass(frozen=True)
 class Rung:
-    """Runs of the same size and number of tokens that differ only in their seed."""
+    """Runs with the same size and number of tokens that differ only in their seed."""
 
     parameters: int
     tokens: int
@@ -67,7 +67,7 @@ class Rung:
     """Standard deviation over the seeds; None for a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Number of runs of this size and budget with other settings and a higher loss."""
+    """Number of runs with this size and budget, but with different settings and a higher loss."""
     tokens_per_step: int | None = None
     """Tokens per step over all ranks; None if not recorded."""
 
@@ -78,7 +78,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted loss of a run of another size."""
+    """Predicted loss of a run of a different size."""
 
     name: str
     parameters: int
@@ -89,7 +89,7 @@ class Prediction:
     """Compute, as a multiple of the largest run's."""
 
     def holds(self, loss: float) -> bool:
-        """Tells if a measured loss is within the interval."""
+        """Returns True if a measured loss is within the interval."""
         return self.interval[0] <= loss <= self.interval[1]
 
 
@@ -100,9 +100,9 @@ class Ladder:
     rungs: list[Rung]
     law: ScalingLaw
     count: str
-    """Parameters that N counts: matrix (non-embedding) or total."""
+    """Parameters counted as N: matrix (non-embedding) or total."""
     backtest: Prediction | None
-    """Prediction of the largest rung by a fit without its size; None for fewer than LEAST_SIZES sizes."""
+    """Prediction for the largest rung from a fit without its size; None for fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
 
     @property
@@ -115,7 +115,7 @@ class Ladder:
 def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
     """Reads the finished runs in the folders. Returns their losses, and the reasons for skipping other runs.
 
-    Raises InputError if no run is usable, or if the runs are not comparable.
+    Raises InputError if no run is usable, or if the runs aren't comparable.
     """
     problems = Problems()
     runs = []
@@ -144,7 +144,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
 
 
 def unusable(history: History) -> str | None:
-    """Returns the reason why a run's loss cannot be used in a fit; None if it can."""
+    """Returns why a run's loss can't be used in a fit; None if it can."""
     if end_of(history.events).get("code") != 0:
         return "it has not finished"
     if not history.last("validation"):
@@ -153,7 +153,7 @@ def unusable(history: History) -> str | None:
 
 
 def ladder_run(history: History, count: str) -> LadderRun | None:
-    """Returns the final loss of a run; None if it is not a number."""
+    """Returns a run's final loss; None if it isn't a number."""
     from pretrain.model.build import active_parameters, matrix_parameters
     from pretrain.model.model_config import load_model_config
 
@@ -166,7 +166,7 @@ def ladder_run(history: History, count: str) -> LadderRun | None:
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
     losses = losses_by_step(history.events)
     last = max(losses)
-    # Stored as settings so that `comparability_problems` and `rungs_of` compare them as well.
+    # Stored as settings, so that `comparability_problems` and `rungs_of` also compare them.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     loss = statistics.fmean(losses[last].values())
@@ -189,7 +189,7 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs, sorted by N, then D: the best settings per size and budget, averaged over seeds."""
+    """Groups runs into rungs, sorted by N, then D. A rung has its size's best settings, averaged over seeds."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
         # Budgets are rounded to whole steps, so treat token counts within 2% as the same budget.
@@ -198,7 +198,7 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
         groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
     rungs = []
     for settings in groups.values():
-        # A scaling law describes the best settings at each size; runs with worse settings would bias it upward.
+        # A scaling law describes the best settings at each size. Runs with worse settings would bias it upward.
         best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
         losses = [run.loss for run in best]
         rungs.append(
@@ -245,7 +245,7 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
     """Fits the scaling law, back-tests it, and predicts the runs in `asked`: (name, parameters, tokens).
 
-    Raises InputError if all runs have one size, or too few sizes or too much noise for a prediction.
+    Raises InputError if all runs have one size, or if there are too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
     shown = ", ".join(count_text(size) for size in sizes)
@@ -319,7 +319,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """Parses one argument of --predict (see `read_predictions`). A recipe's shards don't have to exist."""
+    """Parses an argument of --predict (see `read_predictions`). A recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run

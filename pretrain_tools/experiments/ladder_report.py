@@ -1,4 +1,4 @@
-"""Writes a ladder as text, JSON and figure, and reads the JSON back."""
+"""Writes a ladder as text, JSON and a figure, and reads the JSON back."""
 
 import json
 import math
@@ -39,7 +39,7 @@ from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_pane
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
-"""Ratio of a parameter's spread to its prior's spread above which the report calls it mostly the prior."""
+"""Ratio of a parameter's spread to its prior's spread above which the report says that it is mostly the prior."""
 COUNTED = {
     "matrix": "N: parameters in matmuls, with the head and without embedding tables",
     "total": "N: all parameters, in an MoE model the active ones",
@@ -54,12 +54,13 @@ HOW = (
 def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str, output: Path | None) -> None:
     """Fits a ladder to the runs in these folders, prints it, and writes it as JSON and PNG.
 
-    Raises InputError with all problems.
+    Raises InputError listing all problems.
 
     Args:
         predict: see `read_predictions`.
-        count: what N counts: matrix (non-embedding parameters) or total.
-        output: path without a suffix. None: `ladder` in the given folder, or in the current one if several are given.
+        count: definition of N: matrix (non-embedding parameters) or total.
+        output: path without a suffix. None means `ladder` in the given folder, or in the current one if several are
+            given.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
@@ -123,7 +124,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
 
 
 def ladder_values(ladder: Ladder) -> dict[str, Any]:
-    """Returns the contents of ladder.json. Losses are in nats per token; `law` is all that predictions need."""
+    """Returns the contents of ladder.json. Losses are in nats per token. Predictions need only `law`."""
     law = ladder.law
     return {
         **LADDER_FORMAT,
@@ -145,10 +146,10 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
 
 
 def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, float, str]]:
-    """Reads a ladder.json. Raises InputError if runs.py ladder did not write it, or it is too poor to predict from.
+    """Reads a ladder.json. Raises InputError if runs.py ladder didn't write it, or if it doesn't allow predictions.
 
-    Returns a function of parameters in matmuls, all parameters and tokens that predicts a run: (loss, low end and high
-    end of the 90% interval, note), losses in nats per token.
+    Returns a function of parameters in matmuls, all parameters and tokens that predicts a run as (loss, low end and
+    high end of the 90% interval, note), with losses in nats per token.
     """
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
@@ -184,7 +185,7 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Draws the loss by compute: the runs, the scaling law and its interval along the ladder, and the predictions."""
+    """Draws the loss by compute: the runs, the scaling law with its interval along the ladder, and the predictions."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Proposes weights of data sources from small runs on many data mixtures (runs.py mixture).
+"""Proposes weights for data sources from small runs on many data mixtures (runs.py mixture).
 
 Follows RegMix (Liu et al., arXiv 2407.01492) with a simpler regression: the log of each validation source's loss is
 linear in the logs of the weights, so that a source's first percent helps more than its last and the best mixture lies
@@ -24,14 +24,14 @@ from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
-"""Minimum weight of a source in a candidate; a weight of 0 has no logarithm."""
+"""Minimum weight of a source in a candidate, because a weight of 0 has no logarithm."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
 """Candidate strengths of the ridge penalty."""
 PROPOSALS = 20_000
-"""Random mixtures among which the fit picks the best."""
+"""Number of random mixtures from which the fit picks the best."""
 RESAMPLES = 300
-"""Bootstrap resamples for the interval of the gain."""
+"""Number of bootstrap resamples for the gain's interval."""
 
 
 Fit = Callable[[NDArray], NDArray]
@@ -77,7 +77,7 @@ def run_mixture(
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
-    """Returns the recipe's sources. Raises InputError if they cannot be mixed, or `count` is too small for them."""
+    """Returns the recipe's sources. Raises InputError if they can't be mixed, or if `count` is too small for them."""
     if config.data.stages:
         raise InputError("data.stages: a curriculum has several mixtures; give data.train, for one stage at a time")
     sources = config.data.train
@@ -120,7 +120,7 @@ def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
 
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
-    """Fits log losses (n, v) to log weights (n, k) by ridge regression; the offset is not penalized."""
+    """Fits log losses (n, v) to log weights (n, k) by ridge regression. The offset isn't penalized."""
     x = np.log(weights)
     y = np.log(losses)
     x_mean = x.mean(axis=0)
@@ -133,7 +133,7 @@ def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
 
 
 def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
-    """Predicts each run's mean loss by a fit to all other runs (leave-one-out), shape (n,)."""
+    """Predicts each run's mean loss with a fit to all other runs (leave-one-out), shape (n,)."""
     rows = np.arange(len(weights))
     fits = [fit_mixture(weights[rows != n], losses[rows != n], strength) for n in rows]
     return np.stack([fit(own) for fit, own in zip(fits, weights, strict=True)]).mean(axis=1)
@@ -143,7 +143,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     """Returns the best of many random mixtures according to the fit, within the range of the weights tried.
 
     Args:
-        weights: shape (n, k), the recipe's own first.
+        weights: shape (n, k), the recipe's own weights first.
         losses: shape (n, v), one column per validation source.
     """
     measured = losses.mean(axis=1)
@@ -152,7 +152,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     strength = min(errors, key=errors.__getitem__)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
-    # Do not extrapolate beyond the weights that were tried.
+    # Don't extrapolate beyond the weights that were tried.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
     best = tried[np.argmin(fit(tried).mean(axis=1))]
@@ -177,16 +177,16 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
 
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
-    """Returns the last loss by validation source, averaged over seeds; only sources that every seed measured."""
+    """Returns {source: last validation loss, averaged over seeds} for sources that every seed measured."""
     last = [outcome.losses[outcome.step] for outcome in result.outcomes]
     shared = set.intersection(*map(set, last))
     return {source: float(np.mean([losses[source] for losses in last])) for source in shared}
 
 
 def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the candidates and the proposal and writes mixture.json and mixture.yaml; returns the exit status.
+    """Prints the candidates and the proposal, and writes mixture.json and mixture.yaml.
 
-    The status is 1 if too few runs finished.
+    Returns the exit status, which is 1 if too few runs finished.
     """
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     config = read_run_config(request.recipe, list(request.changes))

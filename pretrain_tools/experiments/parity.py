@@ -1,4 +1,4 @@
-"""Checks that a recipe has the same losses under every strategy, by running each and comparing every step.
+"""Checks that a recipe has the same losses with every strategy, by running each one and comparing every step.
 
 A strategy is a file in accelerate_configs/, or a mesh such as dp_shard2-tp2.
 """
@@ -49,7 +49,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class StrategyOutcome:
-    """One strategy's outcome."""
+    """Outcome of one strategy."""
 
     curve: Curve | None
     """Losses and gradient norms; None if the run did not train to the end."""
@@ -69,13 +69,13 @@ def named(sizes: Sizes) -> str:
 
 
 def sizes_called(name: str) -> Sizes | None:
-    """Parses a mesh's name to its sizes; None for other names."""
+    """Parses a mesh's name to its sizes. Returns None for other names."""
     found = [re.fullmatch(rf"({'|'.join(DIMENSIONS)})([1-9]\d*)", word) for word in name.split("-")]
     return Sizes(**{match[1]: int(match[2]) for match in found}) if all(found) else None
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Returns the names of the meshes requested by `--mesh`: all for this many processes, or one.
+    """Returns the names of the meshes that `--mesh` requests: all for this many processes, or one.
 
     As in accelerate_configs/mesh.yaml, dp_shard takes the remaining factor. Raises InputError for impossible sizes.
     """
@@ -118,15 +118,15 @@ def compare_strategies(
     mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
 ) -> int:
-    """Trains under each strategy into output/NAME, compares the losses with `single`, and prints the result.
-
-    Args:
-        strategies: comma-separated names. None: all files in accelerate_configs/, or none if `mesh` is given.
-        mesh: see `products_asked_for`.
-        changes: pairs (dotted path, value) that override the recipe.
+    """Trains with each strategy into output/NAME, compares the losses with `single`, and prints the result.
 
     Returns 0 if at least one strategy ran and all that ran are within tolerance, otherwise 1. Raises InputError for an
     unknown strategy, an output folder that already contains runs, or a recipe that `single` rejects.
+
+    Args:
+        strategies: comma-separated names; None for all files in accelerate_configs/, or for none if `mesh` is given.
+        mesh: see `products_asked_for`.
+        changes: pairs (dotted path, value) that override the recipe.
     """
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
@@ -149,7 +149,7 @@ def compare_strategies(
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
-        # Without the reference, the other strategies have nothing to compare with.
+        # Without the reference, there is nothing to compare the other strategies with.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
@@ -164,7 +164,7 @@ def compare_strategies(
 
 
 def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
-    """Tells if the recipe's model has experts."""
+    """Returns True if the recipe's model has experts."""
     from pretrain.data.vocabulary import planned_model_config
     from pretrain_tools.planning.memory import sizes_of
 
@@ -173,7 +173,7 @@ def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
 
 
 def updates_in_bf16(optimizer: str) -> bool:
-    """Tells if the optimizer always computes its updates in bf16 on this machine. Imports torch."""
+    """Returns True if the optimizer always computes its updates in bf16 on this machine. Imports torch."""
     from pretrain.hardware import missing_bf16
     from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
@@ -211,7 +211,7 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """Trains under one strategy and returns the outcome. The console goes to output.log.
+    """Trains with one strategy and returns the outcome. The console output goes to output.log.
 
     If there is only one GPU, several processes share it. They are slow because NCCL uses the loopback interface.
     """
@@ -235,7 +235,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> list[str]:
-    """Returns the command that trains a recipe under a strategy."""
+    """Returns the command that trains a recipe with a strategy."""
     sizes = sizes_called(name)
     options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
     return [
@@ -248,7 +248,7 @@ def launch_command(name: str, processes: int, recipe: Path, output: Path, overri
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs visible to torch. Imports torch."""
+    """Returns the number of GPUs that torch sees. Imports torch."""
     import torch
 
     return torch.cuda.device_count()
@@ -294,7 +294,7 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
-    """Describes a run that did not use the requested strategy or number of processes; None if it did."""
+    """Describes a run that didn't use the requested strategy or number of processes; None if it did."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
     if sizes_called(name):
@@ -315,7 +315,7 @@ def refusals(log: str, status: int) -> list[str]:
         return []
     # The launcher's own traceback follows the messages of the run.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Skips other output: lines of libraries begin with a location, time or spaces, and progress lines end in dots.
+    # Skips other output. Libraries' lines begin with a location, time or spaces, and progress lines end in dots.
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
     return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
@@ -350,7 +350,7 @@ def report_parity(
 ) -> dict[str, dict]:
     """Prints a table of the strategies, writes parity.json and returns its contents: {strategy: result}.
 
-    A result has the largest distances (loss, grad_norm) and whether they are within the tolerances (same), or the
+    A result has the largest distances (loss, grad_norm) and `same` (True if they are within the tolerances), or the
     strategy's messages (refused), or its log (failed).
     """
     loss_tolerance, norm_tolerance = tolerances

@@ -32,9 +32,9 @@ LOG_BALANCE_SD = 1.0
 The prior mean is 0, because both terms are equal at the compute-optimal point if alpha equals beta.
 """
 ASSUMED_NOISE = 0.003
-"""Assumed relative noise of a loss before any residual is seen."""
+"""Assumed relative noise of a loss before any residuals are known."""
 ASSUMED_COUNT = 2
-"""Number of residuals that the assumed noise counts as."""
+"""Weight of the assumed noise, as a number of residuals."""
 HUBER_WIDTH = 1.345
 """Huber threshold in units of the noise; 1.345 is 95% efficient for Gaussian noise."""
 REFITS = 500
@@ -46,14 +46,14 @@ LAW_COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted scaling law with the refits that give its intervals."""
+    """A fitted scaling law, with the refits from which its intervals are computed."""
 
     theta: NDArray[np.float64]
     """Fitted parameters, shape (5,): log E, logs of the size and token terms at the reference, alpha, beta."""
     refits: NDArray[np.float64]
     """Parameters of the refits, shape (R, 5)."""
     refit_noise: NDArray[np.float64]
-    """Noise of each refit, shape (R,), sampled because a few residuals leave it uncertain."""
+    """Noise of each refit, shape (R,). It is sampled, because a few residuals leave it uncertain."""
     reference: tuple[float, float]
     """Reference point: geometric means of N and D."""
     noise: float
@@ -66,7 +66,7 @@ class ScalingLaw:
         return np.exp(log_loss(self.theta, *self._scaled(parameters, tokens)))
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """Returns the 90% interval of a single run's loss, from the refits plus the noise of one run."""
+        """Returns the 90% interval of a single run's loss, from the refits and the noise of one run."""
         logs = log_loss(self.refits.T, *self._scaled(parameters, tokens))
         logs = logs + self.refit_noise * np.random.default_rng(1).standard_normal(len(logs))
         low, high = np.quantile(np.exp(logs), QUANTILES)
@@ -149,7 +149,7 @@ def fit_scaling_law(
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
     random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
-    # A few residuals determine the noise poorly, so it's sampled from a scaled inverse chi-square distribution.
+    # A few residuals determine the noise poorly, so it is sampled from a scaled inverse chi-square distribution.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
     # With few degrees of freedom this distribution has no mean, and its tail would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)
@@ -242,7 +242,7 @@ def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
 
 
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
-    """Returns the effective number of parameters determined by the runs, the trace of the hat matrix."""
+    """Returns the effective number of parameters that the runs determine: the trace of the hat matrix."""
     slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
     information = slopes.T @ slopes
     return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))

@@ -1,8 +1,8 @@
 """Trains many runs, each in its own train.py process, and recovers them after a kill.
 
-    FOLDER/recipes/NAME.yaml   the complete recipe of each run, written when it starts
-    FOLDER/runs/NAME           its run folder
-    FOLDER/logs/NAME.log       its console, locked by the training process so that no run starts twice
+    FOLDER/recipes/NAME.yaml   a run's complete recipe, written when the run starts
+    FOLDER/runs/NAME           the run's folder
+    FOLDER/logs/NAME.log       the run's console output; the training process locks it so that no run starts twice
     FOLDER/slots/0.json        the last run started on a device or share of the CPU
 
 If the caller is killed, its runs continue, and the next caller waits for them. A killed run resumes from its
@@ -38,13 +38,13 @@ POLL_SECONDS_OF_RUNS = 0.2
 
 @dataclass(frozen=True)
 class SmallRun:
-    """A run of an experiment."""
+    """A run in an experiment."""
 
     name: str
     folder: Path
     """Folder of the experiment."""
     config: RunConfig = field(repr=False)
-    """Its complete recipe."""
+    """The run's complete recipe."""
 
     @property
     def recipe(self) -> Path:
@@ -65,17 +65,17 @@ class RunOutcome:
 
     folder: Path
     state: str
-    """new, unfinished, finished, diverged (stopped by the guard, so a retry would diverge too), or failed."""
+    """new, unfinished, finished, failed, or diverged (the guard stopped it, so a retry would also diverge)."""
     step: int
     """Step of the newest checkpoint, or the last step of a finished run."""
     losses: dict[int, dict[str, float]]
-    """Validation loss by step and source; infinite if not finite."""
+    """{step: {source: validation loss}}; infinite if it isn't finite."""
     tokens: int = 0
     seconds: float = 0.0
     reason: str = ""
-    """Reason why it ended early."""
+    """Reason why the run ended early."""
     was_stopped: bool = False
-    """True if it was stopped with a save: by a signal or `runs.py stop`."""
+    """True if a signal or `runs.py stop` stopped it with a save."""
 
     def loss_at(self, step: int | None) -> float:
         """Returns the validation loss at a step, averaged over the sources; infinite if missing."""
@@ -88,7 +88,7 @@ class RunOutcome:
 
     @property
     def is_over(self) -> bool:
-        """Tells if nothing is left to train."""
+        """Returns True if nothing is left to train."""
         return self.state in ("finished", "diverged")
 
 
@@ -118,14 +118,14 @@ def read_outcome(run: SmallRun) -> RunOutcome:
 
 
 def end_of(events: Sequence[Event]) -> Event:
-    """Returns the `end` event of the newest process; empty if it still trains or has crashed."""
+    """Returns the newest process's `end` event; {} if it is still training or has crashed."""
     # An `end` followed by a `start` belongs to an earlier process.
     last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
     return last if last.get("event") == "end" else {}
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """Returns the validation loss by step and source; infinite if not finite."""
+    """Returns {step: {source: validation loss}}; infinite if it isn't finite."""
     losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -136,9 +136,10 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Returns the environment variables of each parallel run, by default one run per GPU, or one on the CPU.
+    """Returns the environment variables for each parallel run. By default, there is one run per GPU, or one on the
+    CPU.
 
-    More runs than GPUs share the GPUs. Runs on the CPU share the cores.
+    If there are more runs than GPUs, they share the GPUs. Runs on the CPU share the cores.
     """
     import torch
 
@@ -157,7 +158,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Training:
-    """A train.py process, started by this or an earlier caller."""
+    """A train.py process that this caller or an earlier one started."""
 
     run: SmallRun
     process: subprocess.Popen | None = None
@@ -181,7 +182,7 @@ def train_runs(
 ) -> int:
     """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
 
-    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which save. The same command continues them.
+    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which then save. The same command continues them.
 
     Args:
         runs: runs by name. A search adds more later.
@@ -223,13 +224,13 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
 
 
 def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> Training:
-    """Starts train.py like a user would, with the console redirected to the run's log."""
+    """Starts train.py as a user would, with the console output redirected to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
     # Written only now, because an earlier caller's run may read its recipe again.
     write_durably(run.recipe, as_yaml(run.config))
-    # Written before the start, so that the next caller finds the run even if this one is killed.
+    # Written before the start, so that the next caller finds the run even if this caller is killed.
     write_durably(record, json.dumps({"run": run.name}))
     with open(run.log, "ab") as log:
         # The child inherits the lock, so the lock outlives the caller.
@@ -241,14 +242,14 @@ def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches it only once, passed on by us
+            start_new_session=True,  # so that it gets Ctrl-C only once, from this process
         )
     return Training(run, process)
 
 
 @contextmanager
 def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
-    """Passes signals on to all runs while the context is open; yields the list of signals received."""
+    """Passes signals on to all runs while the context is open. Yields the list of signals received."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
@@ -265,7 +266,7 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
 
 
 def failure_text(run: SmallRun, outcome: RunOutcome, status: int | None) -> str:
-    """Returns the reason why a run ended early: its input errors, or the last line of its log."""
+    """Returns why a run ended early: its input errors, or the last line of its log."""
     log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
     if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
         return "; ".join(found[-3:])

@@ -43,9 +43,9 @@ def run_sweep(
     parallel: int | None,
     report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
 ) -> int:
-    """Trains a sweep's unfinished runs and reports on all. Returns the exit status: 1 if no setting finished.
+    """Trains a sweep's unfinished runs and reports on all runs. Returns the exit status: 1 if no setting finished.
 
-    Raises InputError with all problems of all runs before any run starts.
+    Raises InputError listing all problems with all runs before any run starts.
     """
     problems = request_problems(request)
     problems.stop_if_any()
@@ -70,7 +70,7 @@ def run_sweep(
 
 
 class Sweep:
-    """Decides the order of the runs from their folders alone, so that it doesn't change after a kill.
+    """Decides the order of the runs from their folders only, so that a kill doesn't change it.
 
     A search adds points over time.
     """
@@ -119,7 +119,7 @@ class Sweep:
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
     def ended(self, run: SmallRun, status: int | None) -> None:
-        """Prints the outcome of a run and records its failure."""
+        """Prints a run's outcome, and records its failure if it failed."""
         outcome = read_outcome(run)
         took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
         if outcome.state == "finished":
@@ -148,7 +148,7 @@ def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
     """Picks new settings for the next trial, formatted as on the command line.
 
-    Uses Optuna's TPE sampler over ranges and lists. The sampler is rebuilt from the results for each trial, with their
+    Uses Optuna's TPE sampler over ranges and lists. For each trial, the sampler is rebuilt from the results with their
     number as its seed, so a killed search continues unchanged.
     """
     import optuna
@@ -176,7 +176,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
-    # Proposals may round to settings already tried. Repeats one after 100 attempts.
+    # Proposals may round to settings that were already tried. Repeats one after 100 attempts.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}

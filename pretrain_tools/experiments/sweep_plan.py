@@ -40,7 +40,7 @@ class Axis:
 
     path: str
     values: tuple[str, ...]
-    """Values as given on the command line, or both ends of a range."""
+    """Values as given on the command line, or the two ends of a range."""
     is_range: bool = False
 
     @property
@@ -64,7 +64,7 @@ class SweepRequest:
     """Pairs (dotted path, value) that override the recipe in every run."""
     seeds: int
     search: int | None
-    """Number of settings to try instead of a grid. None: a grid."""
+    """Number of settings to try in a search; None for a grid."""
     output: Path
     labels: Mapping[str, str] = field(default_factory=dict)
     """{long value as given: short name for folders}"""
@@ -99,7 +99,7 @@ class SweepPoint:
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
-    """Parses arguments such as 'a.b=1,2' and 'c=1e-4..1e-2'. Raises InputError with all problems."""
+    """Parses arguments such as 'a.b=1,2' and 'c=1e-4..1e-2'. Raises InputError listing all problems."""
     problems = Problems()
     axes = []
     for text in texts:
@@ -148,7 +148,7 @@ def is_number_text(text: str) -> bool:
 
 
 def request_problems(request: SweepRequest) -> Problems:
-    """Lists the problems of the command line alone."""
+    """Lists problems with the command line itself."""
     problems = Problems()
     changed = {path for path, _ in request.changes}
     for axis in request.axes:
@@ -191,7 +191,7 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
-    """Returns the recipe of one run, without uploads, and with one checkpoint unless the command line sets more."""
+    """Returns one run's recipe, without uploads, and with one checkpoint unless the command line sets more."""
     # With name None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
     kept = {}
@@ -209,7 +209,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 
 
 def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
-    """Returns the points with these settings. Raises InputError listing each problem of any point once."""
+    """Returns the points with these settings. Raises InputError listing each problem with any point once."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -254,7 +254,7 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the points with a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
+    """Formats the points that have a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():
@@ -265,7 +265,7 @@ def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> 
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Lists folder names shared by several settings."""
+    """Lists folder names that several settings share."""
     names = [run_name(request, settings, 0) for settings in points]
     twice = sorted({name for name in names if names.count(name) > 1})
     return [f"--vary: several settings would have the folder {name}; give the values shorter names" for name in twice]
@@ -285,7 +285,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         raise InputError(f"{path}: isn't a sweep plan of this version; choose another --output")
     before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # A newer setting with its default value is not a difference.
+    # A newer setting with its default value doesn't count as a difference.
     now = {
         name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }

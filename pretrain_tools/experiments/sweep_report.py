@@ -23,7 +23,7 @@ class PointResult:
 
     settings: dict[str, str]
     tokens: int
-    """Token budget of one run."""
+    """Token budget of each run."""
     outcomes: list[RunOutcome]
     """One outcome per seed."""
 
@@ -53,7 +53,7 @@ class PointResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean loss over the seeds at the last step reached by all."""
+        """Mean loss over the seeds at the last step that all reached."""
         shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
         return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
 
@@ -102,7 +102,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
-    """Formats the best combination and how certain it is."""
+    """Describes the best combination, and how certain it is."""
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
     text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
@@ -122,9 +122,9 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
 
 
 def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
-    """Returns a note for each numeric setting whose best value is the smallest or largest tried.
+    """Returns a note for each numeric setting whose best value is the smallest or largest one tried.
 
-    results: the best first. Values that diverged count as tried.
+    results: the results, best first. Values that diverged count as tried.
     """
     lines = []
     for axis in request.axes:
@@ -176,7 +176,7 @@ def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """Returns None for an infinite value, which JSON does not have."""
+    """Returns None for an infinite value, because JSON has none."""
     return value if value is not None and math.isfinite(value) else None
 
 

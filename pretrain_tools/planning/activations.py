@@ -1,11 +1,11 @@
-"""Measures the memory of a forward pass's activations without computing them.
+"""Measures the memory for a forward pass's activations without computing them.
 
 The model's own code runs on fake tensors, which have shapes but no storage, once with one layer and once with two. A
 dispatch mode counts all live tensors. No architecture needs its own formula, and tracing a 13B model takes a second on
-a laptop. A compiled layer keeps less than eager code. For it, the graph from torch.compile's partitioner is counted
-(minimum cut between forward and backward, arXiv 2111.13257).
+a laptop. A compiled layer keeps less memory than eager code. For such a layer, the module counts the graph from
+torch.compile's partitioner (minimum cut between forward and backward, arXiv 2111.13257).
 
-Sizes are in bytes. Each is a constant plus a term linear in the number of sequences (see `Line`).
+Sizes are in bytes. Each is a constant plus a term that is linear in the number of sequences (see `Line`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 
-# torch's memory profilers use these two and pytrees too. None of them has a public name.
+# torch's memory profilers also use these two and pytrees. None of them has a public name.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,10 +65,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a process beyond weights, gradients and optimizer, from the embedding to the last hidden state."""
+    """Bytes in a process apart from weights, gradients and optimizer, from the embedding to the last hidden state."""
 
     outside: Line
-    """Alive after the forward pass, outside the layers: embedding output, final norm, rotary tables."""
+    """Bytes outside the layers after the forward pass: embedding output, final norm, rotary tables."""
     before: Line
     """Part of `outside` that exists before the first layer, without the final norm."""
     per_layer: Line
@@ -81,13 +81,13 @@ class Activations:
     """Share of the forward pass's FLOPs that the backward pass repeats to stay within a memory budget."""
 
     def kept(self, layers: int, sequences: int) -> float:
-        """Returns the bytes alive between forward and backward."""
+        """Returns the bytes that are alive between forward and backward."""
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
 # An attention operator for shapes only. Like every flash kernel, it keeps query, key, value, output and logsumexp. It
-# must not be an autograd.Function: torch.compile's partitioner would look inside, find that the outputs cost nothing,
-# and recompute them. It keeps a flash kernel's outputs.
+# must not be an autograd.Function, because torch.compile's partitioner would look inside, find that the outputs cost
+# nothing, and recompute them. It keeps a flash kernel's outputs.
 SHAPES = "groundwork::flash_shapes"
 SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
 torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
@@ -100,7 +100,7 @@ torch.library.define(
 @torch.library.register_fake(SHAPES)
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
-    # Latent attention has a different width for values than for queries and keys.
+    # Latent attention uses different widths for values and for queries and keys.
     out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
@@ -128,7 +128,7 @@ torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_back
 
 @register_flop_formula(torch.ops.groundwork.flash_shapes)
 def _flops_of_attention(query_BHTE, key_BGTE, value_BGTE, *_, out_shape=None, **kwargs) -> int:
-    """Counts scores and values of all pairs of positions, as torch does for its own kernels."""
+    """Counts scores and values for all pairs of positions, as torch does for its own kernels."""
     batch, heads, length, width = query_BHTE
     return 2 * batch * heads * length**2 * (width + value_BGTE[-1])
 
@@ -139,7 +139,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Replaces transformers' attention function; uses the matmuls' dtype and keeps the tensors of a flash kernel."""
+    """Replaces transformers' attention function. Uses the matmuls' dtype, and keeps a flash kernel's tensors."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -164,7 +164,7 @@ TRACED_LENGTH = 256
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of live storages, now and at the peak, created by intercepted calls or passed to `add`."""
+    """Counts the current and peak bytes of live storages that intercepted calls create or `add` receives."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _GradientOfHidden(torch.autograd.Function):
-    """Replaces the loss; like it, allocates the hidden states' gradient in the forward pass."""
+    """Replaces the loss. Like the loss, it allocates the hidden states' gradient in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor) -> Tensor:
@@ -210,13 +210,13 @@ class _GradientOfHidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """How a process calls the model."""
+    """The way in which a process calls the model."""
 
     window: WindowSpec
     weights: torch.dtype
     """Dtype of the weights in the forward pass."""
     autocast: bool
-    """True under autocast to `half` (weights in fp32)."""
+    """True if autocast to `half` is on (with fp32 weights)."""
     attention: str = FLASH
     """FLASH for GPU kernels that keep query, key, value, output and logsumexp (sdpa in half precision, varlen, flash
     attention 2 and 3, flex attention); groundwork_sdpa on a CPU; groundwork_eager."""
@@ -226,9 +226,9 @@ class ForwardPass:
     mixers: tuple[str, ...] = ()
     """Mixer classes that put each document in a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
-    """Dtype of autocast; in fp16 the hidden states between layers stay in fp32."""
+    """Dtype for autocast. In fp16, the hidden states between layers stay in fp32."""
     sequences: int | None = None
-    """Under a memory budget, the micro-batch: what the compiler recomputes depends on it, so nothing is linear."""
+    """Micro-batch, if there is a memory budget. It affects what the compiler recomputes, so nothing is linear."""
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
@@ -384,7 +384,7 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
 
 
 def _follow_layers(config: Any) -> bool:
-    """Tells if the layer types follow from other settings, as in Mamba and Jamba."""
+    """Returns True if the layer types follow from other settings, as in Mamba and Jamba."""
     name = type(config).attribute_map.get("layer_types", "layer_types")
     return isinstance(getattr(type(config), name, None), property)
 
@@ -482,7 +482,7 @@ def _flops_of(graph: fx.Graph) -> int:
 
 
 def _storage_of(node: fx.Node) -> dict[int, int]:
-    """Returns {identity: bytes} of the storage of a node's tensor, shared by its views; {} for other nodes."""
+    """Returns {identity: bytes} for the storage of a node's tensor, shared by its views; {} for other nodes."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return {}
@@ -499,9 +499,9 @@ FUSED = (
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Tells if a node is a pointwise operation, a view or a reduction, which the compiler fuses.
+    """Returns True if a node is a pointwise operation, a view or a reduction, which the compiler fuses.
 
-    Fused results are written to memory only if a matmul, an attention kernel or the graph's output reads them.
+    The compiler only writes a fused result to memory if a matmul, an attention kernel or the graph's output reads it.
     """
     if node.op != "call_function":
         return False

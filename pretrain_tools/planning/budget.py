@@ -1,7 +1,7 @@
 """Chooses size, tokens, batch and the fastest fitting strategy for a budget in hours, dollars or FLOPs.
 
-It plans the family's sizes like plan.py plans a recipe, starting with the size that the budget buys at the assumed
-MFU, then smaller ones. It takes the best one at its planned speed.
+Plans models of the family's sizes as plan.py plans a recipe: first the size that the budget buys at the assumed MFU,
+then smaller ones. Chooses the best one at its planned speed.
 """
 
 import functools
@@ -24,11 +24,11 @@ from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shap
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
-"""Share of the time for steps. Validation and checkpoints take the rest."""
+"""Share of the time used for steps. Validation and checkpoints take the rest."""
 SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
 """Seconds of startup, including compilation."""
 LARGEST_BATCH_CHOSEN = 2**22
-"""Tokens per step, as in Llama's training."""
+"""Maximum tokens per step, as in Llama's training."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
 """Tokens per micro-batch, if they fit. Larger matmuls are hardly faster."""
 COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "ep")
@@ -41,7 +41,7 @@ MOST_TIMES_TOO_LONG = 1.5
 
 @dataclass(frozen=True)
 class RunBudget:
-    """The time or computation of a run, and its purpose."""
+    """Limit on a run's time or computation, and its purpose."""
 
     hardware: Hardware
     family: Family
@@ -49,11 +49,11 @@ class RunBudget:
     """Rows of the embedding."""
     hours: float | None = None
     flops: float | None = None
-    """FLOPs of training. Exactly one of hours and flops is given."""
+    """Training FLOPs. Either hours or flops is given."""
     unique_tokens: float = math.inf
-    """Tokens of the data."""
+    """Number of tokens in the data."""
     tokens_per_parameter: float | None = None
-    """Requested ratio. None: the scaling law's."""
+    """Requested ratio; None for the scaling law's."""
     mfu: float | None = None
     optimizer: str = "muon"
 
@@ -78,12 +78,12 @@ class RunBudget:
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
-        """Returns the tokens that a model can be trained on."""
+        """Returns the number of tokens on which a model can be trained."""
         affordable = self.flops / shape.flops_per_token if self.flops else self.seconds * tokens_per_second
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
     def tokens_at_mfu(self, shape: Shape) -> float:
-        """Returns the tokens that a model could be trained on without communication."""
+        """Returns the number of tokens on which a model could be trained if communication took no time."""
         flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
         return self.tokens(shape, flops / shape.flops_per_token)
 
@@ -110,7 +110,7 @@ class Sized:
     case: Case
     """The recipe, with the best strategy's settings."""
     candidates: list[Candidate]
-    """The run under every strategy."""
+    """The run with each strategy."""
     best: Candidate | None
     """None if nothing fits."""
 
@@ -124,7 +124,7 @@ class Sized:
 
     @property
     def memory(self) -> Memory:
-        """The memory of the process that needs most."""
+        """Memory of the process that needs most."""
         return self.case.memory(self.best.layout, self.best.micro_batch)
 
     @property
@@ -137,7 +137,7 @@ class Sized:
 
     @property
     def affordable(self) -> float:
-        """Tokens at the planned speed; 0 if nothing fits."""
+        """Number of tokens affordable at the planned speed; 0 if nothing fits."""
         return self.budget.tokens(self.shape, self.tokens_per_second) if self.best else 0.0
 
     @property
@@ -162,7 +162,7 @@ class Sized:
 
     @property
     def mfu(self) -> float:
-        """MFU with communication and recomputation."""
+        """MFU including communication and recomputation."""
         hardware = self.budget.hardware
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
@@ -186,7 +186,7 @@ def choose_run(budget: RunBudget) -> Sized:
     chosen = None
     for shape in reversed(shapes_within(budget)):
         found = {shape: size(budget, shape), **found}
-        # The smallest size may have too few steps for a comparison. refuse_few_steps reports it.
+        # The smallest size may have too few steps to be compared. refuse_few_steps reports this.
         tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.best}
         if tokens:
             chosen = found[budget.best(tokens)]
@@ -243,9 +243,9 @@ def refuse_few_steps(sized: Sized) -> None:
 
 
 def size(budget: RunBudget, shape: Shape) -> Sized:
-    """Finds plan.py's recommended strategy for a shape within a budget."""
+    """Finds the strategy that plan.py recommends for a shape within a budget."""
     run = planned_run(budget, shape)
-    # FLOPs from the shape, as in dividing the budget.
+    # FLOPs from the shape, as when the budget is divided.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.speed(shape))
     plans = []
@@ -253,7 +253,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
         candidates = [consider(name, each) for name in COMPARED]
         best = recommend(candidates)
         plans.append((each, candidates, best))
-        # Recomputing activations takes a third more time, so it is used only if memory is short.
+        # Recomputing activations takes a third more time, so it is only used if memory is short.
         if best and best.fits:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
@@ -296,9 +296,9 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
-    """Chooses tokens per step by the scaling law.
+    """Chooses the tokens per step with the scaling law.
 
-    The result is a power of two times one sequence per GPU, small enough for FEWEST_STEPS.
+    The result is a power of two times one sequence per GPU, and small enough for FEWEST_STEPS.
     """
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(scaling_law_batch(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)

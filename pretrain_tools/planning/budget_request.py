@@ -39,14 +39,14 @@ def asks_for_recipe(arguments: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """The command line of a budget, checked."""
+    """Checked command-line options for a budget."""
 
     options: argparse.Namespace
     """plan.py's options (see `add_budget_options`)."""
     vocabulary: int
     """Number of the tokenizer's IDs."""
     unique_tokens: float
-    """Tokens of the data; infinite without --data."""
+    """Number of tokens in the data; infinite without --data."""
     place: RecipePlace
 
 
@@ -83,7 +83,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
     output = Path("runs", recipe.stem)
     given = options.vocabulary
     shards = options.data
-    # If --vocabulary names prepared shards, they are the data too.
+    # If --vocabulary names prepared shards, they are also the data.
     if shards is None and given is not None and (Path(given) / MANIFEST_NAME).is_file():
         shards = given
     if shards is not None:
@@ -93,7 +93,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
 
 
 def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu | None) -> Problems:
-    """Lists problems of the options alone. Arguments as in `read_budget_request`."""
+    """Lists problems with the options themselves. The arguments are those of `read_budget_request`."""
     problems = Problems()
     given = {name: getattr(options, name) for name in DIALS if getattr(options, name) is not None}
     if len(given) != 1:

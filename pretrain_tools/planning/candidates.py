@@ -1,4 +1,4 @@
-"""Computes memory, time, disk space and data of a run under every strategy, and recommends one. Needs no GPU."""
+"""Computes a run's memory, time, disk space and data with every strategy, and recommends one. Needs no GPU."""
 
 import bisect
 import collections
@@ -29,13 +29,13 @@ from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, 
 AS_FAST = 0.03
 """Difference in time below which a plan treats two strategies as equally fast."""
 BEST_PRODUCTS = 3
-"""Number of meshes that a plan lists below the launcher files."""
+"""Number of meshes that a plan lists below the accelerate configs."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on given machines, under any strategy."""
+    """A run on given machines, for any strategy."""
 
     run: PlannedRun
     work: RunWork
@@ -43,11 +43,11 @@ class Case:
     speed: Speed
 
     def changed(self, **settings: Any) -> "Case":
-        """Returns the case with other settings of the recipe."""
+        """Returns the case with different settings in the recipe."""
         return replace(self, run=self.run.changed(**settings))
 
     def with_batch(self, **settings: Any) -> "Case":
-        """Returns the case with other settings of the recipe's batch."""
+        """Returns the case with different settings for the recipe's batch."""
         return self.changed(batch=self.run.config.with_batch(**settings).batch)
 
     def in_precision_of(self, layout: Layout) -> "Case":
@@ -69,7 +69,7 @@ class Case:
         work = self.work
         hardware = self.hardware
         config = self.run.config
-        # Recomputation takes time but does not count in MFU: a forward pass is a third of a step.
+        # Recomputation takes time but doesn't count toward MFU. A forward pass is a third of a step.
         part = self.run.work(layout, sequences)
         flops = work.flops_per_token * work.tokens_per_step * (1 + part.repeated_flops / 3)
         compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.speed.mfu)
@@ -88,7 +88,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run under one strategy."""
+    """A run with one strategy."""
 
     layout: Layout
     problems: list[str]
@@ -97,13 +97,13 @@ class Candidate:
     """Memory at the recipe's micro-batch."""
     fits: bool = False
     largest_micro_batch: int | None = None
-    """The largest micro-batch that fits and divides the batch, or None."""
+    """Largest micro-batch that fits and divides the batch, or None."""
     micro_batch: int | None = None
     """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
     time: StepTime | None = None
     """Time of a step with the plan's micro-batch; None if none fits."""
     reduces_once: bool = False
-    """Sets batch.no_sync: the memory suffices to reduce gradients once per step."""
+    """True to set batch.no_sync: the memory suffices to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The launcher file's name if the plan uses its sizes, otherwise the sizes."""
+        """The accelerate config's name if the plan uses its sizes, otherwise the sizes."""
         return self.name if self.layout.is_planned else self.layout.product
 
     @property
@@ -167,9 +167,9 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 
 
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
-    """Averages FLOPs per token over the run's stages, which may have different sequence lengths.
+    """Averages the FLOPs per token over the run's stages, which may have different sequence lengths.
 
-    Raises InputError as `configs_of_stages` does.
+    Raises the InputErrors of `configs_of_stages`.
     """
     configs_of_stages(model_config, config.data)
     flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
@@ -192,7 +192,7 @@ def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
 
 
 def consider(name: str, case: Case) -> Candidate:
-    """Plans the run under one strategy, in its first layout that fits the recipe's micro-batch."""
+    """Plans the run with one strategy, in its first layout that fits the recipe's micro-batch."""
     found: list[Candidate] = []
     for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
         found.append(consider_layout(layout, case))
@@ -202,9 +202,9 @@ def consider(name: str, case: Case) -> Candidate:
 
 
 def consider_layout(layout: Layout, case: Case, problems: list[str] | None = None) -> Candidate:
-    """Plans the run in one layout: problems, memory, the largest micro-batch, seconds per step.
+    """Plans the run in one layout: problems, memory, largest micro-batch, seconds per step.
 
-    problems: problems of the strategy, if known.
+    problems: problems with the strategy, if known.
     """
     name = layout.name
     case = case.in_precision_of(layout)
@@ -241,11 +241,11 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
 
 
 def search_products(case: Case) -> list[Candidate]:
-    """Finds the fastest meshes that fit, fastest first, without those that every plan lists.
+    """Finds the fastest meshes that fit, fastest first, without the meshes that every plan lists.
 
     The time at the largest micro-batch that divides the batch, fitting or not, is a cheap lower bound. Meshes are
     planned in the order of this bound. The search stops when no remaining mesh could be faster by more than the
-    estimate's error. Equally fast meshes are sorted by number of dimensions.
+    estimate's error. Equally fast meshes are sorted by their number of dimensions.
     """
     hardware = case.hardware
     bounded = []
@@ -289,7 +289,7 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 
 
 def timed(found: Candidate, case: Case) -> Candidate:
-    """Adds the time of a step. Reduces gradients once per step if the strategy can, and this fits and saves time."""
+    """Adds the time of a step. Reduces gradients once per step if the strategy can, it fits and it saves time."""
     layout = found.layout
     found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
     if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
@@ -322,7 +322,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # Strategies check the precision of this machine, not of the planned one, so it's checked here.
+    # Strategies check the precision on this machine, not on the planned one, so check it here.
     portable = run.config.model_copy(update={"precision": "fp32"})
     # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
@@ -334,7 +334,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
-    """Chooses the simplest of the fastest, preferring the recipe's micro-batch; None if none fits."""
+    """Chooses the simplest of the fastest candidates, preferably with the recipe's micro-batch; None if none fits."""
     return min(
         fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
     )
@@ -345,7 +345,7 @@ def simplicity(candidate: Candidate) -> tuple[int, bool]:
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
-    """Lists the fastest fitting candidate and all that are equally fast within the estimate's error."""
+    """Lists the fastest fitting candidate, and all that are as fast within the estimate's error."""
     able = [candidate for candidate in candidates if candidate.runs]
     least = min((candidate.step_seconds for candidate in able), default=math.inf)
     return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
@@ -364,14 +364,14 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
 
 
 def shares_of(candidate: Candidate) -> str:
-    """Lists the parts of a step in percent, largest first, without those below 0.5%."""
+    """Lists the parts of a step in percent, largest first. Omits those below 0.5%."""
     parts = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
     shares = [(name, seconds / candidate.step_seconds) for name, seconds in parts]
     return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one: the part of a step that grows most."""
+    """Explains why a candidate is slower than the chosen one: names the part of a step that grows most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)
@@ -419,7 +419,7 @@ class Storage:
 
 
 def storage_of(config: RunConfig, work: RunWork) -> Storage:
-    """Computes the disk space of checkpoints under the recipe's retention."""
+    """Computes the disk space for checkpoints with the recipe's retention settings."""
     settings = config.checkpoint
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
@@ -438,7 +438,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
     """Lists each source's tokens in the run, and its epochs if its shards exist.
 
-    Raises InputError if the shards are too few for max_epochs, damaged, or from different tokenizers.
+    Raises InputError if the shards are damaged, too few for max_epochs, or from different tokenizers.
     """
     shares = collections.Counter()
     for stage, share in zip(config.data.mixtures, stage_shares(config), strict=True):

@@ -1,6 +1,6 @@
 """Model families: layers, heads and feed-forward width for each size, and the model's JSON.
 
-Each family lists its published shapes. Shapes between and below them keep the same ratio of width to layers. The loss
+Each family lists its published shapes. Shapes between and below them keep the ratio of width to layers. The loss
 depends little on this ratio: 6 x 4,288 ends within 3% of 48 x 1,600 (Kaplan et al., arXiv 2001.08361, section 3.2).
 """
 
@@ -17,19 +17,19 @@ LLAMA_RUNGS = (
 )  # fmt: skip
 """(layers, width) of the published Llamas and of SMALL_RUNGS."""
 STEPS_BY_WIDTH = ((1024, 64), (2048, 128), (math.inf, 256))
-"""(upper limit of width, step between filled-in widths)"""
+"""(upper limit of width, step between interpolated widths)."""
 LEAST_RISE = 1.15
-"""Smallest ratio of sizes of two neighboring shapes."""
+"""Smallest ratio between the sizes of two neighboring shapes."""
 NARROW_HEAD = 64
 WIDE_HEAD = 128
 CHOSEN = 8
 """Experts per token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
-"""(upper limit of parameters in layers, sequence length), from the demo, GPT-2, Llama and Llama 2."""
+"""(upper limit of parameters in layers, sequence length), based on the demo, GPT-2, Llama and Llama 2."""
 
 
 def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Adds shapes (layers, width) between these. Layers are interpolated linearly."""
+    """Adds shapes (layers, width) between these. Interpolates the layers linearly."""
     rungs = [*published[:1]]
     for (layers_0, width_0), (layers_1, width_1) in itertools.pairwise(published):
         step = next(step for limit, step in STEPS_BY_WIDTH if width_0 < limit)
@@ -45,20 +45,20 @@ def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture in all sizes."""
+    """An architecture in all its sizes."""
 
     name: str
-    """model_type of transformers."""
+    """model_type in transformers."""
     rungs: tuple[tuple[int, int], ...]
     """(layers, width), smallest first."""
     source: str
-    """The source of the shapes."""
+    """Source of the shapes."""
     gated: bool = True
     """True if the feed-forward network has three matrices instead of two."""
     feed_forward: float = 8 / 3
-    """Feed-forward width relative to the model's, rounded to a multiple of 64."""
+    """Feed-forward width relative to the model's width, rounded to a multiple of 64."""
     wide_heads_from: int = 2560
-    """Model width from which heads are WIDE_HEAD wide, as in the large models of GPT-3 and Llama."""
+    """Model width from which heads have the width WIDE_HEAD, as in the large models of GPT-3 and Llama."""
     groups_heads: bool = False
     """True if query heads share keys and values, as in Qwen3."""
     untied_from: float = 4096
@@ -133,7 +133,7 @@ FAMILIES = {family.name: family for family in (LLAMA, QWEN3, GPT2, NANOCHAT, DEE
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of a family: layers, width and vocabulary. Counts exclude norms and biases."""
+    """A family's model: layers, width and vocabulary. Counts exclude norms and biases."""
 
     layers: int
     width: int
@@ -146,7 +146,7 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Number of heads. Qwen3's smallest has 16 of width 128, together wider than the model."""
+        """Number of heads. Qwen3's smallest model has 16 heads of width 128, together wider than the model."""
         least = 16 if self.family.groups_heads and self.head_width == WIDE_HEAD else 1
         return max(least, self.width // self.head_width)
 
@@ -205,7 +205,7 @@ class Shape:
 
     @property
     def json_text(self) -> str:
-        """The model's JSON, for up to twice the sequence length (with learned positions: once)."""
+        """The model's JSON, for up to twice the sequence length (with learned positions, for the length itself)."""
         return json.dumps(self.config_values, indent=2) + "\n"
 
     @property

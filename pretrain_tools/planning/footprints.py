@@ -1,4 +1,4 @@
-"""Computes the memory of the process that needs most, from shapes alone.
+"""Computes the memory of the process that needs most, using only shapes.
 
 `PlannedRun.work` divides model, sequences and experts. This module adds each strategy's weights, gradients and
 optimizer state (ZeRO: Rajbhandari et al., arXiv 1910.02054), and the overhead of each dimension of parallelism.
@@ -23,7 +23,7 @@ from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the footprint in the run's stage that needs most.
+    """Returns the footprint in the stage of the run that needs most.
 
     sequences: per micro-batch, at data.sequence_length.
     """
@@ -58,7 +58,8 @@ def replicated(work: Work) -> Memory:
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
     buckets = whole if is_ddp and work.accumulates else 0.0
-    # A tied head's gradient waits for the embedding's. An untied head's is added to the gradients immediately.
+    # A tied head's gradient waits for the embedding's. An untied head's gradient is added to the gradients
+    # immediately.
     act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
@@ -73,9 +74,9 @@ def replicated(work: Work) -> Memory:
 
 
 def in_mesh(work: Work) -> Memory:
-    """Adds up the memory under any mesh except DDP's. In a pipeline, returns the stage that needs most.
+    """Adds up the memory for any mesh except DDP's. In a pipeline, returns the stage that needs most.
 
-    This is either the first, with the embedding, or the last, with head and loss.
+    This is either the first stage, with the embedding, or the last, with head and loss.
     """
     sizes = work.sizes
     if work.layout.pp == 1:
@@ -109,12 +110,12 @@ class Place:
 
     rank: int
     layers: tuple[int, ...]
-    """Number of layers in each of its stages."""
+    """Number of layers in each of the process's stages."""
     is_last: bool
     """True if it has the last stage."""
 
     def moments(self, schedule: str, ranks: int, microbatches: int) -> Iterator["Underway"]:
-        """Yields the microbatches held at the moments of possible peak memory."""
+        """Yields the microbatches held at each moment at which memory may peak."""
         stages = len(self.layers)
         none = (0,) * stages
         if schedule == "1F1B":
@@ -173,7 +174,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     """Adds up fully_shard's memory for a pipeline place's layers (or all layers) and the root parameters.
 
     On one rank, fully_shard copies weights to the matmuls' dtype and frees nothing. A pipeline's stages keep gathered
-    weights and unsharded gradients until the step's last microbatch, and reduce then.
+    weights and unsharded gradients until the step's last microbatch, and reduce them then.
 
     Args:
         root: number of elements outside the layers.
@@ -278,7 +279,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
 
 
 def results_of_layer(sizes: Sizes) -> int:
-    """Counts the output elements of a layer's matrices and norms per token."""
+    """Counts the output elements per token of a layer's matrices and norms."""
     shapes = sizes.shapes
     given = 0
     for name, shape in shapes.shapes.items():
@@ -335,7 +336,7 @@ def by_deepspeed(work: Work) -> Memory:
         updated = work.update_bytes("pieces", processes) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
         # The master weights count as optimizer state.
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
-    # Gradients move to the CPU too, because the optimizer runs there.
+    # Gradients also move to the CPU, because the optimizer runs there.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
     on_host = FP32 * sizes.total * share
     on_disk = optimizer.get("device") == "nvme"

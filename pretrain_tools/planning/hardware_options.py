@@ -26,7 +26,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
 
 
 def option_problems(options: argparse.Namespace) -> Problems:
-    """Lists problems of plan.py's own options."""
+    """Lists problems with plan.py's own options."""
     problems = Problems()
     gpus = options.gpus
     machines = options.machines
@@ -100,7 +100,7 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
 
 
 def cpu_as_gpu(processes: int) -> Gpu:
-    """Describes this machine's CPU as a GPU shared by this many processes. Measures it for 0.5 s.
+    """Describes this machine's CPU as a GPU that this many processes share. Measures it for 0.5 s.
 
     Price and rated power are unknown and stay unset.
     """

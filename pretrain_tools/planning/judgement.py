@@ -1,4 +1,4 @@
-"""Judges a valid recipe for --check: warnings with figures, the time on this machine, the start command."""
+"""Judges a valid recipe for --check: warnings with numbers, the time on this machine, the start command."""
 
 import math
 import os
@@ -68,7 +68,7 @@ def judgement(
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Lists the lines for a recipe without data. Everything else has been checked."""
+    """Lists the lines for a recipe without data, after everything else has been checked."""
     model_config = planned_model_config(config.model, config.data)
     model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     precision = resolve_precision(config.precision)
@@ -148,7 +148,7 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
 
 
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
-    """Warns if a step of the largest stage won't fit into memory here, and lists remedies."""
+    """Warns if a step of the largest stage won't fit into this machine's memory, and lists remedies."""
     have = memory_bytes(device)
     planned = PlannedRun(config, run.model_config, precision, device.type, have)
     layout = launched_layout(launched_strategy())
@@ -172,9 +172,10 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Tells if several times the usual memory of an unsharded run fits into `have` bytes, so tracing is unnecessary.
+    """Returns True if several times the usual memory of an unsharded run fits into `have` bytes, so tracing is
+    unnecessary.
 
-    The usual number of fp32 values is 34 times the hidden width per token and layer (arXiv 2205.05198), plus the
+    The usual number of fp32 values is 34 times the hidden width per token and layer (arXiv 2205.04198), plus the
     attention scores.
     """
     known = run.model_config
@@ -208,7 +209,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
-    """Estimates the run's time, or names its time limit."""
+    """Estimates the run's time, or reports its time limit."""
     if config.budget.minutes is not None:
         return f"time on this machine: {config.budget.minutes:g} min at most (budget.minutes)"
     peak, source = peak_flops(device, run.precision)

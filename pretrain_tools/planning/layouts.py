@@ -1,4 +1,4 @@
-"""Divides runs over processes: all possible meshes, the launcher files' meshes, and the current launch's."""
+"""Divides runs among processes: all possible meshes, the accelerate configs' meshes, and the current launch's."""
 
 import itertools
 import json
@@ -19,23 +19,23 @@ from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
-"""{strategy: dimension with a size in its launcher file}"""
+"""{strategy: dimension whose size is in its accelerate config}."""
 MESHES = ("fsdp2", *DIMENSION_OF, "mesh")
 """Strategies with a mesh."""
 GIVEN_BY_FILE = {"hsdp": 2, "fsdp_tp": 2}
-"""{strategy: size in its file}, unless it is all processes."""
+"""{strategy: size in its file, unless all processes are used}."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of processes along each dimension of parallelism. Their product without ep is `ranks`."""
+    """Number of processes along each dimension of parallelism. Their product, without ep, is `ranks`."""
 
     name: str
     """Name of the file in accelerate_configs/."""
     ranks: int
     machines: int = 1
     replicas: int = 1
-    """Replicas of the states divided by the other dimensions."""
+    """Number of replicas of the states that the other dimensions divide."""
     shards: int = 1
     """Processes that shard states and have separate micro-batches."""
     tp: int = 1
@@ -49,11 +49,11 @@ class Layout:
     problem: str | None = None
     """Reason why this number of processes is impossible."""
     zero: dict[str, Any] = field(default_factory=dict)
-    """zero_optimization of the DeepSpeed JSON."""
+    """zero_optimization in the DeepSpeed JSON."""
 
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
-        """Returns a mesh under its launcher file's name, or `mesh` if there is no such file."""
+        """Returns a mesh with the name of its accelerate config, or `mesh` if there is no such file."""
         kinds = [("FSDP", "dp_shard")]
         if sizes.dp_shard == sizes.ep == 1:
             kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of all processes together in a micro-step."""
+        """Number of micro-batches that all processes together compute in a micro-step."""
         return max(1, self.ranks // (self.tp * self.cp))
 
     @property
@@ -92,7 +92,7 @@ class Layout:
 
     @property
     def is_planned(self) -> bool:
-        """True for a launcher file with a size from `layouts`."""
+        """True for an accelerate config with a size from `layouts`."""
         return self.name != "mesh" and any(
             self.sizes == known.sizes for known in layouts(self.name, self.ranks, self.machines)
         )
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def given(self) -> dict[str, int]:
-        """Sizes that differ from the file's and need options: {dimension: size}."""
+        """{dimension: size} for sizes that differ from the file's and need options."""
         if self.name == "mesh":
             return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
         dimension = DIMENSION_OF.get(self.name)
@@ -131,9 +131,9 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """Groups of processes: {dimension: (processes, distance between two neighbors in ranks)}.
+        """{dimension: (processes, distance between two neighboring ranks)} for each group of processes.
 
-        `fsdp` shards all but experts, `efsdp` experts. See pretrain/parallel/mesh.py.
+        `fsdp` shards everything except experts, and `efsdp` shards experts. See pretrain/parallel/mesh.py.
         """
         sizes = self.sizes
         inner = sizes.fsdp * sizes.tp
@@ -150,7 +150,7 @@ class Layout:
 
 
 def planned_strategies() -> list[str]:
-    """Lists the strategies of every plan. Their sizes follow from the number of processes."""
+    """Lists the strategies in every plan. Their sizes follow from the number of processes."""
     return [name for name in STRATEGIES if name != "mesh"]
 
 
@@ -167,10 +167,10 @@ def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:
-    """Returns a launcher file's layout. Without a mesh, every process has a replica.
+    """Returns an accelerate config's layout. Without a mesh, every process has a replica.
 
     Args:
-        size: size of the file's dimension. None: planned for these machines.
+        size: size of the file's dimension. None plans it for these machines.
     """
     zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
@@ -218,9 +218,10 @@ def _size_problem(name: str, ranks: int, size: int) -> str | None:
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
-    """Returns all layouts of this file with launcher options, fastest first.
+    """Returns all layouts that this file with launcher options allows, fastest first.
 
-    For cp they differ in the number of processes per sequence. Fewer processes exchange less and hold more.
+    For cp, they differ in the number of processes per sequence. Fewer processes exchange less data and use more
+    memory.
     """
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:

@@ -38,7 +38,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Number of a model's parameters. Tied parameters count once, as the embedding."""
+    """Numbers of parameters in a model. Tied parameters count once, as the embedding."""
 
     total: int
     embedding: int
@@ -64,9 +64,9 @@ class Sizes:
     choices: int = 0
     """Experts per token."""
     terms: int = 0
-    """Parameters of loss terms, outside the layers and in a pipeline's last stage."""
+    """Parameters of loss terms. They are outside the layers, and in a pipeline's last stage."""
     in_fp8: int = 0
-    """Elements of the layers' matrices that are multiplied and gathered in 8 bits under fp8."""
+    """Elements of the layers' matrices that fp8 multiplies and gathers in 8 bits."""
 
     @property
     def experts(self) -> int:
@@ -103,7 +103,7 @@ class Sizes:
 
     @property
     def of_vocabulary(self) -> int:
-        """Parameters of token embedding and head, counted once if tied."""
+        """Parameters of token embedding and head. They count once if tied."""
         return self.vocabulary * self.width * (1 if self.is_tied else 2)
 
     @property
@@ -180,7 +180,10 @@ class Work:
 
     @property
     def head_gradient(self) -> float:
-        """Bytes of the head's fp32 gradient if the loss computes it in forward; it waits for a tied embedding's."""
+        """Bytes of the head's fp32 gradient if the loss computes it in its forward pass.
+
+        The gradient waits for a tied embedding's.
+        """
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
     def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
@@ -238,8 +241,8 @@ class Work:
     def kept_by_exchanges(self) -> float:
         """Counts the bytes that a layer keeps for the exchanges of cp or ep, in addition to its activations.
 
-        cp: attention's output, before and after the exchange. ep: experts run outside the compiled layer, which
-        recomputes the product of gate and up projections in its backward pass.
+        cp keeps attention's output before and after the exchange. With ep, experts run outside the compiled layer,
+        which recomputes the product of gate and up projections in its backward pass.
         """
         channels = self.sizes.width if self.layout.cp > 1 else 0
         if self.layout.ep > 1 and self.run.config.compile != "none":
@@ -258,7 +261,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at its peak."""
+    """Bytes in a process at its peak."""
 
     parameters: float
     gradients: float
@@ -308,7 +311,7 @@ def sizes_of(model_config: Any) -> Sizes:
 
 
 def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
-    """Returns the sizes including the loss terms' parameters.
+    """Returns the sizes, including the loss terms' parameters.
 
     Raises InputError if a term's module can't be built on the meta device.
     """
@@ -374,7 +377,7 @@ class PlannedRun:
     """The GPU's memory. The loss's chunk size depends on it."""
 
     def changed(self, **settings: Any) -> "PlannedRun":
-        """Returns the run with other settings of the recipe."""
+        """Returns the run with different settings in the recipe."""
         return replace(self, config=self.config.model_copy(update=settings))
 
     @property
@@ -392,7 +395,7 @@ class PlannedRun:
 
     @property
     def forward_pass(self) -> ForwardPass:
-        """The call of the model with the optimizer's weights. Raises InputError as `probe` does."""
+        """Call of the model with the optimizer's weights. Raises the InputErrors of `probe`."""
         config = self.config
         attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
         if config.attention == "eager":
@@ -415,7 +418,7 @@ class PlannedRun:
         return trace_activations(self.model_config, call)
 
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
-        """Returns (run, micro-batch) for each of its stages' sequence lengths.
+        """Returns (run, micro-batch) for each sequence length in the run's stages.
 
         sequences: per micro-batch, at data.sequence_length.
         """
@@ -454,7 +457,7 @@ class PlannedRun:
 
 
 def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
-    """Returns one tensor-parallel rank's model, with divided heads and intermediate width."""
+    """Returns a tensor-parallel rank's model, with divided heads and intermediate width."""
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -523,7 +526,7 @@ def at_peak(
     buffers: float = 0.0,
     **elsewhere: float,
 ) -> Memory:
-    """Returns the peak: the moment with the largest sum of gradients, activations and buffers."""
+    """Returns the memory at the peak: the moment with the largest sum of gradients, activations and buffers."""
     name = max(moments, key=lambda moment: sum(moments[moment]))
     gradients, activations, *own = moments[name]
     return Memory(parameters, gradients, optimizer, activations, buffers + sum(own), name, **elsewhere)

@@ -26,20 +26,20 @@ FURTHER = {
     "zero3": ("cp", "zero3_offload"),
     "cp": (),
 }
-"""{strategy: launcher files that shard or offload more, fastest first}"""
+"""{strategy: accelerate configs that shard or offload more, fastest first}"""
 FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
-"""Launcher files for all other strategies."""
+"""Accelerate configs for all other strategies."""
 MOST_PARTS = 64
-"""Suggested numbers of processes per sequence."""
+"""Maximum suggested number of processes per sequence."""
 USED = 0.9
 """Usable share of a device's memory. The rest is lost to fragmentation."""
 
 
 def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[str]:
-    """Returns changes to try in this order, with the memory that each needs. Each keeps the previous ones.
+    """Returns changes to try in this order, with the memory that each needs. Each change keeps the previous ones.
 
-    First activation checkpointing, then smaller micro-batches down to one sequence, then a strategy that shards more.
-    They change results only by rounding. The list ends with the first change that fits.
+    Suggests activation checkpointing first, then smaller micro-batches down to one sequence, then a strategy that
+    shards more. These change results only through rounding. The list ends with the first change that fits.
 
     Args:
         divided: the current layout.
@@ -81,7 +81,7 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
 
 
 def can_share(run: PlannedRun, parts: int) -> bool:
-    """Tells if sequences can be split over this many processes."""
+    """Returns True if sequences can be split over this many processes."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
     return divides and not model_problems(run.model_config, Sizes(cp=parts), run.config.pipeline.schedule)
 

@@ -1,4 +1,4 @@
-"""Predicts an optimizer's state, temporary memory and communication from the shapes of a model.
+"""Predicts an optimizer's state, temporary memory and communication from a model's shapes.
 
 An optimizer without an entry here is assumed to need only its `state_shapes`.
 """
@@ -18,7 +18,7 @@ BF16 = 2
 
 
 def with_experts_in_parts(model: ModelShapes, shares: int) -> ModelShapes:
-    """Returns the shapes for a process with 1/shares of every layer's experts; 0: without experts."""
+    """Returns the shapes for a process with 1/shares of every layer's experts; 0 leaves out the experts."""
     shapes = {
         name: ((shape[0] // shares if shares else 0), *shape[1:]) if name in model.experts else shape
         for name, shape in model.shapes.items()
@@ -38,11 +38,11 @@ def state_elements(spec: OptimizerSpec) -> float:
 
 
 def update_bytes(spec: OptimizerSpec, device_type: str, weights_in_bf16: bool, form: str, processes: int) -> float:
-    """Returns the temporary bytes of an update.
+    """Returns an update's temporary bytes.
 
     Args:
-        form: how the parameters are held, see `OptimizerSpec.takes`.
-        processes: number of processes that hold them together.
+        form: how the parameters are stored, see `OptimizerSpec.takes`.
+        processes: number of processes that share them.
     """
     if isinstance(spec, AdafactorSpec):
         elements = list(map(math.prod, spec.model.shapes.values()))

@@ -1,7 +1,7 @@
 """Implements train.py --text: prepares text files and writes a recipe for this machine and the given minutes.
 
 Finished parts are kept, so the same command continues after an interruption at any point. The recipe is written last,
-and its first line records the command. Once it exists, the command only trains with it.
+and its first line records the command. Once the recipe exists, the command only trains with it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000
 """Larger plain-text files are split into paragraphs, because a document may have at most 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
-"""(upper limit of bytes of text, share held out for validation)"""
+"""(upper limit for the bytes of text, share held out for validation)."""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
 ANOTHER_NAME = "give another name, with --output runs/NAME"
@@ -74,7 +74,7 @@ class OwnText:
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
-    """Creates tokenizer, shards and recipe if necessary, and replaces --text by --config.
+    """Creates tokenizer, shards and recipe if necessary, and replaces --text with --config.
 
     Returns other command lines unchanged. Raises InputError for unusable text or existing files with the same names.
     Exits with the preparation's status if it fails or is interrupted.
@@ -103,7 +103,7 @@ def with_own_text(arguments: list[str]) -> list[str]:
     # Everything is checked before the first slow part, so that all problems are reported together.
     files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
-    # Settings are checked with another recipe, because the real one is finished only minutes later.
+    # Settings are checked with a different recipe, because the real one is finished only minutes later.
     problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
     problems.stop_if_any()
     make_recipe(asked, files)
@@ -164,7 +164,7 @@ def run_name_of(pattern: str) -> str:
 
 
 def find_text(asked: OwnText) -> "TextFiles":
-    """Finds the files. Raises InputError for no files, too little text, or named files that aren't text."""
+    """Finds the files. Raises InputError if there are no files, too little text, or named files that aren't text."""
     from pretrain_tools.planning.text_files import find_text_files
     from pretrain_tools.preparation.documents.sources import expected_bytes
 
@@ -183,7 +183,7 @@ def find_text(asked: OwnText) -> "TextFiles":
 
 
 def refuse_another_command(asked: OwnText) -> None:
-    """Raises InputError if another command made the recipe."""
+    """Raises InputError if a different command made the recipe."""
     recipe = asked.place.recipe
     first = recipe.read_text(encoding="utf-8", errors="replace").split("\n", 1)[0]
     if first == MADE_BY + asked.command:
@@ -218,7 +218,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
 
 def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
-    """Raises InputError if the files have changed since preparation."""
+    """Raises InputError if the files have changed since they were prepared."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.documents.sources import Files
@@ -287,7 +287,7 @@ def row(name: str, value: str) -> None:
 
 
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
-    """Returns the arguments of python that train the tokenizer and prepare the shards."""
+    """Returns python's arguments for training the tokenizer and preparing the shards."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):

@@ -1,4 +1,4 @@
-"""Builds the plan of a run and prints it: tables for terminals, JSON for programs, a comment for recipes."""
+"""Builds and prints a run's plan: tables for terminals, JSON for programs, a comment for recipes."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours under the recommended strategy, excluding validation, checkpoints and restarts."""
+        """Hours with the recommended strategy, excluding validation, checkpoints and restarts."""
         return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """Energy of the GPUs at rated power. The rest of the machines adds about a third."""
+        """The GPUs' energy at rated power. The rest of the machines adds about a third."""
         return self.gpu_hours and self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
@@ -100,7 +100,7 @@ def build_plan(
     *,
     mfu: float | None = None,
 ) -> Plan:
-    """Plans a recipe under every strategy and the best meshes. Raises InputError for an invalid recipe."""
+    """Plans a recipe with every strategy and the best meshes. Raises InputError for an invalid recipe."""
     # As in --check, auto settings are resolved for one process. Strategies divide the batch later.
     config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
@@ -222,12 +222,12 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """Lists facts independent of the strategy: {name: value}."""
+    """Lists facts that don't depend on the strategy: {name: value}."""
     return dict(line.split(" | ", 1) for line in lines_of("plan.j2", "facts", plan, formula=FORMULA))
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Lists impossible strategies with reasons, the margin, the verdict and the command."""
+    """Lists the strategies that can't run, with reasons. Then lists the margin, the verdict and the command."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:

@@ -1,4 +1,4 @@
-"""Chooses shape, tokens, batch and learning rate of train.py --text for the measured machine."""
+"""Chooses shape, tokens, batch and learning rate for train.py --text on the measured machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,20 +18,20 @@ from pretrain_tools.planning.step_time import mfu_of_small
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
-"""Share of the minutes for steps. Validation, samples, saving and export take the rest."""
+"""Share of the minutes used for steps. Validation, samples, saving and export take the rest."""
 START_SECONDS = 5.0
 LEAST_SHARE_OF_TIME = 0.4
-"""Share of the minutes for steps in very short runs, which startup would fill."""
+"""Share of the minutes used for steps in very short runs, which startup would otherwise fill."""
 BYTES_PER_PARAMETER = 24
 """Bytes per parameter for weights, gradients, optimizer state and a copy for checkpoints."""
 MEMORY_SHARE = 0.5
-"""Share of the memory for BYTES_PER_PARAMETER. Activations take the rest."""
+"""Share of the memory available for BYTES_PER_PARAMETER. Activations take the rest."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
 """FLOPs of five validations relative to training."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""Length of a GPU run from which compilation, which takes most of a minute, pays off."""
+"""Duration from which a GPU run is compiled. Compilation takes most of a minute."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Machine:
 
     @classmethod
     def measured(cls, minutes: float) -> "Machine":
-        """Measures this machine, for half a second on a CPU or an unlisted GPU.
+        """Measures this machine. On a CPU or an unlisted GPU, this takes half a second.
 
         Raises InputError for an unusable GPU.
         """
@@ -62,7 +62,7 @@ class Machine:
             device_type=device.type,
             name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
             precision=precision,
-            # A GPU missing from the table is measured.
+            # A GPU that isn't in the table is measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
             memory_bytes=memory_bytes(device),
             minutes=minutes,
@@ -70,7 +70,7 @@ class Machine:
 
     @property
     def seconds(self) -> float:
-        """Time for steps."""
+        """Time available for steps."""
         whole = 60 * self.minutes
         # In a run of a few seconds, startup alone would leave no time for steps.
         return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
@@ -84,7 +84,7 @@ class Machine:
         return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """Returns the FLOPs of all steps together, for a model of this shape."""
+        """Returns the FLOPs of all steps together for a model of this shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
@@ -138,7 +138,7 @@ class SizedRecipe:
 
     @property
     def has_validation(self) -> bool:
-        """Tells if the held-out text fills a sequence."""
+        """Returns True if the held-out text fills a sequence."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
     def in_words(self) -> str:

@@ -14,7 +14,7 @@ LADDER = LLAMA_RUNGS[:11]
 SMALLEST_VOCABULARY_CHOSEN = 512
 LARGEST_VOCABULARY_CHOSEN = 32_768
 MOST_HEAD_SHARE = 0.5
-"""Largest ratio of head parameters to layer parameters."""
+"""Maximum ratio of head parameters to layer parameters."""
 
 # Scaling law of Hoffmann et al. (arXiv 2203.15556), fitted by Muennighoff et al. (arXiv 2305.16264, appendix A):
 # loss = E + A / N^alpha + B / D^alpha. Their smallest model has 7M parameters, so it's extrapolated below that.
@@ -40,9 +40,9 @@ MOST_LOST = 0.04
 2 MB, 4 x 128 reached a validation loss of 3.486 after 4.2 epochs in three minutes, and 2 x 128 3.496 after five epochs
 in 2:23. On 1 MB, 4 x 192 reached 3.622 after 4.6 epochs in three minutes, and 4 x 128 3.589 after five in 1:54."""
 SPEED_MAY_RISE = 2.0
-"""Maximum ratio of actual to expected steps, if the machine is faster than expected."""
+"""Maximum ratio of actual to expected steps, in case the machine is faster than expected."""
 MOST_TIMES_LARGER = 8.0
-"""Largest size relative to the small model that would leave time over."""
+"""Maximum size, relative to the small model that would leave time over."""
 TIME_USED = 0.9
 """Share of the time above which it counts as used up."""
 
@@ -104,13 +104,13 @@ def padded(vocabulary: int) -> int:
 
 
 def parameters_per_token() -> float:
-    """Returns the optimal parameters per token, 1 / 19.6 for any FLOPs because both exponents are equal."""
+    """Returns the optimal parameters per token: 1 / 19.6 for any FLOPs, because both exponents are equal."""
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
 
 
 def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.inf) -> float:
     """Estimates the loss in nats per token with the scaling law for repeated data. Use it only for comparisons."""
-    # Like repeated tokens, parameters beyond the optimum for the unique tokens are worth less.
+    # Parameters beyond the optimum for the unique tokens are worth less, like repeated tokens.
     unique_parameters = min(parameters, unique_tokens * parameters_per_token())
     effective_parameters = with_repetition(parameters, unique_parameters, EXCESS_PARAMETERS)
     effective_tokens = with_repetition(tokens, min(tokens, unique_tokens), REPEATED_TOKENS)
@@ -119,7 +119,7 @@ def expected_loss(parameters: float, tokens: float, unique_tokens: float = math.
 
 
 def with_repetition(amount: float, unique: float, scale: float) -> float:
-    """Returns the effective amount with repetition of `unique`: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
+    """Returns the effective amount when `unique` is repeated: U + U R* (1 - exp(-(amount / U - 1) / R*))."""
     return unique * (1 + scale * -math.expm1(-(amount / unique - 1) / scale))
 
 
@@ -153,7 +153,7 @@ def choose_sizing(
 
 
 def is_as_good(shape: Shape, other: Shape, tokens: Mapping[Shape, float], unique_tokens: float) -> bool:
-    """Tells if a shape's expected loss is within MOST_LOST of another's."""
+    """Returns True if a shape's expected loss is within MOST_LOST of another's."""
     mine, others = (expected_loss(one.active, tokens[one], unique_tokens) for one in (shape, other))
     return mine <= (1 + MOST_LOST) * others
 
@@ -161,7 +161,7 @@ def is_as_good(shape: Shape, other: Shape, tokens: Mapping[Shape, float], unique
 def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
     """Chooses the smallest shape within WORTHWHILE of the best expected loss.
 
-    tokens: {shape: tokens it can be trained on}, smallest first.
+    tokens: {shape: tokens on which it can be trained}, smallest first.
     """
     losses = {shape: expected_loss(shape.active, tokens[shape], unique_tokens) for shape in tokens}
     best = min(losses.values())
@@ -169,7 +169,7 @@ def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
 
 
 def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
-    """Chooses the shape with tokens per active parameter nearest to this ratio."""
+    """Chooses the shape whose tokens per active parameter are nearest to this ratio."""
     return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.active / tokens_per_parameter)))
 
 

@@ -25,13 +25,16 @@ SMOKE_STEPS = 100
 FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
-"""Bytes. Smaller differences in memory never fail."""
+"""Difference in memory, in bytes, below which a check never fails."""
 FALLS = 0.99
 """Largest ratio of final to initial loss, from scratch."""
 STAYS = 1.05
 """Largest ratio of final to initial loss, from pretrained weights."""
 LEAST_SPREAD = 0.5
-"""Smallest relative entropy of a layer's loads. 0: a router sends all tokens to the same experts. 1: an even load."""
+"""Minimum relative entropy of a layer's loads.
+
+With 0, a router sends all tokens to the same experts. With 1, the load is even.
+"""
 USUAL_NORMS = (0.1, 10.0)
 """Usual range of the median gradient norm."""
 
@@ -103,7 +106,7 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Compares final and initial loss, on validation data if possible, because it stays the same."""
+    """Compares final and initial loss. Uses validation data if possible, because it stays the same."""
     of_step: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -127,7 +130,7 @@ def norm_verdict(events: list[dict], most: float) -> str | None:
 
 
 def unusual_norms(trained: list[dict]) -> str | None:
-    """Reports unusual gradient norms. They are no failure, because large batches have small norms."""
+    """Reports unusual gradient norms. They don't count as a failure, because large batches have small norms."""
     norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
     median = statistics.median(norms) if norms else 1.0
     low, high = USUAL_NORMS
@@ -140,7 +143,7 @@ def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | 
 
 
 def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str | None:
-    """Checks that every layer uses many of its experts in the first and the last step."""
+    """Checks that every layer uses many of its experts in the first and last step."""
     model = build_meta_model(model_config)
     router = routers_of(model)[0]
     experts = expert_parameters(router)[1]

@@ -1,6 +1,6 @@
 """Estimates the time of a step from an assumed MFU and the bytes moved.
 
-Use it to compare strategies and for the order of magnitude.
+Use the estimate to compare strategies and for the order of magnitude.
 """
 
 import math
@@ -14,11 +14,11 @@ from pretrain_tools.planning.traffic import Links
 FRAGMENTATION = 0.08
 """Share of a GPU's memory lost to fragmentation."""
 CONTEXT_BYTES = 1.0 * 2**30
-"""CUDA context and cuBLAS workspaces, which torch doesn't count."""
+"""Memory of the CUDA context and cuBLAS workspaces, which torch doesn't count."""
 COMMUNICATION_BYTES = 1.0 * 2**30
 """NCCL's buffers."""
 LINK_EFFICIENCY = 0.7
-"""Share of a link's bandwidth reached by collectives."""
+"""Share of a link's bandwidth that collectives reach."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
 """(largest size, MFU) of the best published codebases on H100s, in train.py's MFU formula: llm.c 40.7% at 124M,
 llm-foundry 41.8% at 1.3B and 46.4% at 7B. They are targets; measure your own."""
@@ -26,7 +26,7 @@ llm-foundry 41.8% at 1.3B and 46.4% at 7B. They are targets; measure your own.""
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines of a planned run."""
+    """The machines for a planned run."""
 
     gpu: Gpu
     gpus: int
@@ -47,27 +47,27 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a GPU available for tensors. On a CPU, the share of CUDA goes to the system and Python."""
+        """Bytes available for tensors on a GPU. On a CPU, the share for CUDA goes to the system and Python."""
         # NCCL allocates its buffers outside torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
     @property
     def links(self) -> Links:
-        """Bandwidths reached by collectives."""
+        """Bandwidths that collectives reach."""
         rates = (self.gpu.link_bytes_per_second, self.gpu.network_bytes_per_second)
         return Links(*(rate * LINK_EFFICIENCY for rate in rates), self.gpus_per_machine)
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """The work of a run, independent of the hardware."""
+    """The work in a run. It doesn't depend on the hardware."""
 
     sizes: Sizes
     active: int
     """Active parameters; fewer than all parameters only in an MoE model."""
     non_embedding: int
-    """Active parameters in matmuls: N of 6N."""
+    """Active parameters in matmuls: the N in 6N."""
     ramp: BatchRamp
     """Batch size over the run."""
     tokens: int
@@ -100,7 +100,7 @@ MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cud
 models on two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M, and in fp32 with AVX2, which has half
 the peak, 0.46 at 0.6M."""
 MFU_EXPONENT = 0.4
-"""Exponent of the parameters in the MFU below that size, where matmuls don't fill the device."""
+"""Exponent of the parameters in the MFU below that size, because the matmuls don't fill the device."""
 
 
 def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
@@ -132,7 +132,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by cause."""
+    """Seconds in a step, by cause."""
 
     computing: float
     waiting: float = 0.0

@@ -25,7 +25,7 @@ from pretrain_tools.preparation.documents.sources import (
 MOST_SHOWN = 3
 """Number of files per reason named in a message."""
 MOST_EXCLUDED = 2000
-"""Maximum number of files excluded by name, each on prepare_data.py's command line."""
+"""Maximum number of files excluded by name. Each name goes on prepare_data.py's command line."""
 
 
 class LeftOut(NamedTuple):
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
     path: str
     reason: str
-    """Reason. Files with the same reason, up to a bracket, are counted together."""
+    """Reason for skipping the file. Files whose reasons are equal up to a bracket are counted together."""
     remedy: str = ""
 
 
@@ -84,7 +84,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     problems.stop_if_any()
     inputs = list(dict.fromkeys(pattern for search in searches.values() for pattern in search.inputs))
     taken = {path for search in searches.values() for path in search.taken}
-    # A file skipped by one argument may be named by another.
+    # One argument may name a file that another argument skips.
     left_out = {each.path: each for search in searches.values() for each in search.left_out if each.path not in taken}
     said = left_out_text(left_out.values(), len(taken))
     # Skipped files that match a pattern are excluded by name, so that the printed command reads the same files.
@@ -202,7 +202,7 @@ def quoted(path: str) -> str:
 
 
 def no_text_problems(searches: dict[str, Found]) -> list[str]:
-    """Lists problems of folders and patterns without text, and of named files that aren't text."""
+    """Lists problems with folders and patterns without text, and with named files that aren't text."""
     problems = []
     named = []
     for word, found in searches.items():

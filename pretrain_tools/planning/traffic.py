@@ -1,4 +1,4 @@
-"""Counts a GPU's bytes per step along each dimension, the computing that can hide them, and idle time.
+"""Counts the bytes that a GPU sends per step along each dimension, the computing that can hide them, and idle time.
 
 In a ring, an all-reduce of B bytes over n processes moves 2 B (n - 1) / n. All-gather, reduce-scatter and all-to-all
 move half of that. tests/parallel/test_products.py compares these bytes with the trainer's.
@@ -15,7 +15,7 @@ from pretrain_tools.planning.memory import FP32, Sizes, Work
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
-"""Bytes per second of an update on the CPU, per machine."""
+"""Bytes that an update on the CPU processes per second, per machine."""
 NVME_BYTES_PER_SECOND = 5e9
 """Bytes per second of a machine's disk."""
 
@@ -25,11 +25,11 @@ class Links:
     """A GPU's bytes per second in one direction."""
 
     inside: float
-    """To the other GPUs of its machine."""
+    """Bandwidth to the other GPUs in the machine."""
     network: float
-    """To other machines."""
+    """Bandwidth to other machines."""
     per_machine: int
-    """GPUs."""
+    """Number of GPUs per machine."""
 
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
         """Returns the seconds in which each GPU of a group sends these bytes. Neighbors are `distance` ranks apart.
@@ -50,7 +50,7 @@ class Flow:
     """A GPU's traffic per step along one dimension."""
 
     name: str
-    """A dimension, or `update` for the optimizer's exchanges of matrices."""
+    """Name of the dimension, or `update` for the optimizer's exchanges of matrices."""
     sent: float
     """Bytes that a GPU sends."""
     seconds: float
@@ -58,13 +58,13 @@ class Flow:
     """Share of the computing that it can overlap with."""
 
     def exposed(self, compute: float) -> float:
-        """Returns the seconds not overlapped with `compute` seconds of computing."""
+        """Returns the seconds that don't overlap with `compute` seconds of computing."""
         return max(0.0, self.seconds - self.hides_behind * compute)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one process."""
+    """One process's step."""
 
     work: Work
     """The part of a micro-step that one process computes."""
@@ -137,7 +137,7 @@ def mesh_flows(step: Step) -> list[Flow]:
     experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
     padding = work.padding
     root = root_of_stage(sizes, layout)
-    # Hidden states of a micro-step. A pipeline's process computes one microbatch at a time.
+    # Hidden states in a micro-step. A pipeline's process computes one microbatch at a time.
     hidden = work.tokens * microbatches * sizes.width
     found = []
     # Layers are gathered in forward and backward, except the last one in backward, which is still gathered. A pipeline
@@ -184,8 +184,8 @@ def root_of_stage(sizes: Sizes, layout: Layout) -> float:
 def tp_flow(step: Step, hidden: float) -> Flow:
     """Returns the all-reduces of hidden states, two per layer and direction, and of unsplit parameters' gradients.
 
-    With ep, each process sends its part of the rows to experts, and gathers the results. The gradient of the last
-    hidden states is gathered too, because each process computes the loss of its part of the tokens.
+    With ep, each process sends its part of the rows to experts, and gathers the results. It also gathers the gradient
+    of the last hidden states, because each process computes the loss on its part of the tokens.
     """
     work = step.work
     layout = work.layout
@@ -212,7 +212,7 @@ def update_flow(step: Step) -> Flow:
     work = step.work
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
-    # ZeRO-1 and 2 exchange only the matrices cut by their flat partitions.
+    # ZeRO-1 and 2 exchange only the matrices that their flat partitions cut.
     if size == 1 or layout.zero.get("stage") in (1, 2):
         return Flow("update", 0.0, 0.0)
     shapes = work.whole.shapes
@@ -231,7 +231,7 @@ def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
 
 
 def uneven(layout: Layout, layers: int) -> float:
-    """Returns the largest stage's layers relative to the mean. The other stages wait for it."""
+    """Returns the number of layers in the largest stage relative to the mean. The other stages wait for it."""
     return math.ceil(layers / layout.pp) * layout.pp / layers
 
 
@@ -260,7 +260,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Tells if batch.no_sync trades memory for communication. Otherwise it has no effect or is rejected."""
+    """Returns True if batch.no_sync trades memory for communication. Otherwise it has no effect or is rejected."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed accumulates unreduced gradients in the weights' dtype.

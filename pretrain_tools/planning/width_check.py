@@ -1,7 +1,7 @@
-"""Runs the coordinate check of muP (Yang et al., arXiv 2203.03466, D.1).
+"""Runs muP's coordinate check (Yang et al., arXiv 2203.03466, D.1).
 
-Small copies of the architecture at several widths take a few steps with the recipe's optimizer on the same tokens. The
-change per element of hidden states and logits must not grow with the width.
+Small copies of the architecture at several widths take a few steps on the same tokens with the recipe's optimizer. The
+change per element in hidden states and logits must not grow with the width.
 """
 
 import math
@@ -22,12 +22,12 @@ RATIOS = (1, 2, 4)
 STEPS = 4
 SEEDS = (0, 1)
 MOST_GROWTH = 0.25
-"""Largest allowed exponent of the growth. Without muP, the logits' change has an exponent of 1."""
+"""Maximum exponent of the growth. Without muP, the logits' change has an exponent of 1."""
 Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """Names the activation that grows with the width; None if none does."""
+    """Returns the name of the activation that grows with the width, or None."""
     growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
@@ -62,7 +62,7 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:
-    """Measures the change of logits and each layer's hidden states."""
+    """Measures the change in the logits and in each layer's hidden states."""
     settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
     if settings.mup_base_width:

@@ -1,4 +1,4 @@
-"""Defines the command line of prepare_data.py. Imports nothing heavy, so that --help is fast."""
+"""Defines prepare_data.py's command line. Imports nothing heavy, so that --help is fast."""
 
 import argparse
 from typing import Any

@@ -65,7 +65,7 @@ class Intake:
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
         if not is_complete:
-            # Before all other changes to the tally: if this raises, `commit` must not record any of the part.
+            # Before all other changes to the tally. If this raises an error, `commit` must not record any of the part.
             count_problems(encoded.problems, tally, self._options)
         tally.duplicate_documents += copies
         # The index uses the plan's source numbers, not the part's.
@@ -93,7 +93,7 @@ class Intake:
 
 
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
-    """Counts unusable records. If it raises InputError, it has counted none of them."""
+    """Counts unusable records. If it raises InputError, it hasn't counted any of them."""
     if problems and options.on_error == "stop":
         first = problems[0]
         raise InputError(

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "fast", "reference")
 LONG_TEXT_BYTES = 1 << 22
-# Long texts are encoded in overlapping pieces: the library needs about 100 bytes per byte, 24 GB for 200 MB of text.
+# Long texts are encoded in overlapping pieces, because the library needs about 100 bytes per byte: 24 GB for 200 MB of
+# text.
 PIECE_CHARACTERS = 1 << 20
 OVERLAP_CHARACTERS = 1 << 13
 # Two pieces are joined at a run of this many equal tokens, far from both cuts.
@@ -52,7 +53,7 @@ class ReferenceEncoder:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Encodes each UTF-8 text to a uint32 array of token IDs."""
         arrays: list[np.ndarray] = []
-        # Encodings keep offsets and strings, many times the size of the text, so encode small batches.
+        # Encode small batches, because encodings keep offsets and strings, many times the size of the text.
         for first, stop in batches(texts):
             batch = [text.decode() for text in texts[first:stop]]
             if len(texts[first]) > LONG_TEXT_BYTES:
@@ -101,7 +102,7 @@ class FastEncoder:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
     def disagreement(self, texts: Sequence[bytes]) -> str | None:
-        """Returns the first text (shortened) with different IDs than the reference. None if all agree."""
+        """Returns the first text (shortened) whose IDs differ from the reference's; None if all agree."""
         for text, expected in zip(texts, self.reference.encode(texts), strict=True):
             if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
                 return repr(text[:60].decode(errors="replace"))
@@ -114,7 +115,7 @@ Encoder = ReferenceEncoder | FastEncoder
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
     """Returns (encoder for `engine`, reason why auto uses the reference path).
 
-    engine: auto, fast or reference. Raises InputError for `fast` if gigatoken cannot load this tokenizer or gives
+    engine: auto, fast or reference. Raises InputError for `fast` if gigatoken can't load this tokenizer or gives
     different IDs.
     """
     if engine == "reference":
@@ -135,9 +136,9 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
 
 
 def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
-    """Encodes a long text to uint32 token IDs, without special tokens. The IDs equal those from one call.
+    """Encodes a long text to uint32 token IDs, without special tokens. The IDs equal those from a single call.
 
-    If two pieces cannot be joined, as inside one endless word, they are encoded together.
+    If two pieces can't be joined, as inside one endless word, they are encoded together.
     """
     kept: list[np.ndarray] = []
     start = 0

@@ -88,14 +88,14 @@ class EncodedPart:
     source_names: tuple[str, ...] = ()
     is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
     hashes: np.ndarray | None = None
-    """(documents,) uint64. None without --deduplicate."""
+    """(documents,) uint64; None without --deduplicate."""
     signatures: np.ndarray | None = None
-    """(documents, signature_bytes) uint8. None without --near_duplicates."""
+    """(documents, signature_bytes) uint8; None without --near_duplicates."""
     lines: list[bytes] | None = None
-    """The documents as text_files.document_line. None without --write_text."""
+    """The documents as text_files.document_line; None without --write_text."""
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
-    """A text with wrong token IDs from the fast path, if any."""
+    """A text for which the fast path gives wrong token IDs, if any."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """Returns the part with only the kept documents. kept: (documents,) bool."""

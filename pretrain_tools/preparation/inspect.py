@@ -135,14 +135,14 @@ def _cleaning_lines(account: CleaningAccount) -> list[str]:
 
 
 def _shares_text(values: Mapping[str, int]) -> str:
-    """Describes the most frequent values. Sorts ties by name, so that the order of parts does not matter."""
+    """Describes the most frequent values. Sorts ties by name, so that the order of parts doesn't matter."""
     total = sum(values.values())
     most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
 
 
 def _near_duplicate_lines(path: Path) -> list[str]:
-    """Shows pairs of near duplicates. Empty without --near_duplicates."""
+    """Shows pairs of near duplicates; [] without --near_duplicates."""
     examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
     lines = []
     for example in examples[:SAMPLED_DOCUMENTS]:

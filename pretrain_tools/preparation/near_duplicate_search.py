@@ -1,7 +1,7 @@
 """Searches prepared folders for near duplicates: on disk, deterministic, and resumable after a kill.
 
-It has three stages of independent tasks. Each task writes a file that is complete or absent. Any process with
-access to the folders can run any task, with the same bytes as a result:
+The search has three stages of independent tasks. Each task writes a file that is complete or absent. Any process with
+access to the folders can run any task and writes the same bytes:
 
     keys        sorts the keys of RUN_DOCUMENTS documents in each band: 8 bytes per document and band
     candidates  finds pairs of documents with equal keys, in a range of one band's keys
@@ -34,14 +34,14 @@ SIGNATURES_SUFFIX = ".signatures"
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
 """{stage: unit of its tasks}, in order."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
-"""A removed document, and the kept first document of its component, both by number in the input."""
+"""A removed document and the first document of its component, which is kept. Both are numbers in the input."""
 MOST_DOCUMENTS = 1 << 32
 RUN_DOCUMENTS = 1 << 19
 KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Documents are read only if their signatures agree in at least the threshold minus this margin."""
+"""Documents are only read if their signatures agree in at least the threshold minus this margin."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """File next to the manifest with the number of components, and examples."""
 EXAMPLES_SHOWN = 100
@@ -83,14 +83,14 @@ class DuplicateSearch:
         return self._work / "duplicates"
 
     def tasks(self, stage: str) -> int:
-        """Returns the number of tasks of a stage."""
+        """Returns the number of tasks in a stage."""
         return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
 
     def _path(self, stage: str, task: int) -> Path:
         return self._work.absolute() / stage / f"{task:05d}"
 
     def missing(self, stage: str) -> list[tuple[str, int]]:
-        """Lists the unfinished tasks of a stage as (stage, task)."""
+        """Lists a stage's unfinished tasks as (stage, task)."""
         if self._duplicates_path.is_file():
             return []
         return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
@@ -144,7 +144,7 @@ class DuplicateSearch:
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
     def _pairs(self, run: int) -> bytes:
-        """Computes (pairs, 2) uint32: near duplicates that connect a run's documents, also with earlier documents."""
+        """Computes (pairs, 2) uint32: near duplicates that connect a run's documents, also with earlier ones."""
         bounds = np.array([self._runs[run].start, self._runs[run].stop], np.uint64) << np.uint64(32)
         pieces = [np.empty(0, "<u8")]
         for task in range(self.tasks("candidates")):

@@ -34,12 +34,12 @@ class Documents(Protocol):
         """Yields the parts in order, from a position on."""
 
     def sliced(self, number: int, count: int) -> "Documents":
-        """Returns slice `number` of `count`, a run of parts. Raises InputError if the documents cannot be sliced."""
+        """Returns slice `number` of `count`, a run of parts. Raises InputError if the documents can't be sliced."""
 
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """The options that affect the folder's bytes, in addition to documents and tokenizer. None is no limit."""
+    """Options that affect the folder's bytes, apart from documents and tokenizer. None means no limit."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None
@@ -83,10 +83,10 @@ class PreparationOptions:
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """A request to prepare the local folder `output` and copy it to `destination`, if any.
+    """A request to prepare the local folder `output` and, if `destination` is given, to copy it there.
 
-    `vocabulary_size`: train a tokenizer of this size on at most `sample_bytes` of the text, or extend `tokenizer` to
-    it. `slice`: prepare only this (number, count). `workers` None: one per core of the Ray cluster.
+    `vocabulary_size`: trains a tokenizer of this size on at most `sample_bytes` of the text, or extends `tokenizer` to
+    it. `slice`: prepares only this (number, count). `workers`: None for one per core of the Ray cluster.
     """
 
     documents: Documents
@@ -142,14 +142,14 @@ def refuse_differences(
 ) -> None:
     """Raises InputError with the differences between `plan` and the plan that made the folder.
 
-    free: options that may change, because they do not affect existing data.
+    free: options that may change, because they don't affect existing data.
     """
     differences = []
     for key, now in plan.items():
         before = made_from.get(key)
         if key == "options":
             now = {name: value for name, value in now.items() if name not in free}
-            # Ignore options that only another version has.
+            # Ignore options that only the other version has.
             before = {name: (before or {}).get(name) for name in now}
         if key != "sources":
             differences += _differences(key, before, now)
@@ -173,13 +173,13 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
         if within or not isinstance(before, list) or [*old] == [*new]:
             return within
-        # The order of stages matters, too.
+        # The order of stages also matters.
         return [f"{name} was in the order {', '.join(old)}, is now {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 
 def _by_name(value: Any) -> Any:
-    """Indexes a list of stages or benchmarks by name; returns anything else unchanged."""
+    """Indexes a list of stages or benchmarks by name. Returns anything else unchanged."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
         return {str(item["name"]): item for item in value}
     return value

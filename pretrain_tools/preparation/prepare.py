@@ -1,7 +1,7 @@
 """Prepares a folder of shards from documents, and resumes after a kill.
 
 An unfinished folder has `.unfinished/` with the plan (the request), the progress (the valid extent of the shards) and
-the lock. The manifest is written last. Without it, the folder is incomplete.
+the lock. The manifest is written last. A folder without a manifest is incomplete.
 """
 
 import json
@@ -57,12 +57,12 @@ COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
 """Time between progress lines of the near-duplicate search."""
 COMPILING_SECONDS = 10
-"""Compile time of --clean on two cores a few years old."""
+"""Compile time of --clean in seconds, on two cores that are a few years old."""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation. `already_done`: the folder was already complete."""
+    """Result of a preparation. `already_done`: the folder was already complete."""
 
     manifest: Manifest
     tally: Tally
@@ -147,7 +147,7 @@ def _discard(output: Path, existed: bool) -> None:
 
 
 class _Run:
-    """One process's work on an unfinished folder, under its lock."""
+    """One process's work on an unfinished folder, while it holds the lock."""
 
     def __init__(
         self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
@@ -173,7 +173,7 @@ class _Run:
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
-            # Written after the tokenizer: a folder with a plan is complete except for the shards.
+            # Written after the tokenizer. A folder with a plan is complete except for the shards.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             self.say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
@@ -257,7 +257,7 @@ class _Run:
     def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
-            # The slices already respect the limits, so do not apply them again.
+            # The slices already respect the limits, so don't apply them again.
             options = replace(options, max_documents=None, max_tokens=None)
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
@@ -309,7 +309,7 @@ class _Run:
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         parts = documents.parts
         if not request.on_ray:
-            # Compile before the fork, or each worker would compile separately.
+            # Compile before the fork. Otherwise each worker would compile separately.
             part_encoder.compile()
         elif isinstance(documents, Files):
             # The cluster reads files. A dataset may exist only on this machine, which then reads it.
@@ -341,7 +341,7 @@ class _Run:
             manifest["cleaning"] = tally.cleaning.as_manifest()
             write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
-        # Written last: a folder without a manifest is incomplete.
+        # Written last, because a folder without a manifest is incomplete.
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)

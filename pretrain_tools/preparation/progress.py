@@ -1,4 +1,4 @@
-"""Shows the progress of a preparation on stderr: a live line on a terminal, else a line every 10 seconds."""
+"""Shows a preparation's progress on stderr: a live line on a terminal, otherwise a line every 10 seconds."""
 
 import sys
 import time
@@ -33,7 +33,7 @@ class DocumentProgress:
         is_new = self._first is None or tally.input_bytes < self._last_bytes
         self._last_bytes = tally.input_bytes
         if is_new:
-            # Work by an earlier process or pass must not count for this one's speed.
+            # An earlier process's or pass's work must not count toward this one's speed.
             self._first = (now, tally.input_bytes, tally.tokens)
         if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return

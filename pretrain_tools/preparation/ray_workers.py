@@ -19,8 +19,8 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
 
     Each part of a large file is a job. The cluster reads the file, so its content never reaches this process.
 
-    address: as for ray.init. None starts Ray on this machine, until `stop_ray`. Raises InputError if Ray is not
-    installed, is unreachable, or loses an actor permanently.
+    address: as in ray.init. None starts Ray on this machine, until `stop_ray`. Raises InputError if Ray isn't
+    installed, is unreachable, or permanently loses an actor.
     """
     ray = _started(address, workers)
     count = workers or int(ray.cluster_resources().get("CPU", 1))
@@ -41,7 +41,7 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
 
 
 class _Actor:
-    """Runs jobs in a process of the cluster."""
+    """Runs jobs in one of the cluster's processes."""
 
     def __init__(self, perform: Perform):
         self._perform = perform

@@ -27,13 +27,13 @@ from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD
 from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
-"""The similarity threshold of --clean for near duplicates."""
+"""Similarity threshold of --clean for near duplicates."""
 SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
-"""Minimum values of COUNTS, if not 1."""
+"""Minimum values of COUNTS, if they differ from 1."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
-    """Reads the request. Raises one InputError with all problems."""
+    """Reads the request. Raises InputError listing all problems."""
     problems = Problems()
     _read_counts(arguments, problems)
     problems += _contradictions(arguments)
@@ -80,7 +80,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
 
 
 def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
-    """Reads (output, reading) for --train_classifier. Raises one InputError with all problems."""
+    """Reads (output, reading) for --train_classifier. Raises InputError listing all problems."""
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
         problems.append("give --output FOLDER, a local folder for the classifier")

@@ -1,4 +1,4 @@
-"""Writes shards that can be continued after a kill at any time: writes data first, then the record of its extent."""
+"""Writes shards that a later process can continue after a kill: first the data, then the record of its extent."""
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -43,7 +43,7 @@ class _OpenShard:
     documents: int = 0
     text_bytes: int = 0
     files: dict[str, BinaryIO] = field(default_factory=dict)
-    """{suffix: file} for token IDs and index, optionally for signatures and lines."""
+    """{suffix: file} for token IDs and index, and optionally for signatures and lines."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state from which ShardWriter reopens it."""
@@ -53,13 +53,13 @@ class _OpenShard:
 
 
 class ShardWriter:
-    """Appends whole documents to the shards of each split. Starts a new shard before one exceeds `shard_tokens`.
+    """Appends whole documents to each split's shards. Starts a new shard before one exceeds `shard_tokens`.
 
-    Only a single longer document makes a longer shard.
+    A shard is only longer if it has a single longer document.
 
     Args:
         state: from `sync`, to continue earlier work. Later data is truncated.
-        plain_text: folder for the text of unfinished shards, needed until the manifest is written. None without text.
+        plain_text: folder for unfinished shards' text, needed until the manifest is written; None for no text.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class ShardWriter:
         for shard in self._open.values():
             for file in shard.files.values():
                 _sync(file)
-        # Sync folders, too, because a crash could lose the name of a synced file.
+        # Also sync folders, because a crash could lose the name of a synced file.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)

@@ -1,4 +1,4 @@
-"""Splits a preparation into slices for machines that do not communicate, and merges the slices.
+"""Splits a preparation into slices for machines that don't communicate, and merges the slices.
 
 Slice i of n is a run of consecutive parts of the input, prepared in FOLDER.slices/i-of-n. The merge reads the slices'
 documents in input order, and writes the same bytes as a single machine.
@@ -37,7 +37,7 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """Returns the request for slice `number` of `count`. Raises InputError if the documents cannot be sliced."""
+    """Returns the request for slice `number` of `count`. Raises InputError if the documents can't be sliced."""
     # Only the merge sees all documents, so it removes the copies.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False)
@@ -57,7 +57,7 @@ def slice_destination(request: PreparationRequest, number: int, count: int) -> D
 
 
 def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> None:
-    """Downloads the slices finished by other machines, for the merge. Raises InputError."""
+    """Downloads the slices that other machines have finished, for the merge. Raises InputError."""
     problems = Problems()
     for number in range(request.merge_slices):
         problems.attempt(slice_destination(request, number, request.merge_slices).fetch, say)
@@ -65,7 +65,7 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
 
 
 def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the folders to merge. Raises one InputError with all slices that are unfinished or made differently."""
+    """Lists the folders to merge. Raises InputError listing all slices that are unfinished or made differently."""
     folders = []
     problems = Problems()
     for number in range(request.merge_slices or 0):

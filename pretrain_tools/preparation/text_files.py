@@ -1,7 +1,7 @@
-"""Writes documents as compressed JSON lines next to the shards. Cleaned once, the text serves every tokenizer.
+"""Writes documents as compressed JSON lines next to the shards, so that text cleaned once works for every tokenizer.
 
-The lines of an unfinished shard are uncompressed, so that a resumed preparation can truncate them. The lines of a full
-shard are compressed. The bytes depend only on the documents, not on parts, workers or kills.
+An unfinished shard's lines are uncompressed, so that a resumed preparation can truncate them. A full shard's lines are
+compressed. The bytes depend only on the documents, not on parts, workers or kills.
 """
 
 import io

@@ -11,7 +11,7 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 
 LONGEST_WORD = 256
-"""Maximum characters of a word. Longer ones are skipped."""
+"""Maximum number of characters in a word. Longer words are skipped."""
 STALE_FILES = ("vocab.json", "merges.txt", "added_tokens.json")
 """Files next to tokenizer.json with the old vocabulary."""
 
@@ -21,8 +21,8 @@ Pair = tuple[str, str]
 def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tokens: Sequence[str]) -> LoadedTokenizer:
     """Returns the tokenizer extended to `size` tokens: its own, then the special tokens, then merges by frequency.
 
-    The result is smaller if the text has no more pairs that occur twice. Raises InputError if the tokenizer is of
-    another kind, or is not smaller than `size`.
+    The result is smaller if the text has no more pairs that occur twice. Raises InputError if the tokenizer is of a
+    different kind, or isn't smaller than `size`.
     """
     tokenizer = json.loads(base.json)
     model = tokenizer["model"]

@@ -24,7 +24,7 @@ from pretrain_tools.preparation.worker import read_part
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
-# The pre-tokenizer needs many times the memory of its text. Cuts in long documents do not matter for the counts.
+# The pre-tokenizer needs many times the memory of its text. Cuts in long documents don't affect the counts.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
 # GPT-4's splitting (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
@@ -58,10 +58,8 @@ class Sample:
 def train_tokenizer(request: PreparationRequest) -> None:
     """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
 
-    Extends the request's tokenizer, if any.
-
-    Samples larger inputs by the hash of each document's text. Never trains on validation documents, but measures bytes
-    per token on them. Raises InputError, and then leaves no files.
+    Extends the request's tokenizer, if any. Samples larger inputs by the hash of each document's text. Never trains on
+    validation documents, but measures bytes per token on them. If it raises InputError, it leaves no files.
     """
     output = request.output
     base = request.tokenizer
@@ -146,7 +144,7 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
-    """Yields the documents as a preparation reads them."""
+    """Yields the documents in the way a preparation reads them."""
     options = request.options
     left = options.max_documents
     for part in request.documents.parts(options.reading, BEGINNING):

@@ -1,4 +1,4 @@
-"""Uploads outputs to URLs. They are prepared in a local folder, which survives a kill, then copied file by file."""
+"""Uploads outputs to URLs. Prepares them in a local folder, which survives a kill, and copies file by file."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ class Destination:
 
     @property
     def shown(self) -> str:
-        """The URL without secrets."""
+        """The URL, without secrets."""
         return shown(self.url)
 
     def open(self) -> None:
@@ -88,9 +88,9 @@ class Destination:
         return number
 
     def fetch(self, say: Callable[[str], None]) -> None:
-        """Downloads the folder if it is complete at the URL and not yet local.
+        """Downloads the folder if it is complete at the URL and not yet here.
 
-        A second call continues after a kill. Raises InputError if the folder cannot be read or is damaged.
+        A second call continues after a kill. Raises InputError if the folder is unreadable or damaged.
         """
         if (self.local / self.last).is_file():
             return

@@ -1,4 +1,4 @@
-"""Chooses validation documents by the hash of their text, or with too few documents, the tail of one."""
+"""Chooses validation documents by the hash of their text, or the tail of one document if there are too few."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pretrain_tools.preparation.documents.records import Record
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-"""Preferred places to cut a text: between paragraphs, else between lines, else between words."""
+"""Preferred places to cut a text: between paragraphs, otherwise between lines, otherwise between words."""
 
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Assigns every document by its text alone, so that workers, order and other documents make no difference."""
+    """Assigns every document by its text only, so that workers, order and other documents make no difference."""
 
     fraction: float
     divided_sha256: str | None = None
-    """Hash of the text with a held-out tail. None: no text is split."""
+    """Hash of the text whose tail is held out; None if no text is split."""
     tail_from: int = 0
     """First byte of the tail."""
 
@@ -35,14 +35,14 @@ class ValidationSplit:
         ]
 
     def as_plan(self) -> dict:
-        """Returns the manifest's record, without the fraction. {} if no text is split."""
+        """Returns the manifest's record, without the fraction; {} if no text is split."""
         tail = {"document_sha256": self.divided_sha256, "first_byte": self.tail_from}
         return {"held_out_tail": tail} if self.divided_sha256 else {}
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
     """Returns True for a validation document, by the first 8 bytes of its text's SHA-256."""
-    # Never change this: all folders must agree on a document's split.
+    # Never change this, because all folders must agree on a document's split.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
@@ -68,7 +68,7 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
 
 
 def cut_before(text: bytes, end: int) -> int:
-    """Finds a place to cut a UTF-8 text: after the last divider before `end`, else at the character at `end`."""
+    """Finds a place to cut a UTF-8 text: after the last divider before `end`, otherwise at the character at `end`."""
     first = end - (len(text) - end) // 2
     for divider in DIVIDERS:
         found = text.rfind(divider, first, end)

@@ -49,7 +49,7 @@ class Documents:
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
-    """Reads the documents of a part, up to a record that stops the preparation."""
+    """Reads a part's documents, up to a record that stops the preparation."""
     found = Documents(Tally(input_bytes=part.input_bytes))
     for source, record in part.records(options.reading):
         if record.text:
@@ -91,7 +91,7 @@ class PartEncoder:
 
     def encode(self, part: Part) -> EncodedPart:
         """Reads, cleans, splits and encodes one part."""
-        # One worker per core: threads of the tokenizers library would compete for the same cores.
+        # One worker per core, because threads of the tokenizers library would compete for the same cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         options = self.options
         found = read_part(part, options, self.split)
@@ -139,6 +139,6 @@ class PartEncoder:
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None
         compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
-        # Once per process: the first texts of every part would cost as much as the fast path saves.
+        # Once per process, because checking the first texts of every part would cost as much as the fast path saves.
         self._has_compared = True
         return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])

@@ -23,7 +23,7 @@ PARENT_CHECK_SECONDS = 0.5
 Perform = Callable[[Any], Any]
 """Runs a job and returns its result. Picklable."""
 _perform: Perform | None = None
-"""The function of a pool process, set only in that process."""
+"""A pool process's function, set only in that process."""
 
 
 def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[Any]:
@@ -34,7 +34,8 @@ def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[A
     if workers == 1:
         yield from map(perform, jobs)
         return
-    # Freeze existing objects: garbage collection in a worker would copy their pages into the worker's memory.
+    # Freeze existing objects. Garbage collection in a worker would otherwise copy their pages into the worker's
+    # memory.
     gc.freeze()
     pool = ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=(os.getpid(), perform))
     try:

@@ -1,6 +1,6 @@
 """Finds out why a run is slow: `train.py --profile`.
 
-The run trains on, and its losses stay the same.
+The run continues to train, and its losses stay the same.
 
     step_profile: takes a profile of several steps, on all ranks
     recording: records the steps on one rank, with marks for the phases of a step

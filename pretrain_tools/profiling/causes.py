@@ -15,7 +15,7 @@ from pretrain.units import bytes_text, counted
 from pretrain_tools.profiling.trace_events import BACKWARD, COMMUNICATION, FORWARD, POINTWISE, StepRecord
 
 DATA_SHARE = 0.10
-"""Share of a step that a rank waits for data."""
+"""Share of a step that a rank spends waiting for data."""
 SLOW_SHARE = 0.15
 """Share of a step by which a rank's own time exceeds the others' median."""
 COMMUNICATION_SHARE = 0.30
@@ -50,7 +50,7 @@ class Cause:
 
 
 def medians(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the median of each key's values; a mapping without the key counts as 0."""
+    """Returns the median of each key's values. If a mapping lacks a key, its value counts as 0."""
     mappings = list(mappings)
     keys = dict.fromkeys(key for mapping in mappings for key in mapping)
     return {key: statistics.median(mapping.get(key, 0.0) for mapping in mappings) for key in keys}
@@ -58,7 +58,7 @@ def medians(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The recording of one rank."""
+    """One rank's recording."""
 
     facts: dict[str, Any]
     """Output of `Recording.summary`."""
@@ -90,7 +90,7 @@ class Evidence:
 
     @cached_property
     def seconds(self) -> float:
-        """Time of a step; about equal on all ranks, because they wait for the slowest."""
+        """Time of a step. It is about equal on all ranks, because they wait for the slowest."""
         return self.median("seconds")
 
     @cached_property
@@ -103,7 +103,7 @@ class Evidence:
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in blocked[0])
 
     def each(self, name: str) -> list[float]:
-        """Returns the typical value of an attribute of the records on every rank."""
+        """Returns the typical value on every rank of an attribute of the records."""
         return [rank.typical(name) for rank in self.ranks]
 
     def median(self, name: str) -> float:
@@ -115,7 +115,7 @@ class Evidence:
         return max(0.0, rank.typical("blocked") - self.communication)
 
     def least(self, share: float) -> float:
-        """Returns a rule's threshold in seconds, for its share of a step."""
+        """Returns a rule's threshold in seconds, from its share of a step."""
         return max(share * self.seconds, LEAST_SECONDS)
 
     def part(self, seconds: float) -> str:

@@ -43,7 +43,7 @@ LOADAVG = Path("/proc/loadavg")
 
 
 class PhaseMarks:
-    """Marks the phases of a step in the trace. Exactly one is open at any time, so they add up to the step."""
+    """Marks the phases of a step in the trace. Exactly one phase is open at any time, so they add up to the step."""
 
     def __init__(self, run: Run, read_ahead: ReadAhead):
         strategy = run.strategy
@@ -59,7 +59,7 @@ class PhaseMarks:
         self._mark_pauses(run)
 
     def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method to enter the phase `during` and, on return, `after` (None: the previous phase)."""
+        """Wraps a method so that it enters the phase `during` and, on return, `after` (None: the previous phase)."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
@@ -116,10 +116,10 @@ class PhaseMarks:
 
 
 class Recording:
-    """Records steps until `close`. The first one warms up the profiler.
+    """Records steps until `close`. The first step warms up the profiler.
 
     Args:
-        folder: output folder. If it is not writable, training continues and `problems` lists the errors.
+        folder: output folder. If it isn't writable, training continues and `problems` lists the errors.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, folder: Path):
@@ -204,7 +204,7 @@ class Recording:
 
     def summary(self) -> dict[str, Any]:
         """Returns this rank's data for the verdict, as plain values for gathering."""
-        # If a block could not be read, there are fewer records than steps, and no verdict is made.
+        # If a block was unreadable, there are fewer records than steps, and no verdict is made.
         steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
         return {
             "rank": self.strategy.ranks.rank,
@@ -246,7 +246,7 @@ def pages_swapped_in() -> int:
 
 
 def read_machine() -> dict[str, float]:
-    """Reads the fields cpu, starved and runnable of a StepRecord. The first two count from the thread's start.
+    """Reads the entries cpu, starved and runnable of a StepRecord. The first two count from the thread's start.
 
     The last two are 0 except on Linux.
     """

@@ -16,7 +16,7 @@ STEPS_OF_BLOCK = 5
 WARM_UP_STEPS = 5
 """Number of steps skipped after the start, because they compile and create the optimizer's state."""
 MOST_STEPS = 100
-"""Largest number of profiled steps."""
+"""Maximum number of profiled steps."""
 
 
 def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:

@@ -1,8 +1,8 @@
 """Finds lines of code that wait for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
 
-Each of them drains the GPU's queue, and the GPU idles until the CPU has launched more kernels. They are counted by
-wrapping the methods, and on a GPU also through torch's synchronization warnings. The profiler's stack traces would
-find them too, but slow down every call.
+Each such line drains the GPU's queue, and the GPU idles until the CPU has launched more kernels. To count the lines,
+this module wraps the methods and, on a GPU, also listens to torch's synchronization warnings. The profiler's stack
+traces would find them as well, but slow down every call.
 """
 
 import sys

@@ -66,7 +66,7 @@ class TraceEvent(NamedTuple):
     kind: str = "operator"
     """operator, mark (a record_function range), collective, or kernel (on the device)."""
     correlation: int = 0
-    """ID shared by a kernel and its launching call; 0: none."""
+    """ID shared by a kernel and the call that launched it; 0 for none."""
 
 
 class Spans:
@@ -96,20 +96,20 @@ class Spans:
 
 @dataclass
 class StepRecord:
-    """Times of one rank's step in seconds. `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
+    """Times in one rank's step, in seconds. `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
 
     step: int
     seconds: float
     busy: float = 0.0
-    """Time of computing on the device, or of the main thread's operators on a CPU."""
+    """Time spent computing on the device or, on a CPU, in the main thread's operators."""
     blocked: float = 0.0
-    """Time of exposed collectives."""
+    """Time spent in exposed collectives."""
     data: float = 0.0
-    """Time of waiting for a batch, without computing or communication."""
+    """Time spent waiting for a batch, without computing or communication."""
     idle: float = 0.0
     """Remaining time: Python between operators, or tasks between steps."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Total time by phase; also adds up to `seconds`."""
+    """Total time by phase, which also adds up to `seconds`."""
     blocked_in: dict[str, float] = field(default_factory=dict)
     """Part of `blocked` by 'MICRO_STEP/PHASE'."""
     idle_in: dict[str, float] = field(default_factory=dict)
@@ -179,7 +179,7 @@ def kernel_kind(name: str) -> str:
 
 
 def is_work(name: str) -> bool:
-    """Tells if an operator's own time is work. Autograd nodes and calls to collectives aren't work."""
+    """Returns True if an operator's own time is work. Autograd nodes and calls to collectives aren't work."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
@@ -190,12 +190,12 @@ class _Open:
     event: TraceEvent
     inherited: str | None
     since: int
-    """Start of its current own time: the end of the last called operator."""
+    """Start of its current own time: the end of the last operator that it called."""
     waits: bool = False
     """True for a Python-level operator (DTensor) that dispatches itself again or communicates. Its own time may be
     waiting."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    """Its own time, without called operators: (kind, (start, end))."""
+    """Its own time, without the operators that it calls: (kind, (start, end))."""
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:

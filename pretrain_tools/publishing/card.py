@@ -1,7 +1,7 @@
 """Writes the model card: README.md with the Hub's metadata, and a plot of the loss.
 
-Metadata follows https://github.com/huggingface/hub-docs/blob/main/modelcard.md, with results in model-index format.
-The text is in templates/, including the statements repeated in the bill of materials and the provenance.
+The metadata follows https://github.com/huggingface/hub-docs/blob/main/modelcard.md, with results in model-index
+format. The text is in templates/, including the statements repeated in the bill of materials and the provenance.
 """
 
 import sys
@@ -26,7 +26,7 @@ METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
 """Validation measures in the card, the bill of materials and the provenance."""
 CPUS = ("x86_64", "AMD64", "aarch64", "arm64", "arm", "i386")
-"""Device names of runs without a GPU, as named by operating systems."""
+"""Names of CPU architectures in operating systems, which are the device names of runs without a GPU."""
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -54,12 +54,12 @@ def model_card(facts: Facts, *, has_picture: bool) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a file of templates/."""
+    """Renders a file in templates/."""
     return environment().get_template(template).render(values)
 
 
 def statements(name: str, facts: Facts) -> list[str]:
-    """Returns the lines of a macro of templates/statements.j2, without the dashes of a list."""
+    """Returns the lines of a macro in templates/statements.j2, without the dashes of a list."""
     macro = getattr(environment().get_template("statements.j2").module, name)
     return [line.removeprefix("- ") for line in str(macro(facts)).splitlines()]
 
@@ -88,7 +88,7 @@ def environment() -> jinja2.Environment:
 
 
 def number(value: Any, form: str = ",") -> str:
-    """Formats a number. None becomes '', and text is unchanged."""
+    """Formats a number. None becomes '', and text stays unchanged."""
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
@@ -98,7 +98,7 @@ def cell(value: Any) -> str:
 
 
 def metadata(facts: Facts) -> str:
-    """Returns the YAML at the top, checked by huggingface_hub's own classes."""
+    """Returns the YAML at the top, which huggingface_hub's own classes check."""
     from huggingface_hub import ModelCardData
 
     base = facts.model_source

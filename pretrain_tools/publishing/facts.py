@@ -1,4 +1,4 @@
-"""Reads the facts for a model's card and other records from the run's folder alone.
+"""Reads the facts for a model's card and other records from nothing but the run's folder.
 
 Any run can be described at any time. Missing facts (a moved data folder, no evaluation) are omitted, never guessed.
 """
@@ -35,7 +35,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts about a publication, which a run's files don't have. None if not published yet."""
+    """Facts about a publication, which aren't in the run's files. None if not published yet."""
 
     repository: str | None = None
     """owner/name on the Hub."""
@@ -45,7 +45,7 @@ class Publication:
     languages: tuple[str, ...] = ()
     """ISO 639 codes."""
     dtype: str | None = None
-    """Dtype of the weights, as in a recipe's export.dtype."""
+    """Dtype of the weights, from the recipe's export.dtype."""
     trust_remote_code: bool = False
     """True if the code in a checkpoint may run."""
     gguf: tuple[str, str] | None = None
@@ -70,7 +70,7 @@ class DataSource:
     weight: float
     """Share of its stage's sequences, 0 to 1."""
     stage: str | None
-    """Stage of a curriculum; None in a run with one stage."""
+    """Stage of a curriculum; None in a run with a single stage."""
     max_epochs: float | None
     tokens: int | None
     documents: int | None
@@ -89,13 +89,13 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Facts:
-    """All known facts about one model of a run."""
+    """All known facts about one of a run's models."""
 
     run_name: str
     config: dict[str, Any]
     """Contents of config.yaml."""
     model: dict[str, Any]
-    """config.json of the model."""
+    """The model's config.json."""
     strategy: dict[str, Any]
     environment: dict[str, Any]
     history: History
@@ -105,11 +105,11 @@ class Facts:
     sources: list[DataSource]
     scores: list[Score]
     lineage: list[dict[str, Any]]
-    """Runs from which this one branched, see `RunState`."""
+    """Runs from which this run branched, see `RunState`."""
     offer: Publication
 
     def setting(self, name: str) -> Any:
-        """Returns a value of the recipe by its dotted name, or None."""
+        """Returns a value from the recipe by its dotted name, or None."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
@@ -122,7 +122,7 @@ class Facts:
 
     @property
     def start(self) -> Event:
-        """The run's last start event, or an empty event."""
+        """The run's last start event; {} if there is none."""
         return self.history.last("start")
 
     @property
@@ -137,7 +137,7 @@ class Facts:
 
     @property
     def is_partial(self) -> bool:
-        """True if the model is from before the run's last step."""
+        """True if the model is from a step before the run's last one."""
         return bool(self.total_steps and self.step < self.total_steps)
 
     @property
@@ -151,13 +151,13 @@ class Facts:
 
     @property
     def active_parameters(self) -> int | None:
-        """Active parameters per token of an MoE model; None for dense models."""
+        """Active parameters per token in an MoE model; None for dense models."""
         active = self.start.get("active_parameters")
         return active if active != self.parameters else None
 
     @property
     def validation(self) -> dict[str, Event]:
-        """{source: last validation up to the step}"""
+        """{source: last validation up to the step}."""
         return {source: events[-1] for source, events in self.history.validation().items()}
 
     @property
@@ -174,14 +174,14 @@ class Facts:
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """The training's FLOPs by the formula of MFU, and True if the run recorded the FLOPs per token.
+        """Training FLOPs by the formula for MFU, and True if the run recorded the FLOPs per token.
 
         Repeated steps count once. Earlier training of the initial model doesn't count. None if the tokens or the
         model's size are unknown.
         """
         if self.tokens is None:
             return None, False
-        # Stages may have other sequence lengths, and thus other FLOPs per token.
+        # Stages may have different sequence lengths, and therefore different FLOPs per token.
         places = Places(self.history)
         flops = float(places.at([self.step])["flops"][0])
         return None if math.isnan(flops) else flops, places.flops_are_exact
@@ -202,11 +202,11 @@ class Facts:
 def read_facts(
     run: Path, step: int | None = None, model_folder: Path | None = None, offer: Publication | None = None
 ) -> Facts:
-    """Reads the facts of a run's model.
+    """Reads the facts about a run's model.
 
     Args:
-        step: the model's optimizer step. None: the last step in the run's log.
-        model_folder: folder with the model's config.json. None: reads the run's model.json.
+        step: the model's optimizer step; None for the last step in the run's log.
+        model_folder: folder with the model's config.json; None to read the run's model.json.
     """
     logged = read_metrics(run)
     whole = History.of_events(run, logged)
@@ -269,13 +269,12 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Reads this step's scores from the log and evaluation*.json. For each task, the newest counts."""
+    """Reads this step's scores from the log and evaluation*.json. For each task, the newest score counts."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
     for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
         contents = read_json(path)
         for model in contents.get("models") or []:
-            # A folder may contain evaluations of other runs too.
-            # Compares the run's name, because its folder may have moved since the evaluation.
+            # A folder may also contain other runs' evaluations.
             if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
                 continue
             for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):

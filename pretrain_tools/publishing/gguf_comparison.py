@@ -17,7 +17,7 @@ from pretrain.runs.run_folder import read_config, setting
 from pretrain.units import bytes_text
 
 LARGEST_DIFFERENCE = 1e-3
-"""Difference of a logit explained by another order of fp32 summation."""
+"""Difference between logits that a different order of fp32 summation can explain."""
 LARGEST_SHARE = 1e-2
 """Difference in standard deviations of the logits, for GPT-2. llama.cpp uses an fp16 lookup table for GELU."""
 MOST_TOKENS = 512
@@ -31,7 +31,7 @@ Die Straße führt über Zürich nach Köln.  Ελληνικά, русский �
 
 
 def validation_text(run: Path) -> str:
-    """Returns the beginning of the run's validation data, or "" if it no longer exists."""
+    """Returns the beginning of the run's validation data; "" if the data no longer exists."""
     for source in setting(read_config(run), "data.validation") or setting(read_config(run), "data.train") or []:
         try:
             shards = open_shards(source["shards"], "validation", source.get("tokenizer"))
@@ -46,7 +46,7 @@ def validation_text(run: Path) -> str:
 def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> str:
     """Compares a model with its GGUF file in fp32, written by `write`. Returns a sentence for the card.
 
-    Raises InputError as `compare` does.
+    Raises the InputErrors of `compare`.
     """
     try:
         import llama_cpp

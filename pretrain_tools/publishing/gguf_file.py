@@ -231,7 +231,7 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
 
 
 def is_conv1d(name: str, shape: tuple[int, ...]) -> bool:
-    """Tells if a tensor is one of GPT-2's matrices of shape (inputs, outputs), the transpose of nn.Linear's."""
+    """Returns True if a tensor is one of GPT-2's matrices of shape (inputs, outputs), the transpose of nn.Linear's."""
     return len(shape) == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
@@ -328,7 +328,7 @@ def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
 
 
 def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
-    """Tells if a tokenizer.json adds a token before the text, like Llama 3's."""
+    """Returns True if a tokenizer.json adds a token before the text, as Llama 3's does."""
     whole = tokenizer.get("post_processor") or {}
     steps = whole.get("processors") or [whole]
     return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)

@@ -1,6 +1,6 @@
-"""Uploads with huggingface_hub. It skips existing files, so repeating the call resumes an upload.
+"""Uploads with huggingface_hub, which skips existing files, so repeating the call resumes an upload.
 
-During training, it runs in a separate process.
+During training, this module runs in a separate process.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class PublishError(Exception):
 def open_repository(repository: str, *, private: bool) -> str:
     """Creates the repository if it doesn't exist. Returns its URL.
 
-    Raises InputError for problems of login, rights or visibility, and PublishError for all others.
+    Raises InputError for problems with login, rights or visibility, and PublishError for all other problems.
     """
     with hub_api(repository) as api:
         # A wrong token fails here, before anything is created.

@@ -29,7 +29,7 @@ LONGEST_WAIT_SECONDS = 3600
 def publish(arguments: Namespace, problems: list[str]) -> int:
     """Publishes models or writes a GGUF file. Returns the exit status.
 
-    problems: problems of the command line so far. Raises InputError with these and all others found without the Hub.
+    problems: problems with the command line so far. Raises InputError with these and all others found without the Hub.
     """
     try:
         if isinstance(arguments.gguf, Path):
@@ -72,9 +72,9 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
 
 
 def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models to publish. Missing options are taken from the run's recipe.
+    """Finds the models to publish. Takes missing options from the run's recipe.
 
-    Raises InputError with all problems.
+    Raises InputError listing all problems.
     """
     if arguments.run is not None:
         config = read_config(arguments.run)
@@ -101,7 +101,7 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
 
 
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
-    """Writes one model of a run as a GGUF file. Raises InputError, and PublishError for a full disk."""
+    """Writes one of a run's models as a GGUF file. Raises InputError, and PublishError for a full disk."""
     file = arguments.gguf
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")

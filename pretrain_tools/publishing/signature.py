@@ -22,7 +22,7 @@ REMEDIES = {
 def load_key(flag: str, key: Path) -> Any:
     """Returns model-signing's configuration for a signer (--sign) or a verifier (--public_key) with this key.
 
-    Raises InputError if the key is unusable or the package is not installed.
+    Raises InputError if the key is unusable or the package isn't installed.
     """
     try:
         from model_signing import hashing, signing, verifying
@@ -47,7 +47,7 @@ def sign(folder: Path, key: Path) -> None:
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
-    """Lists changed signed files, and a signature made with another key."""
+    """Lists signed files that have changed, and a signature made with a different key."""
     path = folder / SIGNATURE_FILE
     try:
         envelope = json.loads(path.read_bytes())["dsseEnvelope"]

@@ -1,4 +1,4 @@
-"""Finds the models of a run to publish, and stages a folder with exactly the files to upload."""
+"""Finds a run's models to publish, and stages a folder with exactly the files to upload."""
 
 import os
 import re
@@ -48,8 +48,8 @@ class Model:
 def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
     """Finds the requested models, oldest first, or final/ by default.
 
-    steps: steps of checkpoints; "best" is the one with the lowest validation loss. Raises InputError with all missing
-    or damaged models.
+    steps: steps of checkpoints. "best" is the one with the lowest validation loss. Raises InputError listing all
+    missing or damaged models.
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
@@ -94,7 +94,7 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
-    """Returns the model of a checkpoint."""
+    """Returns a checkpoint's model."""
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
@@ -201,7 +201,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
     published = PublishedNames.of(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
-    # Buffers stay in fp32, as in final/, because a rounded router bias would choose other experts.
+    # Buffers stay in fp32, as in final/, because a rounded router bias would select different experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
     dtypes = dict.fromkeys(saved.keys() - buffers, DTYPES[dtype])
     write_group(target, "model", group, 0, 1, dtypes, published=published)

@@ -1,7 +1,7 @@
-"""Writes training_content.md, the public summary of training content required by the EU's AI Act.
+"""Writes training_content.md, the public summary of training content that the EU's AI Act requires.
 
 It follows the three sections of the template by the European Commission's AI Office (24 July 2025, explanatory notice
-and template, Article 53(1)(d) of Regulation (EU) 2024/1689). Facts missing from the run's records are left to the
+and template, Article 53(1)(d) of Regulation (EU) 2024/1689). Facts that aren't in the run's records are left to the
 provider, never guessed.
 """
 

@@ -1,4 +1,4 @@
-"""The tools of runs.py, which read run folders and steer live runs.
+"""Tools for runs.py, which read run folders and control live runs.
 
 They read whatever a crash left in the folder, import no heavy libraries, and change a live run only through
 pretrain.runs.control.
@@ -8,7 +8,7 @@ pretrain.runs.control.
     status: state, progress, time left
     comparison: runs side by side, as a table
     curves, plots: curves as a PNG
-    commands: send a command to a live run and wait for its answer
-    step_documents: the training documents of a step
+    commands: sends a command to a live run and waits for its answer
+    step_documents: a step's training documents
     merge: the mean of several models
 """

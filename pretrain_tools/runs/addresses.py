@@ -26,10 +26,10 @@ HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """The location of a model, and its origin if the folder records it."""
+    """Location of a model, and its origin if the folder records it."""
 
     name: str
-    """Name shown in tables: the address as given, plus the checkpoint if the address does not name it."""
+    """Name shown in tables: the address as given, plus the checkpoint if the address doesn't include it."""
     folder: Path
     """A Hugging Face model folder on this machine."""
     run: Path | None = None
@@ -38,15 +38,15 @@ class ModelAddress:
     tokens: int | None = None
     """Training tokens seen."""
     revision: str | None = None
-    """Commit hash of a Hub model."""
+    """Commit hash of a model on the Hub."""
     weights: str = "raw"
-    """raw, or average: the averaged weights stored in a checkpoint."""
+    """raw, or average: the averaged weights in a checkpoint."""
 
 
 def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
     """Returns the model at an address, or several for RUN@all.
 
-    Raises InputError if the model does not exist. The message begins with `flag` and lists alternatives.
+    Raises InputError if the model doesn't exist. The message begins with `flag` and lists alternatives.
     """
     try:
         found = _models_here(text)
@@ -60,7 +60,7 @@ def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
 
 
 def _models_here(text: str) -> list[ModelAddress]:
-    """Returns the models at an address on this machine, or [] for a Hub id."""
+    """Returns the models at an address on this machine, or [] for a Hub ID."""
     folder = Path(text).expanduser()
     # An existing folder takes precedence, so that folders with @ in their name work.
     if folder.is_dir():
@@ -95,7 +95,7 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         raise InputError(
             f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
         )
-    # Newest first. _intact is lazy, so older checkpoints are not verified.
+    # Newest first. _intact is lazy, so older checkpoints aren't verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
     raise InputError(f"{text}: {folder} has no intact checkpoint; train it further, or restore one")
@@ -141,14 +141,14 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
 
 
 def _undamaged(name: str, folder: Path) -> ModelAddress:
-    """Builds the address of a model folder. Raises InputError if its files do not match its manifest."""
+    """Builds a model folder's address. Raises InputError if its files don't match its manifest."""
     if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
         raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
     return _describe(name, folder)
 
 
 def _describe(name: str, folder: Path) -> ModelAddress:
-    """Builds the address of a model folder, with run, step and tokens if the folder belongs to a run."""
+    """Builds a model folder's address, with run, step and tokens if the folder belongs to a run."""
     # Resolve the path first, because the folder may be a link to a checkpoint.
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
@@ -165,7 +165,7 @@ def _describe(name: str, folder: Path) -> ModelAddress:
 def download(flag: str, text: str, files: list[str] | None = None) -> Path:
     """Downloads OWNER/NAME or OWNER/NAME@REVISION from the Hub and returns the folder.
 
-    files: patterns of the file names to download; None: all. Raises InputError with `flag` in its message.
+    files: patterns of file names to download; None for all. Raises InputError with `flag` in its message.
     """
     from huggingface_hub import snapshot_download
 

@@ -27,8 +27,8 @@ POLL_SECONDS = 0.1
 def steer(run: Path, command: str, *, timeout: float) -> int:
     """Sends a command to a live run, waits for the answer and prints it.
 
-    timeout: in seconds. Returns the exit status, which is EXIT_INTERRUPTED after Ctrl-C. Raises InputError in the same
-    cases as `new_request`, `send` and `wait_for_answer`.
+    timeout: in seconds. Returns the exit status, which is EXIT_INTERRUPTED after Ctrl-C. Raises the InputErrors of
+    `new_request`, `send` and `wait_for_answer`.
     """
     request = new_request(run, command)  # outside `try`: an unsent request cannot be withdrawn
     try:
@@ -43,7 +43,7 @@ def steer(run: Path, command: str, *, timeout: float) -> int:
 
 
 def new_request(run: Path, command: str) -> dict:
-    """Creates a request. Raises InputError if the folder is not a run, or the run is not active."""
+    """Creates a request. Raises InputError if the folder isn't a run, or if the run isn't active."""
     require_run(run)
     if not is_training(run):
         raise InputError(_not_alive(run, command))
@@ -62,7 +62,7 @@ def new_request(run: Path, command: str) -> dict:
 
 
 def send(run: Path, request: dict) -> None:
-    """Writes the request file. Raises InputError if the folder is not writable."""
+    """Writes the request file. Raises InputError if the folder isn't writable."""
     try:
         (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
         write_durably(run / REQUEST_FILE, json.dumps(request))
@@ -114,6 +114,6 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Deletes a request unless the run has picked it up. A newer request stays."""
+    """Deletes a request unless the run has picked it up. Keeps a newer request."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

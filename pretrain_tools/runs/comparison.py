@@ -25,7 +25,7 @@ SUMMARIZED = (
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError if a file cannot be created at this path."""
+    """Raises InputError if no file can be created at this path."""
     folder = path.parent
     if not folder.is_dir():
         raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
@@ -52,7 +52,7 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Reads all recorded settings of a run, by dotted name. Skips missing files."""
+    """Reads all of a run's recorded settings, by dotted name. Skips missing files."""
     records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
     # `model` may be a plain path in config.yaml. The keys of model.json start with "model.", so both stay.
     found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
@@ -67,13 +67,13 @@ def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Computes the mean training loss of the last SMOOTHED_LINES logged lines. One step's loss is too noisy."""
+    """Computes the mean training loss over the last SMOOTHED_LINES logged lines. A single step's loss is too noisy."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
-    """Formats a run's results as {name: text}. Omits results that were not measured."""
+    """Formats a run's results as {name: text}. Omits results that weren't measured."""
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
@@ -116,7 +116,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
 def comparison_text(folders: list[Path]) -> str:
     """Formats the differing settings and the results, one column per run.
 
-    Raises InputError if there are fewer than two runs, or if a folder is not a run.
+    Raises InputError if there are fewer than two runs, or if a folder isn't a run.
     """
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
@@ -133,7 +133,7 @@ def comparison_text(folders: list[Path]) -> str:
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns a name for each run: the folder's name, or its path if two runs share the name."""
+    """Returns a name for each run: the folder's name, or its path if two runs have the same name."""
     names = [run.name for run in runs]
     return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
@@ -144,7 +144,7 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(run: Path) -> str:
-    """Formats a one-page summary with a run's settings and results. Raises InputError if the folder is not a run."""
+    """Formats a one-page summary of a run's settings and results. Raises InputError if the folder isn't a run."""
     history = read_history(run)
     start = history.last("start")
     records = read_json(run / "data.json").values()

@@ -23,7 +23,7 @@ Columns = dict[str, NDArray]
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The curves of a run, ready to draw. All columns except by_position include step, tokens, hours and flops.
+    """A run's curves, ready to draw. All columns except by_position include step, tokens, hours and flops.
 
     hours: running time, without gaps between processes. flops: forward and backward, counted as for MFU.
     """
@@ -33,12 +33,12 @@ class RunCurves:
     """Columns with `loss`, by source. 'SOURCE, average' has the loss of the averaged weights. "SOURCE, stage's length"
     has the loss at the stage's sequence length, if it differs from the final one."""
     scores: dict[str, Columns]
-    """Columns with `value` and `standard_error`, by score name."""
+    """{name of the score: columns with `value` and `standard_error`}."""
     by_position: dict[str, Columns]
     """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'. N is the step of a stage's
     last validation."""
     diagnostics: dict[str, Columns]
-    """Columns of MEASURES by layer, in model order."""
+    """{layer: columns of MEASURES}, in the model's order."""
     happened: dict[str, Columns]
     """Positions of all events except measurements, by event name."""
 
@@ -83,7 +83,7 @@ def of_layer(event: Event, measure: str, layer: str) -> float | None:
 
 
 def numbers(values: Iterable[Any]) -> NDArray:
-    """Converts values to floats. Anything that is not a number becomes NaN."""
+    """Converts values to floats. Anything that isn't a number becomes NaN."""
     return np.array([value if is_number(value) else math.nan for value in values], dtype=float)
 
 
@@ -104,7 +104,7 @@ class Places:
         # Curriculum stages may change the FLOPs per token, because attention's share grows with the sequence length.
         rates = {0: per_token or math.nan}
         for stage in history.of("stage") if per_token else ():
-            # After a rollback, a run can enter a stage twice: drop the rates from that step on.
+            # After a rollback, a run can enter a stage twice, so drop the rates from that step on.
             rates = {step: rate for step, rate in rates.items() if step < stage["step"]}
             rates[stage["step"]] = stage["flops_per_token"]
         self._steps = np.unique([*steps, *rates])
@@ -127,7 +127,7 @@ class Places:
 
 
 def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
-    """Collects `RunCurves.by_position`. Empty if all positions are in a single range."""
+    """Collects `RunCurves.by_position`; {} if all positions are in a single range."""
     found = {}
     for source, events in validation.items():
         measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]

@@ -17,14 +17,14 @@ from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
-"""Events written by other processes, possibly long after the end of the run. They do not count as running time."""
+"""Events written by other processes, possibly long after the end of the run. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
 """Events that may repeat a measurement at the same step. The last one counts."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
 }  # fmt: skip
-"""Keys of an `evaluation` event that are not scores but describe the measurement."""
+"""Keys of an `evaluation` event that aren't scores but describe the measurement."""
 FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
 """Prefixes of the most frequent lines: `event` is always written first."""
 
@@ -42,12 +42,12 @@ MEASURES = {
 
 @dataclass(frozen=True)
 class Score:
-    """A single metric of an evaluation."""
+    """A single metric in an evaluation."""
 
     task: str
     """Name of the task, or of the data source for a loss."""
     metric: str
-    """The harness's name, such as acc or exact_match,strict-match. For a source: loss, perplexity or bits_per_byte."""
+    """Name in the harness, such as acc or exact_match,strict-match. A source has loss, perplexity or bits_per_byte."""
     value: float
     standard_error: float | None = None
     few_shots: int | None = None
@@ -55,7 +55,7 @@ class Score:
     step: int | None = None
     tokens: int | None = None
     is_whole: bool = True
-    """True if all documents of the task were scored. A score on a subset (--limit) is not a result."""
+    """True if all the task's documents were scored. A score on a subset (--limit) isn't a result."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ class History:
     folder: Path
     events: list[Event] = field(repr=False)
     joules: float | None = None
-    """Energy of all logged steps, including repeated ones. None if no energy was logged."""
+    """Energy of all logged steps, including repeated ones; None if no energy was logged."""
 
     @classmethod
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
@@ -145,7 +145,7 @@ def require_run(folder: Path) -> Path:
         raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
     if not folder.is_dir():
         parent = folder.parent
-        # Search only siblings: the parent may be / or a home directory, where a deep search takes too long.
+        # Search only siblings. The parent may be / or a home directory, where a deep search takes too long.
         names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
         hint = did_you_mean(str(folder), names) if names else f"; {parent} contains no runs"
         raise InputError(f"{folder}: no such run{hint}")
@@ -164,7 +164,7 @@ def require_run(folder: Path) -> Path:
 
 
 def refuse_url(text: str) -> None:
-    """Raises InputError for the URL of a run, even if Path has collapsed its two slashes into one."""
+    """Raises InputError for a run's URL, even if Path has collapsed its two slashes into one."""
     scheme, colon, rest = text.partition(":/")
     if colon and scheme.isidentifier() and not Path(text).exists():
         url = f"{scheme}://{rest.lstrip('/')}"
@@ -175,7 +175,7 @@ def refuse_url(text: str) -> None:
 
 
 def require_runs(folders: Iterable[Path]) -> list[Path]:
-    """Returns the folders. Raises one InputError that lists all folders that are not runs."""
+    """Returns the folders. Raises InputError listing all folders that aren't runs."""
     problems = Problems()
     runs = [problems.attempt(require_run, folder) for folder in folders]
     problems.stop_if_any()
@@ -183,7 +183,7 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
-    """Returns the runs in a folder and its subfolders, sorted by name, without runs inside runs."""
+    """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside runs."""
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -201,7 +201,7 @@ def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
 
 
 def read_history(run: Path) -> History:
-    """Reads a whole run, in about a second per 100,000 lines. Raises InputError if the folder is not a run."""
+    """Reads a whole run, in about a second per 100,000 lines. Raises InputError if the folder isn't a run."""
     events = read_metrics(require_run(run))
     if not events:
         raise InputError(f"{run / METRICS_FILE}: contains no events yet; wait until the run has started")
@@ -220,13 +220,13 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
 
 
 def count_hours(events: list[Event]) -> None:
-    """Adds `hours` to every event in place. Work lost in a crash counts; the time until the restart does not."""
+    """Adds `hours` to every event in place. Work lost in a crash counts, but not the time until the restart."""
     elapsed = 0.0
     previous = None
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BY_OTHER_PROCESSES:
-            # The time before a `start` is a gap between two processes. max: the clock may have been set back.
+            # The time before a `start` is a gap between two processes. max, because the clock may have been set back.
             if previous is not None and event["event"] != "start":
                 elapsed += max(0.0, now - previous)
             previous = now
@@ -246,7 +246,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """Returns the last step that stays valid after this event; None if the event does not move training back."""
+    """Returns the last step that stays valid after this event; None if the event doesn't move training back."""
     if event["event"] == "start":
         # -1: a process that starts from scratch also repeats the validation at step 0.
         return event.get("step") or -1
@@ -258,14 +258,14 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """Reads the last events of a run, without superseded ones. The time does not grow with the file.
+    """Reads a run's last events, without superseded ones. The time doesn't grow with the file.
 
-    lines: number of last lines to read. In the `look_back_bytes` before the end, rare events are read, too.
+    lines: number of last lines to read. Also reads rare events in the `look_back_bytes` before the end.
     """
     with open(run / METRICS_FILE, "rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
         file.seek(begin)
-        # A read that does not start at byte 0 usually starts in the middle of a line: drop that line.
+        # A read that doesn't start at byte 0 usually starts in the middle of a line, so drop that line.
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
     # Compare prefixes, because parsing 4 MB of JSON is slow.
     rare = [line for line in all_lines[:-lines] if not line.startswith(FREQUENT)]

@@ -27,7 +27,7 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
-"""Files that describe a single model and are not copied to the merged one."""
+"""Files that describe a single model, which aren't copied to the merged one."""
 
 
 def merge_models(
@@ -35,14 +35,14 @@ def merge_models(
 ) -> tuple[Path, list[str]]:
     """Writes the mean of the models at these addresses. Returns its folder and the names of the averaged models.
 
-    Reads one tensor at a time and holds at most one output file in memory. Raises one InputError with all problems
+    Reads one tensor at a time, and holds at most one output file in memory. Raises InputError listing all problems
     before it writes anything.
 
     Args:
         last: number of newest intact checkpoints to take from each run.
-        weights: raw, or average: the averaged weights stored in checkpoints.
+        weights: raw, or average: the averaged weights in checkpoints.
         trust_remote_code: run the code in the models' folders.
-        output: a folder that does not exist yet. None: a folder in the run, if all models belong to one run.
+        output: a folder that doesn't exist yet; None for a folder in the run, if all models belong to one run.
     """
     problems = Problems()
     addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
@@ -95,7 +95,7 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
 
 
 def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:
-    """Chooses the output folder. Raises InputError if it exists or cannot be created."""
+    """Chooses the output folder. Raises InputError if it exists or can't be created."""
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
@@ -136,7 +136,7 @@ def mean_of(
                 f"merge {names[0]} {name}: have different architectures ({what}"
                 f"{config_differences(configs[0], config)}); merge models of one architecture"
             )
-        # RoPE has no weights, so a different base or scaling does not show in the shapes.
+        # RoPE has no weights, so shapes don't show a different base or scaling.
         elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
             problems.append(
                 f"merge {names[0]} {name}: have different rotary positions ("

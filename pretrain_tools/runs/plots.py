@@ -43,13 +43,13 @@ MARK_HEIGHT = 0.035
 SMOOTHED_SHARE = 0.04
 FEWEST_SMOOTHED = 20
 MOST_DOTS = 50
-"""A curve with more points has no dots."""
+"""Maximum number of points in a curve that is drawn with dots."""
 FEW = 12
-"""If no curve has more points, all of them set the range of the loss axis."""
+"""If no curve has more points than this, all of them set the range of the loss axis."""
 SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
 """Style of scores and their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
-"""Share of a run, from its start, that does not set the range of the loss axis."""
+"""Share of a run, from its start, that doesn't affect the range of the loss axis."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PlottedRun:
 
     @classmethod
     def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
-        """Reads a run. `number` sets the color. Raises InputError if the folder is not a run or has no events yet."""
+        """Reads a run. `number` sets the color. Raises InputError if the folder isn't a run or has no events yet."""
         return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
@@ -77,7 +77,7 @@ class Line:
     """The column to draw. A `standard_error` column adds error bars."""
     dash: str = "-"
     label: str | None = None
-    """Text in the panel's own legend. None: no entry."""
+    """Text in the panel's own legend; None for no entry."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Panel:
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """Writes the PNG, by default into the nearest common folder of the runs, and returns its path.
 
-    Raises InputError if a folder is not a run, no run has logged a step, or the path is not writable.
+    Raises InputError if a folder isn't a run, if no run has logged a step, or if the path isn't writable.
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -141,7 +141,7 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
 
 
 def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns the panels that have data."""
+    """Returns the panels for which there is data."""
 
     def training(title: str, measure: str, **options: Any) -> Panel:
         return Panel(title, [Line(run.color, run.curves.train, measure) for run in runs], **options)
@@ -194,7 +194,8 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns a panel for each score with more than one point."""
     names = dict.fromkeys(name for run in runs for name in run.curves.scores if not name.endswith("perplexity"))
     panels = []
-    # First averages of task sets, then bits per byte: it improves early, when accuracies are still at chance.
+    # First the averages of task sets, then bits per byte, because it improves early, when accuracies are still at
+    # chance.
     for name in sorted(
         names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
     ):
@@ -240,7 +241,7 @@ def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
-    """Returns an array [x, y, ...] of the points with known values in all columns."""
+    """Returns an array [x, y, ...] of the points whose values are known in all columns."""
     points = np.array([columns[name] for name in (position, *measures)])
     return points[:, np.isfinite(points).all(axis=0)]
 
@@ -345,7 +346,7 @@ def style_panel(axis: Any, title: str) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a PNG in one step: readers never see half a file."""
+    """Writes a PNG atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     write_durably(path, picture.getvalue())

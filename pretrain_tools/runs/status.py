@@ -1,4 +1,4 @@
-"""Determines the state of a run: its process, progress and time left. Reads only the ends of files."""
+"""Determines a run's state: its process, progress and time left. Reads only the ends of files."""
 
 import fcntl
 import socket
@@ -28,15 +28,15 @@ FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The current state of one run. None means unknown, possibly only until the first log line."""
+    """Current state of a run. None means unknown, possibly only until the first log line."""
 
     folder: Path
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Reason for its end, if recorded."""
+    """Reason why the run ended, if recorded."""
     where: str | None
-    """Its process, as 'process 123 on HOST'."""
+    """The run's process, as 'process 123 on HOST'."""
     step: int | None
     total_steps: int | None
     tokens: int | None
@@ -46,15 +46,15 @@ class RunStatus:
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
-    """Estimated time to the last step. None unless it is running."""
+    """Estimated time to the last step; None unless the run is running."""
     logged: float
-    """Time of the last write to its log, in seconds since 1970."""
+    """Time of the last write to the log, in seconds since 1970."""
     silent_seconds: float | None
-    """Time since its last progress, from its heartbeat. None unless it is running."""
+    """Time since the last progress, from the heartbeat; None unless the run is running."""
     events: list[Event] = field(repr=False)
     """The last events, without superseded ones."""
     mirror: str | None = None
-    """State of its mirror as text. None without a mirror."""
+    """State of the run's mirror as text; None without a mirror."""
 
     @property
     def progress(self) -> float | None:
@@ -74,7 +74,7 @@ def is_training(run: Path) -> bool | None:
         touched = heartbeat_path(run).stat().st_mtime
     except OSError:
         return None
-    # The writer's clock and the file server's clock may each be wrong: take the later time.
+    # The writer's clock and the file server's clock may each be wrong, so take the later time.
     last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
     return time.time() - last < STALE_HEARTBEAT_SECONDS
 
@@ -82,7 +82,7 @@ def is_training(run: Path) -> bool | None:
 def _holds_lock(path: Path, holder: dict) -> bool:
     if not isinstance(holder.get("pid"), int) or not is_alive(holder["pid"]):
         return False
-    # Only test the lock while this process is alive: holding it even briefly could block a starting run.
+    # Only test the lock while this process is alive, because holding it even briefly could block a starting run.
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,7 +94,7 @@ def _holds_lock(path: Path, holder: dict) -> bool:
 
 
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
-    """Reads the current state of a run from the end of its metrics, its lock and its heartbeat.
+    """Reads a run's current state from the end of its metrics, its lock and its heartbeat.
 
     brief: read less of the metrics, for long lists.
     """
@@ -108,7 +108,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
     end = ended if ended.get("event") == "end" else None
     logged = (run / METRICS_FILE).stat().st_mtime
-    # Without lock and heartbeat, only fresh log lines hint at a live process.
+    # Without lock and heartbeat, only fresh log lines indicate a live process.
     if alive is None:
         alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
@@ -157,7 +157,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     """Estimates the time left from the pace of the process's last lines, including validations and checkpoints.
 
     Uses only lines since the last start, rollback or stage. This excludes compilation, which precedes the first line.
-    If a stage has fewer than two lines, uses those of earlier stages, too.
+    If a stage has fewer than two lines, also uses those of earlier stages.
     """
     for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
         since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
@@ -173,7 +173,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
 
 
 def mirror_text(run: Path) -> str | None:
-    """Formats the state of the mirror: the last copied step, its lag and any problem. None without a mirror.
+    """Formats the mirror's state: the last copied step, its lag and any problem; None without a mirror.
 
     Example: 'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...'
     """
@@ -217,9 +217,9 @@ def print_list(folder: Path) -> None:
 
 
 def print_status(folder: Path) -> None:
-    """Prints the status of a run, or the list of runs if the folder contains several.
+    """Prints a run's status, or the list of runs if the folder contains several.
 
-    Raises InputError if the folder is not a run and contains none.
+    Raises InputError if the folder isn't a run and contains none.
     """
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         return print_list(folder)
@@ -250,17 +250,17 @@ def list_text(statuses: list[RunStatus], *, within: Path) -> str:
 
 def ago(moment: float) -> str:
     """Formats a time in seconds since 1970 as '2 min 00 s ago'."""
-    # max: the clock may have been set back.
+    # max, because the clock may have been set back.
     return f"{duration_text(max(0.0, time.time() - moment))} ago"
 
 
 def text_of(value: object, form: Callable[[Any], str]) -> str:
-    """Formats a table cell, or '-' if the value is not a number."""
+    """Formats a table cell, or '-' if the value isn't a number."""
     return form(value) if is_number(value) else "-"
 
 
 def status_text(status: RunStatus) -> str:
-    """Formats the status of one run to fit on one screen."""
+    """Formats a run's status to fit on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
     rows = {"run": str(status.folder), "state": f"{state}; last line {ago(status.logged)}"}
     if status.progress is not None:

@@ -1,4 +1,4 @@
-"""Shows the data of a step: each sequence's source, shard and offset, and its documents as text."""
+"""Shows a step's data: each sequence's source, shard and offset, and its documents as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +20,19 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or the part of it in a sequence."""
+    """A document, or the part of it that is in a sequence."""
 
     number: int
-    """Its number, from 1, in the shard file where the sequence begins."""
+    """Number of the document, from 1, in the shard file where the sequence begins."""
     ids: np.ndarray
     """Token IDs without the end-of-document ID."""
     origin: str | None
-    """Source file and line. None if the shards do not record them."""
+    """Source file and line; None if the shards don't record them."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A training sequence of a step."""
+    """One of a step's training sequences."""
 
     source: str
     file: str
@@ -50,7 +50,7 @@ class Sequence:
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     """Formats the first `limit` sequences of a step, with up to `characters` of each document.
 
-    step: as logged; the first step is 1. Raises InputError if the run has not reached the step, or if shards are
+    step: as logged; the first step is 1. Raises InputError if the run hasn't reached the step, or if shards are
     missing or have changed since training.
     """
     batches, first_sample, samples = open_step(run, step)
@@ -116,7 +116,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
 
 
 def changed_sources(batches: Batches, identity: dict) -> list[str]:
-    """Returns a problem for each source whose shards do not match the hash in the run's checkpoints."""
+    """Returns a problem for each source whose shards don't match the hash in the run's checkpoints."""
     stages = identity.get("data.train") or identity.get("data.stages") or []
     trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
     return [
@@ -168,7 +168,7 @@ def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
-    """Returns the path of a shard, with its index next to it. For shards at a URL, copies only the index."""
+    """Returns a shard's path, with its index next to it. For shards at a URL, copies only the index."""
     path = manifest.folder / shard.file
     if manifest.url is not None:
         from pretrain.data.object_store import copied_file
@@ -178,7 +178,7 @@ def _local(manifest: Manifest, shard: Shard) -> Path:
 
 
 def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
-    """Returns source file and line of document `number` (from 1), or None if the shards do not record them."""
+    """Returns the source file and line of document `number` (from 1); None if the shards don't record them."""
     for shard in shards:
         if number <= shard.documents:
             index = read_index(_local(manifest, shard), shard.documents)

@@ -1,6 +1,6 @@
-"""Records what cleaning did: documents and bytes by rule and by source, histograms, and samples for each rule.
+"""Records the results of cleaning: documents and bytes by rule and source, histograms, and samples for each rule.
 
-The accounts of parts add up to the same total for any division of the input, so workers, slices and interruptions make
+The accounts of parts add up to the same total however the input is divided, so workers, slices and interruptions make
 no difference.
 """
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pretrain.data.data_record import numbers_in
 
 KEPT = "kept"
-"""The rule name for documents that were not removed."""
+"""Rule name for documents that weren't removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000
@@ -26,17 +26,17 @@ SAMPLES_FILE = "cleaning_samples.json"
 """File next to the manifest of a cleaned folder."""
 EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
-"""Maximum number of sources in a message."""
+"""Maximum number of sources named in a message."""
 
 
 class Found(NamedTuple):
-    """An entry found in a document, from a list that a stage looks for, such as a benchmark's items."""
+    """An entry found in a document, from a list that a stage searches for, such as a benchmark's items."""
 
     list_name: str
     number: int
-    """Its index in the list."""
+    """Index of the entry in the list."""
     excerpt: str
-    """The beginning of the entry."""
+    """Beginning of the entry."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class CleaningAccount:
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
     ) -> None:
-        """Counts a document removed by this rule, or kept (KEPT), with its text before cleaning.
+        """Counts a document that this rule removed, or that was kept (KEPT), with its text before cleaning.
 
         measured: the rule's value and limit.
         """
@@ -104,7 +104,7 @@ class CleaningAccount:
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
     def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
-        """Counts the entries found in one document."""
+        """Counts the entries found in a document."""
         by_list: dict[str, list[Found]] = {}
         for entry in found:
             by_list.setdefault(entry.list_name, []).append(entry)
@@ -132,7 +132,7 @@ class CleaningAccount:
             add_numbers(getattr(self, name), getattr(other, name))
         self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
-            # Among equal texts, the first in input order stays.
+            # Among equal texts, the first one in input order stays.
             self.samples[rule] = _smallest(drawn | self.samples.get(rule, {}), SAMPLES_PER_RULE)
         for name, more in other.found.items():
             self._add_list(name, more)
@@ -156,7 +156,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest's record: everything except the samples, in a fixed order for any number of workers."""
+        """Returns the manifest's record: everything except the samples. Its order doesn't depend on the workers."""
         rules = self.rules.values()
         return {
             "documents_in": sum(amounts["documents"] for amounts in rules),
@@ -172,7 +172,7 @@ class CleaningAccount:
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
-    """Formats a rule's measured value and limit: '0.42, at least 0.8'. Empty if the rule has none."""
+    """Formats a rule's measured value and limit, such as '0.42, at least 0.8'; '' if the rule has none."""
     if "value" not in sample:
         return ""
     value = sample["value"]
@@ -196,7 +196,7 @@ def domain_of(url: str) -> str:
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
-    """Reads the account of a prepared folder. Empty if it was not cleaned. manifest: its fields."""
+    """Reads a prepared folder's account; empty if it wasn't cleaned. manifest: the manifest's entries."""
     recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
     samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}

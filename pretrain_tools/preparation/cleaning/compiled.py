@@ -1,6 +1,6 @@
-"""Numba kernels for cleaning: words and lines of texts, repeated n-grams.
+"""Numba kernels for cleaning: words and lines in texts, repeated n-grams.
 
-Kernels that call each other must share a module: numba caches machine code by the source of a function's own module,
+Kernels that call each other must share a module. numba caches machine code by the source of a function's own module,
 and would not notice a change in another one.
 """
 
@@ -141,7 +141,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters have one byte: skip the call.
+                    # Most characters have one byte, so skip the call.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -186,7 +186,7 @@ class DividedTexts(NamedTuple):
     text: np.ndarray
     """(bytes,) uint8"""
     lengths: np.ndarray
-    """(words,) int32, characters."""
+    """(words,) int32, number of characters."""
     hashes: np.ndarray
     """(words,) uint64"""
     word_bounds: np.ndarray
@@ -218,7 +218,7 @@ def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
 
 @compiled
 def _find(keys, stamps, stamp, value):
-    """Returns (slot, True if the value is in it) in a hash table. Entries with another stamp count as empty."""
+    """Returns (slot, True if the value is in it) in a hash table. Entries with a different stamp count as empty."""
     mask = np.uint64(len(keys) - 1)
     slot = value & mask
     while stamps[slot] == stamp:
@@ -246,7 +246,7 @@ def _gram(hashes, start, n):
 
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
-    """Returns the characters of the most frequent n-gram times its count. Among equals, the first counts."""
+    """Returns the length of the most frequent n-gram in characters times its count. In a tie, the first one counts."""
     keys, stamps, counts, firsts = table
     best_count = np.int64(0)
     best_first = start
@@ -317,6 +317,6 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
 
 
 def is_compiled() -> bool:
-    """Returns True if this machine has cached machine code of this module."""
+    """Returns True if this machine has cached machine code for this module."""
     folder = Path(_divide.stats.cache_path)
     return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))

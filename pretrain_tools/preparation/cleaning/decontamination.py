@@ -2,8 +2,7 @@
 
 As in GPT-3 (arXiv 2005.14165, appendix C), a document contains an item if they share 13 consecutive words, ignoring
 case, accents and punctuation. A shorter item must occur as a whole and have at least LEAST_LETTERS letters
-(item_index). Answers count only together with the end of their question. Reading passages do not count
-(lm_eval_items).
+(item_index). Answers count only together with the end of their question. Reading passages don't count (lm_eval_items).
 """
 
 import hashlib
@@ -33,16 +32,16 @@ EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
-    """The texts of one item. A long enough run of words from any of them is contamination."""
+    """An item's texts. A long enough run of words from any of them counts as contamination."""
 
     whole: tuple[str, ...]
-    """Shorter texts here count, too, if they occur as a whole."""
+    """Shorter texts in this list also count if they occur as a whole."""
     parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The items of one task or file, in order."""
+    """The items in one task or file, in order."""
 
     name: str
     items: tuple[BenchmarkItem, ...]
@@ -54,7 +53,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """The stage that removes documents with an item. words: length of a run that counts as contamination."""
+    """Stage that removes documents with an item. words: length of a run that counts as contamination."""
 
     is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
@@ -81,7 +80,7 @@ class Decontamination:
 
     @cached_property
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
-        """(benchmark, item, text, True if it counts as a whole), each text of an item once."""
+        """(benchmark, item, text, True if it counts as a whole), with each of an item's texts once."""
         return [
             (number, item_number, text.encode(errors="replace"), text in item.whole)
             for number, benchmark in enumerate(self.benchmarks)
@@ -131,10 +130,13 @@ def contamination_text(row: dict[str, Any]) -> str:
 
 
 def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
-    """Reads the benchmarks of `--decontaminate`, each once.
+    """Reads the benchmarks given with `--decontaminate`, each once.
 
-    names: lm-eval tasks, groups and patterns, .yaml task files, .jsonl and .txt files of items, or folders of files.
-    Raises one InputError with all unknown names and all benchmarks without items.
+    Raises InputError listing all unknown names and all benchmarks without items.
+
+    Args:
+        names: lm-eval tasks, groups and patterns, .yaml task files, .jsonl and .txt files of items, or folders of
+            files.
     """
     problems = Problems()
     found = []
@@ -165,7 +167,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _file_benchmark(path: Path) -> Benchmark:
-    """Reads an item per line: text, or a JSON object or string."""
+    """Reads one item per line: text, or a JSON object or string."""
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
             f"--decontaminate {path}: must be {', '.join(FILE_SUFFIXES)} with an item per line, or a .yaml of lm-eval"
@@ -188,7 +190,7 @@ def _file_benchmark(path: Path) -> Benchmark:
 
 
 def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
-    """Loads lm-eval tasks in another process. Raises one InputError with all tasks that cannot be loaded."""
+    """Loads lm-eval tasks in a separate process. Raises InputError listing all tasks that can't be loaded."""
     command = [sys.executable, "-P", lm_eval_items.__file__, json.dumps(names)]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
     lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []

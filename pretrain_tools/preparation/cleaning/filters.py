@@ -1,4 +1,4 @@
-"""The filters for --filter: filters by name, with parameters, and user functions."""
+"""Filters for --filter: filters by name, with parameters, and user functions."""
 
 import dataclasses
 import importlib.util
@@ -22,17 +22,17 @@ CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
-"""Stages by name. Their fields are the parameters, required or with a default."""
+"""{name: stage}. The stages' dataclass fields are the parameters, required or with a default."""
 OFF = "off"
-"""The parameter value that turns a rule off."""
+"""Parameter value that turns a rule off."""
 
 
 def read_cleaning(
     given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
 ) -> Cleaning | None:
-    """Reads the stages of `--language` and `--clean`, then those of `--filter` in order. None if there are no stages.
+    """Reads the stages of `--language` and `--clean`, then those of `--filter` in order; None if there are no stages.
 
-    A filter in `--filter` replaces the filter of the same name in --clean. Raises one InputError with all problems.
+    A filter in `--filter` replaces the filter of the same name in --clean. Raises InputError listing all problems.
     """
     problems = Problems()
     stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
@@ -135,11 +135,11 @@ class UserFunction:
     path: str
     function: str
     sha256: str
-    """Hash of the file. A changed file is a different filter."""
+    """Hash of the file. A changed file counts as a different filter."""
 
     @classmethod
     def load(cls, given: str) -> Self:
-        """Loads 'FILE.py:FUNCTION'. Raises InputError if the function does not exist."""
+        """Loads 'FILE.py:FUNCTION'. Raises InputError if the function doesn't exist."""
         path, _, function = given.rpartition(":")
         try:
             sha256 = sha256_of(Path(path))

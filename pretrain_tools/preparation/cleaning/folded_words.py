@@ -1,4 +1,4 @@
-"""Folds words for the comparison of near duplicates and benchmark items.
+"""Folds words to compare near duplicates and benchmark items.
 
 Folded words are runs of letters and digits without case, accents, ligatures and width. In scripts without spaces, each
 character is a word.
@@ -47,7 +47,7 @@ class _FoldedCharacters(dict):
         elif category == "Cf" or character in APOSTROPHES + TATWEEL:
             folded = None
         elif category[0] in "LNM":
-            # One mark folds to a letter: the iota below Greek letters.
+            # Only one mark folds to a letter: the iota below Greek letters.
             letters = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
             folded = "".join(filter(str.isalnum, letters)) or None
             if folded and any(code in script for script in SCRIPTS_WITHOUT_SPACES):

@@ -1,7 +1,7 @@
-"""An index of texts that finds their runs of words in documents, ignoring case, accents and punctuation.
+"""Indexes texts to find their runs of words in documents, ignoring case, accents and punctuation.
 
 Words are folded (folded_words). The 64-bit hash of a run is the sum of its words' hashes, each times a random factor
-for its position. With a trillion words and a million runs, the probability of one wrong match is 5%.
+for its position. With a trillion words and a million runs, the probability of a wrong match is 5%.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
 LEAST_LETTERS = 20
-"""A run with fewer letters is no evidence, for any number of words. It is extended, or not searched for."""
+"""A run with fewer letters is no evidence, whatever its number of words. It is extended, or not searched for."""
 ENTRIES_PER_SEED = 16
 FEWEST_BITS = 16
 
@@ -29,7 +29,7 @@ class ItemIndex:
     searchable: np.ndarray
     """(texts,) bool: True if the text is long enough to search for."""
     runs: dict[int, tuple[np.ndarray, np.ndarray]]
-    """{number of words: sorted hashes of runs with that many words, and the text of each}"""
+    """{number of words: sorted hashes of the runs with that many words, and each run's text}."""
     factors: np.ndarray
     """(words of the longest run,) uint64, for `_hashes`."""
     seed_words: int
@@ -37,19 +37,19 @@ class ItemIndex:
     seeds: np.ndarray
     """Sorted hashes of the first `seed_words` words of all runs."""
     entries: np.ndarray
-    """(2^n,) bool by the highest bits of a seed. This lookup rules out most words of documents."""
+    """(2^n,) bool, indexed by a seed's highest bits. This lookup rules out most words in documents."""
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Returns sorted (document, text) pairs for each text with a run in a document."""
+        """Returns sorted (document, text) pairs for each text that has a run in a document."""
         divided = folded_texts(documents)
-        # Pad for a run at the last word.
+        # Pad for a run that begins at the last word.
         words = np.append(divided.hashes, np.zeros_like(self.factors))
         ends = divided.word_bounds[:, 1]
         ours = _hashes(words, slice(len(divided.hashes)), self.factors[: self.seed_words])
         candidates = np.flatnonzero(self.entries[ours >> self.shift])
         candidates = candidates[_is_among(ours[candidates], self.seeds)]
-        # The documents' words are concatenated: a run must end in the document where it begins.
+        # The documents' words are concatenated, so a run must end in the document in which it begins.
         document_of = np.searchsorted(ends, candidates, "right")
         left = ends[document_of] - candidates
         found = set()

@@ -1,4 +1,4 @@
-"""Filters documents by language, detected by function words if these are clear, else by lingua."""
+"""Filters documents by language, detected by function words if these are clear, otherwise by lingua."""
 
 import functools
 import itertools
@@ -28,9 +28,9 @@ LANGUAGES_OF = {
 }
 """{word: its languages}"""
 PLACES = 5
-"""Number of equally spaced parts of a sample. An excerpt or a table in the middle does not represent a document."""
+"""Number of equally spaced parts in a sample. An excerpt or a table in the middle doesn't represent a document."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
-"""Languages that lingua confuses: it labels half of Indonesian sentences as Malay. Either code keeps both."""
+"""Languages that lingua confuses. It labels half of Indonesian sentences as Malay, so either code keeps both."""
 LEAST_WORDS = 20
 """A sample with fewer words decides nothing."""
 LOOKS = {600: [(0.12, 2, 4)], 4000: [(0.12, 2, 4), (0.06, 8, 8)], 20_000: [(0.06, 8, 10)]}
@@ -96,7 +96,7 @@ class LanguageFilter(NamedFilter):
 
 
 def certain_language(text: bytes) -> str | None:
-    """Returns the language if the function words are clear, else None."""
+    """Returns the language if the function words are clear, otherwise None."""
     places = PLACES if len(text) > min(LOOKS) else 1
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
@@ -128,7 +128,7 @@ def certain_language(text: bytes) -> str | None:
 
 
 def sample_of(text: bytes, characters: int) -> str:
-    """Samples this many characters in equal parts from the whole text. Returns a shorter text whole."""
+    """Samples this many characters in equal parts from the whole text. Returns a shorter text as a whole."""
     # In a long text, byte positions are close enough to character positions. In a short one, parts could overlap.
     units = text if len(text) > 16 * characters else text.decode()
     if len(units) <= characters:
@@ -159,7 +159,7 @@ def detect_by_lingua(sample: str) -> tuple[str, float]:
 def _lingua_detector() -> Any:
     from lingua import LanguageDetectorBuilder
 
-    # Trigrams only: the other models need 1.5 GB and the same time, and these texts are not short.
+    # Uses only trigrams, because the other models need 1.5 GB and the same time, and these texts aren't short.
     builder = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode()
     return builder.with_preloaded_language_models().build()
 

@@ -1,7 +1,7 @@
 """Prints the items of lm-evaluation-harness tasks as JSON lines. `decontamination` runs it as a separate process.
 
-The harness starts threads, after which workers cannot be forked safely. The script imports nothing from this project,
-and the project's folder is not on its path, because some tasks import a library called evaluate.
+The harness starts threads, after which workers can't be forked safely. The script imports nothing from this project,
+and the project's folder isn't on its path, because some tasks import a library called evaluate.
 """
 
 import json
@@ -25,7 +25,7 @@ UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Expects a JSON list of names: tasks, groups, tags, patterns, .yaml files, or folders of them."""
+    """Reads a JSON list of names: tasks, groups, tags, patterns, .yaml files, or folders of them."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the harness prints
     for name in json.loads(sys.argv[1]):
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Loads all tasks for one name."""
+    """Loads all tasks that a name stands for."""
     from lm_eval.tasks import TaskManager
 
     if os.path.isdir(name):
@@ -85,7 +85,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question alone, and with each answer after it, after a connector, or in its blank."""
+    """Returns the question by itself, and with each answer after it, after a connector, or in its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
@@ -102,7 +102,7 @@ def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Selects the fields in a prompt, ignoring case and punctuation. Drops fields that are part of another one.
 
-    A prompt that contains no field unchanged has edited them, so it may show all of them.
+    If a prompt contains no field unchanged, it has edited them, so it may show all of them.
     """
     if not prompt.strip():
         return []
@@ -122,7 +122,7 @@ def words_of(text: str) -> list[str]:
 
 
 def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
-    """Returns True if another text contains the words of this one. "because" does not contain "cause"."""
+    """Returns True if another text contains the words of this one. "because" doesn't contain "cause"."""
     words = words_of(text)
     if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
         return True
@@ -130,7 +130,7 @@ def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:
-    """Returns the texts of an item from a file, like item_texts. value: a text, or an object with the usual fields."""
+    """Returns the texts of an item from a file, like item_texts. value: text, or an object with the usual fields."""
     strings = list(strings_of(value))
     choices = [text for name, text in strings_of(value, least=1) if isinstance(value, dict) and CHOICE.match(name)]
     texts = sorted((text for _, text in strings if text not in choices), key=len, reverse=True)

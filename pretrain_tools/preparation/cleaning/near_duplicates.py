@@ -1,12 +1,12 @@
 """Computes MinHash signatures of documents, and the exact similarity of two documents.
 
-A document is the set of its shingles: all runs of `shingle_words` folded words. A shorter document is one shingle. Two
-documents are near duplicates if the Jaccard similarity of their sets (shared shingles / all shingles) is at least
-the threshold.
+A document is the set of its shingles: all runs of `shingle_words` folded words. A shorter document is a single
+shingle. Two documents are near duplicates if the Jaccard similarity of their sets (shared shingles / all shingles) is
+at least the threshold.
 
 A signature has one byte per bin. Each shingle's hash falls into one bin, and each bin keeps its smallest hash
 (one-permutation hashing, Li et al. 2012). An empty bin copies another bin, drawn by its number (optimal densification,
-Shrivastava 2017). Two signatures then agree in a share of bins that estimates the similarity, and each shingle is
+Shrivastava 2017). The share of bins in which two signatures agree then estimates the similarity, and each shingle is
 hashed once, not once per bin.
 """
 
@@ -40,7 +40,7 @@ class NearDuplicates:
 
     @classmethod
     def parse(cls, threshold: str) -> Self:
-        """Parses a threshold such as '0.8'. Raises InputError if it is not a similarity.
+        """Parses a threshold such as '0.8'. Raises InputError if it isn't a similarity.
 
         Chooses the largest number of rows that still finds pairs at the threshold, because more rows compare fewer
         other pairs.
@@ -60,7 +60,7 @@ class NearDuplicates:
 
     @property
     def signature_bytes(self) -> int:
-        """Bytes of a document's signature."""
+        """Size of a document's signature in bytes."""
         return self.bands * self.rows
 
     def compared(self, similarity: float) -> float:
@@ -68,7 +68,7 @@ class NearDuplicates:
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (words, ends) of documents, like folded_words."""
+        """Returns documents' (words, ends), like folded_words."""
         from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
         return folded_words(texts, self.shingle_words)
@@ -78,7 +78,7 @@ class NearDuplicates:
         bits = (self.signature_bytes - 1).bit_length()
         document = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         hashes = shingle_hashes(words, self.shingle_words)
-        # Documents are concatenated: drop shingles that cross into the next one.
+        # Documents are concatenated, so drop shingles that cross into the next one.
         is_within = document[: len(hashes)] == document[len(document) - len(hashes) :]
         hashes = hashes[is_within]
         bins = (document[: len(is_within)][is_within] << bits) + (hashes & np.uint32((1 << bits) - 1))

@@ -13,7 +13,7 @@ from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
 
 _LETTERS = rb"A-Za-z0-9!#$%&'*+/=?^_`{|}~-"
 _NAME = rb"[%s]+" % _LETTERS
-# Look for a nearby @ first, or a long run without spaces would be searched from each of its bytes.
+# Look for a nearby @ first. Otherwise a long run without spaces would be searched from each of its bytes.
 _NEAR = rb"(?=[.%s]{1,64}@)" % _LETTERS
 _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"

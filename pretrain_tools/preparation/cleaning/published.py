@@ -66,7 +66,7 @@ class Rule(NamedTuple):
     is_least: bool = False
     """True removes smaller values, False larger ones."""
     fits: np.ndarray | None = None
-    """(documents,) bool: documents to judge; None: all."""
+    """(documents,) bool: documents to judge; None for all."""
 
     @property
     def broken(self) -> np.ndarray:
@@ -88,7 +88,7 @@ def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divides; 0 / 0 is 0."""
+    """Divides. 0 / 0 is 0."""
     return part / np.maximum(whole, 1)
 
 
@@ -107,7 +107,7 @@ class Forms(NamedTuple):
 
 
 def _forms(batch: TextBatch, by_form: bool) -> Forms:
-    """Returns the forms of documents. Without `by_form`, all are web pages."""
+    """Returns the documents' forms. Without `by_form`, all are web pages."""
     from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
 
     found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
@@ -116,7 +116,7 @@ def _forms(batch: TextBatch, by_form: bool) -> Forms:
 
 @dataclass(frozen=True)
 class GopherQuality(NamedFilter):
-    """Gopher's quality rules. Limits are shares of words or lines; None turns a rule off."""
+    """Gopher's quality rules. Limits are shares of words or lines. None turns a rule off."""
 
     name: ClassVar[str] = "gopher_quality"
     min_words: int | None = 50
@@ -324,7 +324,7 @@ def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]
     for phrase in PHRASES:
         places = np.array([match.start() for match in re.finditer(re.escape(phrase), lower)], np.int64)
         line = np.searchsorted(lines.table["start"], places, "right") - 1
-        # Texts are concatenated: drop matches that cross into the next one.
+        # Texts are concatenated, so drop matches that cross into the next one.
         line = line[places + len(phrase) <= lines.table["stop"].take(line, mode="clip")]
         found[phrase] = np.bincount(line, minlength=len(lines.table)) * looked_at
     return found

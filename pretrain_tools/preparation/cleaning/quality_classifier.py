@@ -1,7 +1,7 @@
 """A linear quality model: logistic regression on hashed words and word pairs, trained on good and other texts.
 
 GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) chose their data with classifiers of this kind, which
-ignore word order beyond pairs. Training with scikit-learn is deterministic.
+ignore word order beyond pairs. Training uses scikit-learn and is deterministic.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from pretrain_tools.preparation.documents.sources import find_sources, records_o
 
 BUCKETS = 1 << 18
 MOST_BYTES = 20_000
-"""The classifier reads only this many bytes from the beginning of a text."""
+"""The classifier only reads this many bytes from the beginning of a text."""
 HELD_OUT = 0.1
 INVERSE_REGULARIZATION = 10.0
 MOST_STEPS = 1000
@@ -32,7 +32,7 @@ FEWEST_TEXTS = 50
 WEIGHTS_FILE = "weights.npy"
 CLASSIFIER_FILE = "classifier.json"
 CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
-"""Version 1 had different features, which do not fit the weights of version 2."""
+"""Version 1 had different features, which don't fit the weights of version 2."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
 
 
 def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """Measures accuracy and area under the curve on held-out texts. None if one kind has no held-out texts."""
+    """Measures accuracy and area under the curve on held-out texts; None if one kind has no held-out texts."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     if len(np.unique(labels)) < 2:

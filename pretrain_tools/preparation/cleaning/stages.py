@@ -24,11 +24,11 @@ BATCH_BYTES = 1 << 20
 
 @dataclass
 class TextBatch:
-    """Documents that no stage has removed yet. Results shared between stages are computed once."""
+    """Documents that no stage has removed yet. Results that stages share are computed once."""
 
     texts: list[bytes]
     urls: list[str | None]
-    """None without --url_field."""
+    """URLs; None without --url_field."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -74,7 +74,7 @@ class Verdicts:
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: new text}. The rule `nothing_left` removes empty ones."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Other counters of the stage, such as replaced e-mail addresses."""
+    """Other counters in the stage, such as replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{measure: value for each document}, such as the language, for a histogram. Use few distinct values."""
     found: dict[int, list[Found]] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Stages in order. Each one gets the documents left by the previous stages."""
+    """Stages in order. Each stage gets the documents left by the previous ones."""
 
     stages: tuple[CleaningStage, ...]
 
@@ -134,7 +134,7 @@ class Cleaning:
     def clean(
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
     ) -> Cleaned:
-        """Runs all stages over documents. sources, places: origin of each document, for the account."""
+        """Runs all stages over documents. sources, places: each document's origin, for the account."""
         account = CleaningAccount()
         kept = []
         left = []

@@ -70,7 +70,7 @@ class _Sample:
     """The .json members."""
 
     def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
-        """Yields its texts, with the fields of its .json member, or else the documents of its .json members."""
+        """Yields its texts, with the fields of its .json member, or otherwise the documents in its .json members."""
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
@@ -89,7 +89,7 @@ def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads a document per text member, and the documents in other files and in .json members without a text.
 
     A text's other fields come from the .json member with the same name up to the first dot. A final record counts the
-    members that are not documents. A record's place counts documents and problems.
+    members that aren't documents. A record's place counts documents and problems.
     """
     place = 0
     others = Counter()

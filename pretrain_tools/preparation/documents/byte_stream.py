@@ -11,7 +11,7 @@ READ_BYTES = 1 << 18
 
 
 class DamagedFileError(Exception):
-    """Raised if the rest of a file cannot be read. records: number of records in it, if known."""
+    """Raised if the rest of a file is unreadable. records: number of records in it, if known."""
 
     def __init__(self, reason: str, records: int = 1):
         super().__init__(reason)
@@ -19,10 +19,11 @@ class DamagedFileError(Exception):
 
 
 class ByteStream(io.RawIOBase):
-    """A file's decompressed bytes (gzip and zstd, any number of frames). `consumed` counts bytes of the file itself.
+    """A file's decompressed bytes (gzip and zstd, any number of frames). `consumed` counts the file's own bytes.
 
-    A file that ends inside a compressed frame raises DamagedFileError. zstandard's own reader ends silently.
-    file: source of the bytes if it is not the file at `path`, such as a member of an archive.
+    A file that ends inside a compressed frame raises DamagedFileError. zstandard's own reader would end silently.
+
+    file: source of the bytes if it isn't the file at `path`, such as a member of an archive.
     """
 
     def __init__(self, path: str, compression: str | None, file: BinaryIO | None = None):

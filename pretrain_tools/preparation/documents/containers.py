@@ -70,7 +70,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
         try:
             with _readable_by_arrow("parquet"):
                 columns = _columns_of(table.schema_arrow, reading)
-                # One group after another, so that damage to one does not affect earlier ones.
+                # One group after another, so that damage to one doesn't affect earlier ones.
                 batches = (
                     batch
                     for group in groups
@@ -84,7 +84,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
-    """Lists the uncompressed bytes of each row group, or [] if they cannot be read one by one."""
+    """Lists the uncompressed size of each row group in bytes; [] if they can't be read one by one."""
     from pyarrow import parquet
 
     try:
@@ -135,7 +135,7 @@ def _values(table: Any, field: str) -> list[Any]:
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
-        # As bytes: arrow does not guarantee UTF-8 strings, and our own check reports the row.
+        # As bytes, because arrow doesn't guarantee UTF-8 strings. Our own check reports the row.
         column = column.cast(pa.large_binary())
     return column.to_pylist()
 

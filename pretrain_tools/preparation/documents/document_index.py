@@ -1,4 +1,4 @@
-"""The index of a shard: the end of each document, and its source file and line. Also reads documents in input order.
+"""Index of a shard: the end of each document, and its source file and line. Also reads documents in input order.
 
 train-00000.documents has one 24-byte record per document, in shard order and without a header. Open it with
 `np.memmap(file, DOCUMENT)`.
@@ -46,7 +46,7 @@ def tokens_of(documents: np.ndarray) -> np.ndarray:
 
 
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
-    """Maps the records of a shard. None without an index. Raises InputError if there are not `documents` records."""
+    """Memory-maps a shard's records; None without an index. Raises InputError if their number isn't `documents`."""
     path = index_path(shard)
     if not path.is_file():
         return None
@@ -118,7 +118,7 @@ class InputOrder:
         return np.concatenate(pieces)
 
     def ids(self, number: int) -> np.ndarray:
-        """Returns the stored token IDs of a document, without its end ID."""
+        """Returns a document's stored token IDs, without its end ID."""
         ((path, (row,)),) = self._by_shard(np.array([number]))
         ends = self._index(path)["end"]
         start = int(ends[row - 1]) if row else 0

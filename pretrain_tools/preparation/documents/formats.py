@@ -1,7 +1,7 @@
-"""Document formats: one generator per format turns a file's bytes into records with their place in the file.
+"""Document formats. One generator per format turns a file's bytes into records with their place in the file.
 
-An unusable record has a problem instead of a text. A generator raises DamagedFileError if it cannot read the rest of a
-file. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
+An unusable record has a problem instead of a text. A generator raises DamagedFileError if the rest of a file is
+unreadable. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
 """
 
 import csv
@@ -37,13 +37,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 
 Reader = Callable[[ByteStream, Reading], Iterator[Record]]
-"""Reads the records of one file, with places from 1. An unreadable record has a problem."""
+"""Reads the records in a file, with places from 1. An unreadable record has a problem."""
 
 
 def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
-    """Returns a decorator for the reader of a file format, to use with `registry.FORMATS.register`.
+    """Returns a decorator for a file format's reader, to use with `registry.FORMATS.register`.
 
-    Raises InputError if another format has one of the suffixes.
+    Raises InputError if a different format has one of the suffixes.
 
     Args:
         place: unit of a record's place, for messages.
@@ -68,7 +68,7 @@ def inner_suffix(path: str) -> tuple[str, str | None]:
 
 
 def format_by_name(path: str) -> str | None:
-    """Finds a file's format by its suffix, ignoring case. None if unknown."""
+    """Finds a file's format by its suffix, ignoring case; None if it is unknown."""
     suffix, _ = inner_suffix(path)
     return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
@@ -83,7 +83,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
     line = 1
     try:
         for block in stream.blocks():
-            # Join only once there is enough: a 200 MB line would be copied once per block.
+            # Join only once there is enough. Otherwise a 200 MB line would be copied once per block.
             pending.append(block)
             size += len(block)
             if size >= PART_BYTES and b"\n" in block:

@@ -24,9 +24,9 @@ ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
 
 @dataclass(frozen=True)
 class Preset:
-    """A Hub dataset. `streams`: too large to download first, so it streams by default.
+    """A Hub dataset. `streams`: it is too large to download first, so it streams by default.
 
-    `document_start`: rows are lines, and a matching line begins a document. None: each row is a document.
+    `document_start`: rows are lines, and a matching line begins a document. With None, each row is a document.
     """
 
     path: str
@@ -59,8 +59,8 @@ PRESETS = {
 class HubDataset:
     """One split of a dataset. `rows` is None for a stream, whose number of rows is unknown.
 
-    `document_start`: rows are lines, and a matching line begins a document. Examples are then documents.
-    `revision`: the commit of the Hub repository, if known.
+    `document_start`: rows are lines, and a matching line begins a document. Examples are then documents. `revision`:
+    the commit of the Hub repository, if known.
     """
 
     rows_of: Any
@@ -75,12 +75,12 @@ class HubDataset:
 
     @property
     def maximum_documents(self) -> int | None:
-        """The limit in documents, if documents are joined from rows."""
+        """Limit in documents, if documents are joined from rows."""
         return None if self.document_start is None else self.maximum_examples
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes in memory of the rows to read. None for a stream."""
+        """Size of the rows to read, in bytes in memory; None for a stream."""
         return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     expected_text_bytes = total_bytes
@@ -95,7 +95,7 @@ class HubDataset:
 
     @cached_property
     def source_names(self) -> list[str]:
-        """Sources with their own places: the dataset, or each file of a stream."""
+        """Sources with their own places: the dataset, or each file in a stream."""
         # Documents joined from lines may continue in the next file.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
@@ -184,7 +184,7 @@ class HubDataset:
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """Joins rows, which are lines, to documents. Yields (document, bytes read since the last one).
+    """Joins rows, which are lines, into documents. Yields (document, bytes read since the last one).
 
     A row that matches `start` begins a document. A document's place is its first row. starts_inside: skip rows before
     the first match, which belong to an earlier document. A row with a problem is a separate record.
@@ -214,8 +214,8 @@ def joined_documents(
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
     """Opens NAME or NAME:N (at most N examples): a preset, a Hub dataset, a folder of data files, or a saved dataset.
 
-    subset, streaming: None uses the preset's value, else the dataset's default subset and no streaming. Raises
-    InputError if loading fails, with the message of datasets, which lists the existing subsets and splits.
+    For subset and streaming, None uses the preset's value, otherwise the dataset's default subset and no streaming.
+    Raises InputError if loading fails, with the message from datasets, which lists the existing subsets and splits.
     """
     match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
     name = match[1]
@@ -252,7 +252,7 @@ def _where(name: str, preset: Preset) -> str:
 
 
 def _revision(name: str) -> str | None:
-    """Looks up a dataset's commit, so that a resumed preparation reads the same data. None if unknown."""
+    """Looks up a dataset's commit, so that a resumed preparation reads the same data; None if it is unknown."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -276,7 +276,8 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds a preset by name, ignoring case, with _ or -. None if no preset has the name, or if a folder has it.
+    """Finds a preset by name, ignoring case, with _ or -; None if there is no such preset, or if a folder has the
+    name.
 
     Also accepts subset names: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
     """

@@ -1,4 +1,4 @@
-"""Makes records, each of one document, from one field or several, and filters them."""
+"""Makes records, each with one document, from one or several fields, and filters them."""
 
 import codecs
 import json
@@ -13,7 +13,7 @@ from pretrain.data.manifest import SPLITS
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
-"""The value of a missing field. None is a null."""
+"""Value of a missing field. None is a null."""
 
 
 class Record(NamedTuple):
@@ -23,20 +23,20 @@ class Record(NamedTuple):
     text: bytes | None
     problem: str | None = None
     url: str | None = None
-    """Value of the field in --url_field."""
+    """Value of the field given with --url_field."""
     is_validation: bool | None = None
-    """Split from the field in --split_field. None: the hash of the text decides."""
+    """Split from the field given with --split_field. With None, the hash of the text decides."""
     problem_records: int = 1
     """Number of records that the problem affects. A missing column affects all of a file's records."""
     not_read: dict[str, int] | None = None
-    """{suffix: archive members that are not documents}. Text and problem are then None."""
+    """{suffix: archive members that aren't documents}. In that case, text and problem are None."""
 
 
 @dataclass(frozen=True)
 class Reading:
     """Settings for reading: the text field (dotted if nested) or a template, and the documents to keep.
 
-    `only`: (field, values) pairs; each field must have one of its values. The limits count Unicode characters.
+    `only`: (field, values) pairs. Each field must have one of its values. The limits count Unicode characters.
     `documents`: the unit of plain-text documents.
     """
 
@@ -51,7 +51,7 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if no other field than the text field is needed."""
+        """True if only the text field is needed."""
         return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
@@ -77,7 +77,7 @@ class Reading:
 
 
 def template_problem(template: str) -> str | None:
-    """Describes a template's problem. None if it is valid."""
+    """Describes a template's problem; None if the template is valid."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -90,7 +90,7 @@ def template_problem(template: str) -> str | None:
 
 
 def find_field(value: Any, name: str) -> Any:
-    """Finds a field of a JSON object by its own name or by dotted steps. MISSING if it does not exist."""
+    """Finds a field in a JSON object by its own name or by dotted steps; MISSING if it doesn't exist."""
     found = value.get(name, MISSING)
     if found is MISSING and "." in name:
         found = value
@@ -108,7 +108,7 @@ def object_record(place: int, value: Any, reading: Reading) -> Record:
 
 
 def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before: int) -> Iterator[Record]:
-    """Makes the records of rows, numbered from rows_before + 1. columns: the values of each field."""
+    """Makes the records for rows, numbered from rows_before + 1. columns: each field's values."""
     for place, row in enumerate(zip(*columns.values(), strict=True), rows_before + 1):
         yield fields_record(place, dict(zip(columns, row, strict=True)), reading)
 

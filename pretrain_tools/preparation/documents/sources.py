@@ -36,7 +36,7 @@ MOST_FILES_PER_PART = 1024
 
 
 class Position(NamedTuple):
-    """A place to continue: numbers of the source and of its next part, and for a stream the rows before it."""
+    """Place at which to continue: numbers of the source and of its next part and, for a stream, the rows before it."""
 
     source: int
     part: int
@@ -82,7 +82,7 @@ def find_sources(
 
     option: the command-line option with the patterns, for messages.
 
-    Raises one InputError with all patterns without a match and all files that are unreadable or of unknown format.
+    Raises InputError listing all patterns without a match and all files that are unreadable or of unknown format.
     """
     problems = Problems()
     if format_name is not None and format_name not in FORMATS:
@@ -112,7 +112,7 @@ def find_sources(
 
 
 def files_matching(pattern: str) -> list[str]:
-    """Lists the files for a path, pattern or URL. Raises InputError for a URL that cannot be listed."""
+    """Lists the files for a path, pattern or URL. Raises InputError for a URL that can't be listed."""
     if is_url(pattern):
         return find_urls(pattern)
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
@@ -152,7 +152,7 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """Sorts paths. Of several paths to one file, keeps the file's own path, or else the first."""
+    """Sorts paths. If several lead to the same file, keeps the file's own path, or otherwise the first."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -164,7 +164,7 @@ def _each_once(paths: Collection[str]) -> list[str]:
 def _names_below(paths: Sequence[str]) -> list[str]:
     """Makes paths relative to their common folder, so that they are the same on every machine and have no secrets.
 
-    Escapes bytes that are not UTF-8, as in caf\\xe9.txt.
+    Escapes bytes that aren't UTF-8, as in caf\\xe9.txt.
     """
     absolute = [shown(path).replace("://", "/") if is_url(path) else shown(os.path.abspath(path)) for path in paths]
     if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
@@ -289,7 +289,7 @@ class Files:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes to read, as stored."""
+        """Number of bytes to read, as stored."""
         return sum(source.bytes for source in self.sources) // self.slice[1]
 
     @property
@@ -332,7 +332,8 @@ class Files:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
-                # Group by bytes, never by the number of workers: a position must mean the same in a later process.
+                # Group by bytes, never by the number of workers, because a position must mean the same in a later
+                # process.
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
