@@ -236,7 +236,7 @@ def evaluate(run: Run) -> None:
         while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
-    if settings.where == "same" and ranks.is_main:
+    if settings.where == "blocking" and ranks.is_main:
         run.evaluations.fetch()
 
 
