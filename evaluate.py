@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
     add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="folders or URLs of shards, or a .bin")
-    add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub id) of a --data FILE.bin made by another tool")
+    add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) of a --data FILE.bin made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
     add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
@@ -96,7 +96,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     stray = [word for word in unknown if not word.startswith("-")]
     problems += [f"{word}: belongs to no flag; quote a prompt of several words" for word in stray]
     if not arguments.model:
-        problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub id")
+        problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub ID")
     for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")

@@ -207,7 +207,7 @@ def kind_of(annotation: Any) -> str:
         kinds = dict.fromkeys("`null`" if kind is type(None) else kind_of(kind) for kind in arguments)
         return " or ".join(kinds)
     words = {int: "whole number", float: "number", bool: "true or false", str: "string", Path: "path"}
-    return words.get(annotation, "file, folder, Hub id or mapping" if annotation is ModelSource else "mapping")
+    return words.get(annotation, "file, folder, Hub ID or mapping" if annotation is ModelSource else "mapping")
 
 
 def examples_in_recipes() -> dict[str, tuple[str, str]]:

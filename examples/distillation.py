@@ -3,7 +3,7 @@
     python train.py --config recipes/demo.yaml --extensions examples/distillation.py \
         --loss.terms '{distillation: {teacher: runs/large/final, coefficient: 0.5}}' --output runs/distilled
 
-The teacher is a folder or Hub ID of any causal language model with the same token ids; it sees what the student sees,
+The teacher is a folder or Hub ID of any causal language model with the same token IDs; it sees what the student sees,
 each document alone, and is not trained.
 """
 
@@ -43,7 +43,7 @@ class Distillation(LossTerm):
             raise InputError(f"loss.terms.distillation: {options.teacher}: {str(error).splitlines()[0]}") from error
         if teacher.config.vocab_size != model_config.vocab_size:
             raise InputError(
-                f"loss.terms.distillation: {options.teacher} has {teacher.config.vocab_size:,} token ids, the model "
+                f"loss.terms.distillation: {options.teacher} has {teacher.config.vocab_size:,} token IDs, the model "
                 f"{model_config.vocab_size:,}; both need the same tokenizer"
             )
         self.teacher = teacher.eval().requires_grad_(False)

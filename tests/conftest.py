@@ -90,7 +90,7 @@ def text_files(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(text_files, tmp_path_factory) -> Path:
-    """A byte-level BPE of 512 ids."""
+    """A byte-level BPE of 512 IDs."""
     folder = tmp_path_factory.mktemp("tokenizers") / "tiny"
     run_script("prepare_data.py", "--input", f"{text_files}/*.py", "--train_tokenizer", "512", "--output", folder)
     return folder

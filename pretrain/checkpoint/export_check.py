@@ -152,12 +152,12 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
         return [f"its tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})"]
     problems = []
     if len(tokenizer) > model.config.vocab_size:
-        problems.append(f"the tokenizer has {len(tokenizer):,} ids, the model {model.config.vocab_size:,}")
+        problems.append(f"the tokenizer has {len(tokenizer):,} IDs, the model {model.config.vocab_size:,}")
     ends = {tokenizer.eos_token_id, model.config.eos_token_id}
     if model.can_generate():
         ends.add(model.generation_config.eos_token_id)
     if len(ends) > 1:
-        problems.append(f"tokenizer, config and generation_config have different end-of-text ids: {ends}")
+        problems.append(f"tokenizer, config and generation_config have different end-of-text IDs: {ends}")
     return problems
 
 

@@ -78,7 +78,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     folder = next(iter(files.values())).parent
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
-            f"{path}: no tokenizer named for these ids; name it in the recipe, such as "
+            f"{path}: no tokenizer named for these IDs; name it in the recipe, such as "
             f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
             f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
@@ -87,7 +87,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     tokenizer_folder = _tokenizer_folder(given)
     dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
     if len(dtypes) > 1:
-        raise InputError(f"{path}: its files hold ids of different types ({', '.join(sorted(dtypes))})")
+        raise InputError(f"{path}: its files hold IDs of different types ({', '.join(sorted(dtypes))})")
     (dtype,) = dtypes
     sizes = _token_bytes(loaded.json, loaded.vocabulary_size, loaded.end_of_document_id)
     digest = hashlib.sha256(loaded.sha256.encode())
@@ -137,11 +137,11 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
-        raise InputError(f"{file}: begins with llm.c's header of 1,024 bytes; give the ids without it: tail -c +1025")
+        raise InputError(f"{file}: begins with llm.c's header of 1,024 bytes; give the IDs without it: tail -c +1025")
     size = file.stat().st_size
     item = id_dtype(dtype).itemsize
     if size % item or (tokens is not None and size != tokens * item):
-        expected = f"{tokens * item:,} bytes, as its .idx says" if tokens is not None else f"{dtype} ids"
+        expected = f"{tokens * item:,} bytes, as its .idx says" if tokens is not None else f"{dtype} IDs"
         raise InputError(f"{file}: has {size:,} bytes, must hold {expected}; restore the file or name its tokenizer")
     return dtype
 
@@ -205,7 +205,7 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
     ids = found.get(USUAL_HDF5_NAME) if len(found) != 1 else next(iter(found.values()))
     if ids is None:
         raise InputError(
-            f"{path}: holds {', '.join(sorted(found)[:8]) or 'no datasets'}; token ids must be its only dataset, or "
+            f"{path}: holds {', '.join(sorted(found)[:8]) or 'no datasets'}; token IDs must be its only dataset, or "
             f"the one called {USUAL_HDF5_NAME}"
         )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

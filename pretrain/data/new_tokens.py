@@ -27,7 +27,7 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
         if manifest.vocabulary_size <= model_config.vocab_size and "vocab_size" not in config.model.changes:
             return None  # a folder without a tokenizer, whose rows suffice
         raise InputError(
-            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} ids, and the model's own is needed "
+            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} IDs, and the model's own is needed "
             f"to give the new ones their first values, but {error}"
         ) from None
     if old.sha256 == manifest.tokenizer_sha256:
@@ -49,9 +49,9 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
     ]
     if moved:
         raise InputError(
-            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} ids) is not an extension of the "
-            f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have other ids or none, first {moved[0]!r}; "
-            "prepare the data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... "
+            f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} IDs) is not an extension of the "
+            f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have different IDs or none, first {moved[0]!r}"
+            "; prepare the data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... "
             "--train_tokenizer SIZE made from it"
         )
     added = new_backend.get_added_tokens_decoder()

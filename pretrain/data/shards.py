@@ -170,7 +170,7 @@ def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str
         if size != expected:
             given = "is missing" if size is None else f"has {size:,} bytes"
             problems.append(
-                f"{path}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} ids); restore the "
+                f"{path}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} IDs); restore the "
                 f"file, or remove {manifest.folder} and run prepare_data.py again"
             )
     return problems

@@ -141,14 +141,14 @@ def download_tokenizer(hub_id: str) -> Path:
     """Returns the cache folder of a Hub repository's tokenizer files. Raises InputError if the download fails."""
     missing = f"{hub_id}: no such tokenizer folder or file"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
-        raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub id (name or owner/name)")
+        raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub ID (name or owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise InputError(f"{missing}, and as a Hub id it could not be fetched: {one_line(error)}") from None
+        raise InputError(f"{missing}, and as a Hub ID it could not be fetched: {one_line(error)}") from None
 
 
 def _content(token: object) -> str | None:

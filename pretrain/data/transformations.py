@@ -61,11 +61,11 @@ class Transformations:
             if changed.shape != ids_T.shape or changed.dtype.kind not in "iu":
                 raise InputError(
                     f"data.transformations: {name} returned {changed.dtype} of shape {changed.shape} for a window of "
-                    f"{len(ids_T):,} token ids; it must return as many integers"
+                    f"{len(ids_T):,} token IDs; it must return as many integers"
                 )
             if changed.min() < 0 or changed.max() >= self.vocabulary_size:
                 raise InputError(
-                    f"data.transformations: {name} returned ids from {changed.min():,} to {changed.max():,}; the "
+                    f"data.transformations: {name} returned IDs from {changed.min():,} to {changed.max():,}; the "
                     f"vocabulary has {self.vocabulary_size:,}"
                 )
             ids_T = changed

@@ -38,8 +38,8 @@ def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedC
 
 
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
-    """Returns '50,257 ids, padded to 50,304', for example, for a model with `model_rows` rows."""
-    text = f"{vocabulary_size:,} ids"
+    """Returns '50,257 IDs, padded to 50,304', for example, for a model with `model_rows` rows."""
+    text = f"{vocabulary_size:,} IDs"
     if model_rows == vocabulary_size:
         return text
     if model_rows == padded_vocabulary(vocabulary_size):

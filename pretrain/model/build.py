@@ -391,8 +391,8 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 def _embed_in_bf16(model: PreTrainedModel) -> None:
     """Makes embeddings, and thus the residual stream, use bf16 with bf16 autocast.
 
-    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, with 25%
-    more memory traffic (docs/measurements_cpu.md). fp16 is excluded, because its largest number is 65,504.
+    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, which
+    means more memory traffic. fp16 is excluded, because its largest number is 65,504.
     """
     for embedding in _embeddings(model):
         embedding.register_forward_hook(_in_bf16_of_autocast)

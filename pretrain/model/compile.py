@@ -80,7 +80,7 @@ def compile_model(
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
         # To overlap DDP's buckets with a layer's backward pass, Dynamo would split the layer after every 25 MB. Layers
-        # overlap with each other anyway, and unsplit layers cause 25% less memory traffic (docs/measurements_cpu.md).
+        # overlap with each other anyway, and unsplit layers move less memory.
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
             # layer.compile() would trace the hooks of FSDP and DeepSpeed, and break the graph.

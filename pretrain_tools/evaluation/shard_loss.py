@@ -156,7 +156,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
     """Returns [problem] if the tokenizers of model and shards don't match, otherwise []."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
-    shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} ids)"
+    shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} IDs)"
     if config.vocab_size < manifest.vocabulary_size:
         return [
             f"--data {shards_text}, but {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data "
@@ -174,7 +174,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
     own = load_tokenizer(address.folder)
     return [
         f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}; {address.name} has another tokenizer "
-        f"({own.vocabulary_size:,} ids, sha256 {own.sha256[:12]}): prepare the data with --tokenizer {address.folder}"
+        f"({own.vocabulary_size:,} IDs, sha256 {own.sha256[:12]}): prepare the data with --tokenizer {address.folder}"
     ]
 
 

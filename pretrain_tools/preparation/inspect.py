@@ -165,7 +165,7 @@ def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
 
 def _count_lines(manifest: Manifest) -> list[str]:
     name = manifest.tokenizer_name
-    lines = [f"  tokenizer        {name}, {manifest.vocabulary_size:,} ids, {manifest.dtype}"]
+    lines = [f"  tokenizer        {name}, {manifest.vocabulary_size:,} IDs, {manifest.dtype}"]
     for split in _splits(manifest):
         tokens, documents, text_bytes = manifest.totals(split)
         if not tokens:
@@ -198,7 +198,7 @@ def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[s
     total = max(1, int(counts.sum()))
     unused = int(np.count_nonzero(counts == 0))
     lines = [
-        f"unused vocabulary: {unused:,} of {len(counts):,} ids ({unused / len(counts):.1%})",
+        f"unused vocabulary: {unused:,} of {len(counts):,} IDs ({unused / len(counts):.1%})",
         "most frequent tokens:",
     ]
     for token in np.argsort(-counts, kind="stable")[:FREQUENT_TOKENS]:

@@ -73,9 +73,9 @@ def _models_here(text: str) -> list[ModelAddress]:
     if _is_meant_as_path(local_part):
         siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]
         near = did_you_mean(local_part, siblings) if siblings else ""
-        raise InputError(f"{text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub id")
+        raise InputError(f"{text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub ID")
     if not HUB_ID.fullmatch(text):
-        raise InputError(f"{text}: neither a folder here nor a Hub id (owner/name or owner/name@revision)")
+        raise InputError(f"{text}: neither a folder here nor a Hub ID (owner/name or owner/name@revision)")
     return []
 
 
@@ -176,5 +176,5 @@ def download(flag: str, text: str, files: list[str] | None = None) -> Path:
         reason = str(error).strip().split("\n")[0]
         raise InputError(
             f"{flag} {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
-            f"{reason}); give a folder, or a Hub id that this machine can reach"
+            f"{reason}); give a folder, or a Hub ID that this machine can reach"
         ) from error

@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def reader(tmp_path):
-    """A validation split of 1,000 ids of the tokenizer, in documents of fifty."""
+    """A validation split of 1,000 IDs of the tokenizer, in documents of fifty."""
     ids = np.random.default_rng(0).integers(1, 300, 1000).astype("<u2")
     ids[49::50] = 0
     ids.tofile(tmp_path / "validation-00000.bin")
@@ -145,7 +145,7 @@ def test_wrong_weights_are_found(exported, mistake, words):
 
 def test_wrong_ids_are_found(exported):
     change(exported[0], eos_token_id=5)
-    assert any("different end-of-text ids" in problem for problem in check(exported).problems)
+    assert any("different end-of-text IDs" in problem for problem in check(exported).problems)
 
 
 def test_a_damaged_folder_is_not_even_loaded(exported):

@@ -1,6 +1,6 @@
 """A run that an earlier version began goes on under this one: tests/golden_run, written at commit d6ef3fc.
 
-It holds shards of a tokenizer of 64 ids, the folder of a run of 12 steps that was killed after the checkpoint of step
+It holds shards of a tokenizer of 64 IDs, the folder of a run of 12 steps that was killed after the checkpoint of step
 6, and in continued.jsonl what that version logged when it went on. Another version of the formats gets a golden run of
 its own beside it; this one stays as it is.
 """

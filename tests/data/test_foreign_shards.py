@@ -17,7 +17,7 @@ from pretrain.optim.batch_ramp import BatchRamp
 from support.prepared import stream_of
 from support.project import events, run_script
 
-# Documents of 3, 1 and 4 ids in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
+# Documents of 3, 1 and 4 IDs in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
 # int32, their byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
 GOLDEN_INDEX = bytes.fromhex(
     "4d4d494449445800000100000000000000080300000000000000"
@@ -28,7 +28,7 @@ GOLDEN_INDEX = bytes.fromhex(
 
 
 def index_of_one() -> bytes:
-    """Makes the index of a single document of 3 ids."""
+    """Makes the index of a single document of 3 IDs."""
     header = GOLDEN_INDEX[:18] + struct.pack("<2Q", 1, 2)
     return header + struct.pack("<iq2q", 3, 0, 0, 1)
 
@@ -95,7 +95,7 @@ def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
             read_manifest(path, str(tokenizer))
         return caught.value.problems[0]
 
-    assert "holds ids, more; token ids must be its only dataset, or the one called tokens" in problem(
+    assert "holds ids, more; token IDs must be its only dataset, or the one called tokens" in problem(
         ids=[1], more=[1]
     )
     assert "holds float64 of shape (1,), must be a row of integers" in problem(tokens=[1.0], more=[1])
@@ -125,10 +125,10 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, to
 
 def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
     name = str(tokenizer)
-    with pytest.raises(InputError, match=r"no tokenizer named for these ids; name it in the recipe"):
+    with pytest.raises(InputError, match=r"no tokenizer named for these IDs; name it in the recipe"):
         read_manifest(nanogpt)
     (nanogpt / "odd.bin").write_bytes(b"123")
-    with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 ids"):
+    with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 IDs"):
         read_manifest(nanogpt / "odd.bin", name)
     np.array([600, 1], "<u2").tofile(nanogpt / "wide.bin")
     with pytest.raises(InputError, match=r"wide\.bin: holds id 600, the tokenizer has 0 to 511"):

@@ -120,7 +120,7 @@ def test_every_bad_shard_is_named_with_the_size_it_should_have(folder):
     with pytest.raises(InputError) as caught:
         open_shards(folder, "train")
     first, second = caught.value.problems
-    assert "train-00000.bin: has 2 bytes, must have 10 bytes (5 uint16 ids)" in first
+    assert "train-00000.bin: has 2 bytes, must have 10 bytes (5 uint16 IDs)" in first
     assert "train-00002.bin: is missing, must have 8 bytes" in second
     assert "run prepare_data.py again" in first
     open_shards(folder, "validation")

@@ -48,9 +48,9 @@ def test_a_plan_without_shards_says_what_it_assumes(config_of):
 
 
 def test_the_vocabulary_in_words():
-    assert vocabulary_text(50_304, 50_257) == "50,257 ids, padded to 50,304"
-    assert vocabulary_text(1024, 1024) == "1,024 ids"
-    assert vocabulary_text(32_000, 8_000) == "8,000 ids in a model's 32,000, as stated"
+    assert vocabulary_text(50_304, 50_257) == "50,257 IDs, padded to 50,304"
+    assert vocabulary_text(1024, 1024) == "1,024 IDs"
+    assert vocabulary_text(32_000, 8_000) == "8,000 IDs in a model's 32,000, as stated"
 
 
 def test_a_json_that_leaves_it_out_takes_the_datas(config_of, recipe, tmp_path):

@@ -171,7 +171,7 @@ def test_hub_datasets_and_the_base_model_are_linked(run, monkeypatch):
     assert data.datasets == ["owner/web"] and data.base_model == "owner/base"
     assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | openai-community/gpt2 |" in text
     assert "began with the weights of owner/base@v1" in text
-    assert "500 ids; the 12 rows above them are padding" in text
+    assert "500 IDs; the 12 rows above them are padding" in text
 
 
 def test_the_data_is_told_from_what_the_run_kept_when_the_shards_have_gone(run):

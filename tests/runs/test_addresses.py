@@ -76,7 +76,7 @@ def test_an_address_without_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in problems_of(found, "runs/dmeo")
     assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
-    assert "--model not a/model id: neither a folder here nor a Hub id" in problems_of(found, "not a/model id")
+    assert "--model not a/model id: neither a folder here nor a Hub ID" in problems_of(found, "not a/model id")
 
 
 def test_an_unreachable_hub_model(monkeypatch):

@@ -234,7 +234,7 @@ def test_loss_equals_the_models_own(model_folder, shards, manifest):
 def test_another_tokenizer_is_rejected(model_folder, shards, tokenizer, manifest, tmp_path):
     small = save_tiny(tmp_path / "small", tokenizer, manifest, vocab_size=256)
     text = problems_of(evaluate, "--model", small, "--data", shards)
-    assert "(512 ids)" in text and "has a vocabulary of 256" in text
+    assert "(512 IDs)" in text and "has a vocabulary of 256" in text
     other = tmp_path / "other"
     shutil.copytree(model_folder, other)
     changed = json.loads((other / "tokenizer.json").read_text())
@@ -243,7 +243,7 @@ def test_another_tokenizer_is_rejected(model_folder, shards, tokenizer, manifest
     changed["model"]["merges"] = changed["model"]["merges"][:-3]
     (other / "tokenizer.json").write_text(json.dumps(changed))
     text = problems_of(evaluate, "--model", other, "--data", shards)
-    assert "has another tokenizer (512 ids, sha256 " in text and manifest.tokenizer_sha256[:12] in text
+    assert "has another tokenizer (512 IDs, sha256 " in text and manifest.tokenizer_sha256[:12] in text
 
 
 def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_path):

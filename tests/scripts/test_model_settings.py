@@ -21,7 +21,7 @@ def train(recipe, *overrides, **settings):
 
 @pytest.fixture
 def shorter(recipe, tmp_path):
-    """The recipe on a model that leaves its vocabulary to the data, 600 ids stated too many."""
+    """The recipe on a model that leaves its vocabulary to the data, 600 IDs stated too many."""
     path = tmp_path / "tiny_llama.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 1112}))
     return recipe
@@ -31,7 +31,7 @@ def test_changes_are_recorded_resumed_and_exported(shorter, tmp_path):
     run = tmp_path / "run"
     out = train(shorter, *CHANGES, "--budget.steps", "4").stdout
     assert "tiny_llama.json with num_hidden_layers 1 (llama), " in out
-    assert re.search(r"^vocabulary +512 ids$", out, re.MULTILINE)
+    assert re.search(r"^vocabulary +512 IDs$", out, re.MULTILINE)
     recorded = yaml.safe_load((run / "config.yaml").read_text())["model"]
     assert recorded == {"config": str(tmp_path / "tiny_llama.json"), "num_hidden_layers": 1, "vocab_size": "auto"}
     for folder in (run / "checkpoints/step-00000004", run / "final"):

@@ -112,8 +112,8 @@ DIVIDED += [MemorySetup("fsdp_tp", "llama_125m", layers=3), MemorySetup("ep", "q
 WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", "nanochat_d12")
 FURTHER = [
     *(
-        MemorySetup(strategy, "llama_125m", layers=3, checkpointing=MemoryBudget(memory_budget=budget))
-        for strategy in ("ddp", "fsdp2", "cp")
+        MemorySetup(strategy, "llama_125m", layers=3, size=size, checkpointing=MemoryBudget(memory_budget=budget))
+        for strategy, size in (("ddp", None), ("fsdp2", None), ("cp", 4))
         for budget in (0.2, 0.6)
     ),
     *(MemorySetup("ddp", model, sequences=2) for model in WHOLE),

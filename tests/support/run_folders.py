@@ -21,7 +21,7 @@ TOKENS_PER_STEP = 1000
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of at most 300 ids, whose end-of-document token has the id 0."""
+    """A byte-level BPE of at most 300 IDs, whose end-of-document token has the id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

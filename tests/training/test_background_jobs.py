@@ -74,7 +74,9 @@ def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
     )  # fmt: skip
     run = tmp_path / "run"
     assert events(run, "end")[0]["code"] == 0
-    (log,) = [line for line in (run / "train.log").read_text().splitlines() if "step 7/10" in line or "failed" in line][:1]
+    (log,) = [
+        line for line in (run / "train.log").read_text().splitlines() if "step 7/10" in line or "failed" in line
+    ][:1]
     assert "the evaluation of step-00000006 failed (exit 2)" in log, "before the next step, because training waited"
     assert "--tasks beside: its data" in (run / "evaluations/step-00000006.log").read_text()
     assert not list((run / "evaluations").glob("step-*/")), "the linked models are removed after a failure too"
