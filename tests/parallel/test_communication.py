@@ -182,29 +182,31 @@ LEAST = {
     },
 }
 """{launch: {moment: {'<kind> of <ranks>': (times, bytes of the whole tensors)}}}, from the model's shape alone."""
-ALL_REDUCED = "DeepSpeed all-reduces gradients of which each rank keeps a part"
-IN_TWO = "DeepSpeed's groups: what decays and what does not"
+ALL_REDUCED = "DeepSpeed all-reduces the gradients, although each rank only needs its shard"
+IN_TWO = "DeepSpeed gathers parameters with and without weight decay separately"
 REASONS = {
-    ("ddp", "last micro-step"): "buckets of 25 MB, summed during the backward pass",
-    ("hsdp, 2 x 4", "last micro-step"): "a layer at a time, during the backward pass",
-    ("tp, 2 x 4", "last micro-step"): "a layer at a time, during the backward pass",
+    ("ddp", "last micro-step"): "DDP reduces gradients in buckets of 25 MB",
+    ("hsdp, 2 x 4", "last micro-step"): "each layer's gradients are reduced separately",
+    ("tp, 2 x 4", "last micro-step"): "each layer's gradients are reduced separately",
     **{
-        (launch, "update"): "the norm is one sum over all ranks, in every mesh"
+        (launch, "update"): "one all-reduce over all ranks computes the gradient norm"
         for launch in ("hsdp, 2 x 4", "tp, 2 x 4", "fsdp_tp, 4 x 2", "pp, 2 x 4, the last stage")
     },
-    ("pp, 2 x 4, the last stage", "last micro-step"): "a layer at a time",
+    ("pp, 2 x 4, the last stage", "last micro-step"): "each layer's gradients are reduced separately",
     ("zero1", "last micro-step"): ALL_REDUCED,
     ("zero1", "update"): IN_TWO,
     ("zero2", "micro-step"): ALL_REDUCED,
     ("zero2", "last micro-step"): ALL_REDUCED,
-    ("zero2", "update"): f"{IN_TWO}; three sums for the norm and its overflow",
+    ("zero2", "update"): f"{IN_TWO}, and uses three all-reduces for the gradient norm and the overflow check",
     **{
-        (launch, moment): "DeepSpeed fetches ahead in buckets; norms stay whole"
+        (launch, moment): "DeepSpeed prefetches parameters in buckets, and doesn't shard norm weights"
         for launch in ("zero3", "zero3, fp32, reduced once")
         for moment in ("micro-step", "last micro-step")
     },
     **{
-        (launch, "update"): "DeepSpeed keeps norms whole and gathers them; two sums for the norm and its overflow"
+        (launch, "update"): (
+            "DeepSpeed gathers norm weights, and uses two all-reduces for the gradient norm and the overflow check"
+        )
         for launch in ("zero3", "zero3, fp32, reduced once")
     },
 }
@@ -232,7 +234,11 @@ def sent(collectives: dict[str, tuple[int, int]]) -> float:
 
 
 def in_words(collectives: dict[str, tuple[int, int]]) -> str:
-    return ", ".join(f"{times} {name}" for name, (times, _) in sorted(collectives.items()))
+    words = []
+    for name, (times, _) in sorted(collectives.items()):
+        kind, _, ranks = name.partition(" of ")
+        words.append(f"{times} {kind}{'s' if times > 1 else ''} over {ranks}")
+    return ", ".join(words)
 
 
 def rows(outcomes) -> list[str]:
@@ -248,7 +254,7 @@ def rows(outcomes) -> list[str]:
                 continue
             name = "every micro-step" if alike and moment == "micro-step" else moment
             is_least = {kind: tuple(both) for kind, both in collectives.items()} == least
-            beside = "the same" if is_least else f"{in_words(least)}: {sent(least):.2f}"
+            beside = f"{sent(least):.2f}" if is_least else f"{in_words(least)}: {sent(least):.2f}"
             reason = "" if is_least else REASONS.get((launch, moment), "?")
             cells = (launch, name, in_words(collectives), f"{sent(collectives):.2f}", beside, reason)
             lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
@@ -259,7 +265,7 @@ def test_the_table_in_the_docs_is_what_is_counted(outcomes):
     """What is more than the least says why; one collective more or less is another row."""
     counted = rows(outcomes)
     text = (ROOT / "docs/measurements_communication.md").read_text()
-    _, _, table = text.partition("| launch | moment |")
+    _, _, table = text.partition("| launch | when |")
     assert table.splitlines()[2 : 2 + len(counted)] == counted, "\n" + "\n".join(counted)
     assert not table.splitlines()[2 + len(counted)].startswith("|")
     assert "| ? |" not in table, "more than the least, for no reason given"
