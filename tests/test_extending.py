@@ -114,7 +114,7 @@ same_network: true
 EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a model from transformers": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
     "a model with its own code": {},
-    "an architecture for all users of a checkout": {
+    "a built-in architecture": {
         "pretrain/model/architectures/mine.py": ARCHITECTURE,
         "model_configs/mine.json": json.dumps(
             TINY_LLAMA | {"model_type": "mine", "architectures": ["MineForCausalLM"]}
@@ -130,8 +130,8 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         ],
         "accelerate_configs/mine.yaml": LAUNCHER_FILE,
     },
-    "an optimizer, a schedule, a loss term, a transformation of data, a sampler, a document format, a task, "
-    "an architecture, a tracker": {},
+    "an optimizer, schedule, loss term, data transformation, sampler, document format, task, "
+    "architecture or tracker": {},
 }
 """{row: {file: its text if it is new, else (text that is there, text that takes its place)}}."""
 
