@@ -24,7 +24,7 @@ class Transformation(ABC):
     Options: Any = None
 
     def __init__(self, options: Any, tokenizer: Path, end_of_document_id: int):
-        """tokenizer: folder of the data's tokenizer. end_of_document_id: token before each document."""
+        """tokenizer: folder of the data's tokenizer. end_of_document_id: token after each document."""
         self.options = options
         self.tokenizer = tokenizer
         self.end_of_document_id = end_of_document_id

@@ -364,12 +364,15 @@ def zero_gradients(
     if stage == 1:
         return FP32 * sizes.total, buckets * FP32 * elements, 0.0, 0.0
     filled = min(elements, sizes.total)
-    if stage == 2:  # in bf16, reduced fp32 gradients accumulate in a second partition
-        partitions = 2 if work.accumulates and work.compute != FP32 else 1
+    if stage == 2:
+        # Later micro-steps are reduced into a second partition. In fp32, both hold whole parameters, even if only part
+        # of a parameter belongs to the partition.
+        partition = FP32 * (sizes.total * share + (sizes.largest if work.compute == FP32 else 0))
+        partitions = 2 if work.accumulates else 1
         # One flat copy, and in bf16 a second one in fp32.
         copies = filled * (work.compute + FP32 * (work.compute != FP32))
         held = buckets * work.compute * elements
-        return partitions * FP32 * sizes.total * share, held, work.compute * largest, copies
+        return partitions * partition, held, work.compute * largest, copies
     return FP32 * sizes.total * share, FP32 * elements, (work.compute + FP32) * largest, FP32 * filled
 
 
