@@ -113,7 +113,7 @@ same_network: true
 
 EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "a model from transformers": {"model_configs/mine_too.json": json.dumps(TINY_LLAMA)},
-    "a model with its own code": {},
+    "a model with custom code": {},
     "a built-in architecture": {
         "pretrain/model/architectures/mine.py": ARCHITECTURE,
         "model_configs/mine.json": json.dumps(
