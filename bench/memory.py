@@ -48,7 +48,7 @@ class Case:
     def name(self) -> str:
         words = [self.strategy, self.shape, self.precision, f"{self.sequences} x {self.length}"]
         words += [f"{self.micro_steps} micro-steps"] if self.micro_steps > 1 else []
-        return ", ".join([*words, *(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in self.settings.items())])
+        return ", ".join([*words, *(f"`{key}: {value}`" for key, value in self.settings.items())])
 
     @property
     def length(self) -> int:

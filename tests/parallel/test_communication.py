@@ -156,7 +156,7 @@ SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
 LEAST = {
     "ddp": {"last micro-step": {"all-reduce of 8": (1, FP32 * TOTAL)}},
     "fsdp2": sharded(8),
-    "fsdp2, reduced once": reduced_once(sharded(8)),
+    "fsdp2, no_sync": reduced_once(sharded(8)),
     "fsdp2, offloaded": sharded(8),
     "hsdp, 2 x 4": with_replicas(sharded(4), "last micro-step", 1, TOTAL // 4),
     "cp": cut(8),
@@ -175,7 +175,7 @@ LEAST = {
         "last micro-step": {**GATHERED_ONCE, **SCATTERED_ONCE},
         "update": ONE_SUM,
     },
-    "zero3, fp32, reduced once": {
+    "zero3, fp32, no_sync": {
         "micro-step": {"all-gather of 8": (1, FP32 * TOTAL)},
         "last micro-step": {"all-gather of 8": (1, FP32 * TOTAL), **SCATTERED_ONCE},
         "update": ONE_SUM,
@@ -185,14 +185,14 @@ LEAST = {
 ALL_REDUCED = "DeepSpeed all-reduces the gradients, although each rank only needs its shard"
 IN_TWO = "DeepSpeed gathers parameters with and without weight decay separately"
 REASONS = {
-    ("ddp", "last micro-step"): "DDP reduces gradients in buckets of 25 MB",
-    ("hsdp, 2 x 4", "last micro-step"): "each layer's gradients are reduced separately",
-    ("tp, 2 x 4", "last micro-step"): "each layer's gradients are reduced separately",
+    ("ddp", "last micro-step"): "DDP reduces gradients in 25 MB buckets",
+    ("hsdp, 2 x 4", "last micro-step"): "gradients are reduced layer by layer",
+    ("tp, 2 x 4", "last micro-step"): "gradients are reduced layer by layer",
     **{
-        (launch, "update"): "one all-reduce over all ranks computes the gradient norm"
+        (launch, "update"): "the gradient norm takes one all-reduce over all ranks"
         for launch in ("hsdp, 2 x 4", "tp, 2 x 4", "fsdp_tp, 4 x 2", "pp, 2 x 4, the last stage")
     },
-    ("pp, 2 x 4, the last stage", "last micro-step"): "each layer's gradients are reduced separately",
+    ("pp, 2 x 4, the last stage", "last micro-step"): "gradients are reduced layer by layer",
     ("zero1", "last micro-step"): ALL_REDUCED,
     ("zero1", "update"): IN_TWO,
     ("zero2", "micro-step"): ALL_REDUCED,
@@ -200,14 +200,14 @@ REASONS = {
     ("zero2", "update"): f"{IN_TWO}, and uses three all-reduces for the gradient norm and the overflow check",
     **{
         (launch, moment): "DeepSpeed prefetches parameters in buckets, and doesn't shard norm weights"
-        for launch in ("zero3", "zero3, fp32, reduced once")
+        for launch in ("zero3", "zero3, fp32, no_sync")
         for moment in ("micro-step", "last micro-step")
     },
     **{
         (launch, "update"): (
             "DeepSpeed gathers norm weights, and uses two all-reduces for the gradient norm and the overflow check"
         )
-        for launch in ("zero3", "zero3, fp32, reduced once")
+        for launch in ("zero3", "zero3, fp32, no_sync")
     },
 }
 """Why a moment takes more than the least."""
@@ -252,7 +252,7 @@ def rows(outcomes) -> list[str]:
             least = LEAST[launch].get(moment, {})
             if not collectives or (alike and moment == "last micro-step"):
                 continue
-            name = "every micro-step" if alike and moment == "micro-step" else moment
+            name = {"micro-step": "every micro-step" if alike else "earlier micro-steps"}.get(moment, moment)
             is_least = {kind: tuple(both) for kind, both in collectives.items()} == least
             beside = f"{sent(least):.2f}" if is_least else f"{in_words(least)}: {sent(least):.2f}"
             reason = "" if is_least else REASONS.get((launch, moment), "?")

@@ -512,7 +512,7 @@ def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: 
 LAUNCHES = {
     "ddp": Launch("ddp"),
     "fsdp2": Launch("fsdp2"),
-    "fsdp2, reduced once": Launch("fsdp2", settings=(("batch.no_sync", "true"),)),
+    "fsdp2, no_sync": Launch("fsdp2", settings=(("batch.no_sync", "true"),)),
     "fsdp2, offloaded": Launch("fsdp2", environment=(("FSDP_OFFLOAD_PARAMS", "true"),), may_wait=True),
     "hsdp, 2 x 4": Launch("hsdp"),
     "tp": Launch("tp"),
@@ -527,7 +527,7 @@ LAUNCHES = {
     "zero1": Launch("zero1"),
     "zero2": Launch("zero2"),
     "zero3": Launch("zero3"),
-    "zero3, fp32, reduced once": Launch("zero3", settings=(("precision", "fp32"), ("batch.no_sync", "true"))),
+    "zero3, fp32, no_sync": Launch("zero3", settings=(("precision", "fp32"), ("batch.no_sync", "true"))),
 }
 ATTENTIONS = {
     f"cp, {attention}": Launch("cp", attention=attention)
