@@ -266,8 +266,8 @@ from pretrain.model.loss import next_token_loss
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 for backend in ("chunked", "logits"):
-    hidden = torch.randn(1, 768, 64, requires_grad=True)
-    weight = torch.randn(131072, 64, requires_grad=True)
+    hidden = torch.randn(1, 768, 16, requires_grad=True)
+    weight = torch.randn(131072, 16, requires_grad=True)
     before = kilobytes("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
     with torch.autocast("cpu", dtype=torch.bfloat16):
