@@ -322,7 +322,7 @@ def python_page() -> str:
     """Lists the tables in which extensions register, and the classes and functions that they use."""
     parts = [
         "# Python names for extensions\n\nA file named in `extensions` registers classes and functions in these "
-        "tables of `pretrain.registry`. [Your own ideas](../own_ideas.md) shows where to begin.\n",
+        "tables of `pretrain.registry`. [Extensions](../own_ideas.md) shows where to begin.\n",
         "| table | entries | built in |\n|---|---|---|",
     ]
     meanings = documented(inspect.getsource(registry))
