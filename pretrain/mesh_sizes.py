@@ -229,7 +229,7 @@ def launched_sizes() -> Sizes:
     if sizes.world != processes:
         product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
         problems.append(
-            f"launcher: {product} is {sizes.world} processes, but {processes} run; omit one size, or use "
+            f"launcher: {product} is {sizes.world} processes, but {processes} were launched; omit one size, or use "
             f"--num_processes {sizes.world}"
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:

@@ -459,7 +459,7 @@ class Batches:
             if not fits or found.min() < 0 or found.max() > most:
                 raise InputError(
                     f"data.sampling: {self.data.sampling} returned {found.dtype} of shape {found.shape} for "
-                    f"{here.sum():,} windows; it must return as many integers from 0 to {most:,}, which is "
+                    f"{here.sum():,} windows; it must return the same number of integers from 0 to {most:,}, which is "
                     "stream.tokens - stream.length - 1"
                 )
             starts[here] = found

@@ -121,7 +121,7 @@ def _tokenizer_folder(name_or_path: str) -> Path:
     elif not folder.is_dir():
         folder = download_tokenizer(name_or_path)
     if not (folder / "tokenizer.json").is_file():
-        raise InputError(f"{name_or_path}: has no tokenizer.json; give the tokenizer in that form")
+        raise InputError(f"{name_or_path}: has no tokenizer.json; use a tokenizer that has one")
     return folder
 
 
@@ -173,7 +173,8 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         piece = ids[first : first + COUNTED_IDS]
         if wrong := [number for number in (int(piece.min()), int(piece.max())) if not 0 <= number < len(sizes)]:
             raise InputError(
-                f"{file}: holds id {wrong[-1]:,}, the tokenizer has 0 to {len(sizes) - 1:,}; name the one that made it"
+                f"{file}: contains token ID {wrong[-1]:,}, but the tokenizer has 0 to "
+                f"{len(sizes) - 1:,}; name the one that made it"
             )
         documents += int(np.count_nonzero(piece == end))
         text_bytes += int(sizes[piece].sum())
@@ -210,8 +211,8 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
         )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(
-            f"{path}: dataset {ids.name!r} holds {ids.dtype} of shape {ids.shape}, must be a row of integers; text "
-            "is turned into shards by prepare_data.py"
+            f"{path}: dataset {ids.name!r} holds {ids.dtype} of shape {ids.shape}, must be a 1-D array of integers; "
+            "to tokenize text, use prepare_data.py"
         )
     return ids
 
@@ -224,11 +225,13 @@ def read_idx(path: Path) -> tuple[str, int, int]:
     """
     content = path.read_bytes()
     if len(content) < IDX_HEADER.size or not content.startswith(IDX_MAGIC):
-        raise InputError(f"{path}: is not an .idx of Megatron's indexed dataset; give the one of the .bin")
+        raise InputError(
+            f"{path}: is not an .idx file of Megatron's indexed dataset; pass the one that belongs to the .bin"
+        )
     _, version, code, sequences, boundaries = IDX_HEADER.unpack_from(content)
     if version != 1 or code not in IDX_DTYPES:
         raise InputError(
-            f"{path}: version {version}, id type {code}; version 1 with type 8 (uint16) or 4 (int32) can be read"
+            f"{path}: version {version}, ID type {code}; must be version 1 with type 8 (uint16) or 4 (int32)"
         )
     # A multimodal dataset has an extra byte per sequence.
     expected = IDX_HEADER.size + 12 * sequences + 8 * boundaries

@@ -98,8 +98,8 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
         )
     if fields.get("version") != SHARDS_FORMAT["version"]:
         raise InputError(
-            f"{path}: format version {fields.get('version')!r}, this program reads version "
-            f"{SHARDS_FORMAT['version']}; prepare the folder again with this program's prepare_data.py"
+            f"{path}: format version {fields.get('version')!r}, but this version of Groundwork reads version "
+            f"{SHARDS_FORMAT['version']}; prepare the folder again with prepare_data.py"
         )
     problems: list[str] = []
 

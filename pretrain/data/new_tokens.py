@@ -38,8 +38,8 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
         return None
     if config.data.dispatch_batches:
         raise InputError(
-            "data.dispatch_batches: each process gives new tokens their first values by the data's tokenizer, which "
-            "only the first process has; take one step on the first machine alone, and continue from its final/"
+            "data.dispatch_batches: each process needs the data's tokenizer to initialize the new tokens, but only "
+            "the first process has it; train one step on the first machine only, and continue from its final/"
         )
     new = load_tokenizer(manifest.tokenizer_folder)
     old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
@@ -77,7 +77,7 @@ def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None
         first = others[0]
         raise InputError(
             f"data: its tokenizer {new.name} is not the model's {old.name}: {len(others):,} of {len(ids):,} IDs are "
-            f"other tokens, first {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare the data "
-            "with the model's own tokenizer, or, to train the weights on another one, give a copy of the model's "
-            "folder without its tokenizer files"
+            f"different tokens, starting with {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare "
+            "the data with the model's own tokenizer, or, to train with a different tokenizer, use a copy of the "
+            "model's folder without its tokenizer files"
         )

@@ -81,7 +81,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
     if not path.is_file():
         raise InputError(
             f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
-            f"run its prepare_data.py command (again): an unfinished preparation continues"
+            f"run its prepare_data.py command; an interrupted one continues where it stopped"
         )
     return parse_manifest(folder, str(path), path.read_bytes())
 
@@ -276,7 +276,8 @@ def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
     problems = _changed(path, sha256.hexdigest(), shard.sha256)
     if largest_id >= manifest.vocabulary_size:
         problems.append(
-            f"{shown(path)}: holds id {largest_id}, the vocabulary has 0 to {manifest.vocabulary_size - 1}"
+            f"{shown(path)}: contains token ID {largest_id}, but the vocabulary has 0 to "
+            f"{manifest.vocabulary_size - 1}"
         )
     if ends != shard.documents:
         problems.append(

@@ -61,7 +61,7 @@ class Transformations:
             if changed.shape != ids_T.shape or changed.dtype.kind not in "iu":
                 raise InputError(
                     f"data.transformations: {name} returned {changed.dtype} of shape {changed.shape} for a window of "
-                    f"{len(ids_T):,} token IDs; it must return as many integers"
+                    f"{len(ids_T):,} token IDs; it must return the same number of integers"
                 )
             if changed.min() < 0 or changed.max() >= self.vocabulary_size:
                 raise InputError(

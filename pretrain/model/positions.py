@@ -86,8 +86,8 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     rope_type = given.get("rope_type", before["rope_type"])
     if rope_type in OF_EACH_INPUT:
         raise InputError(
-            f"{place}.rope_parameters: rope_type {rope_type} has other frequencies for each input; allowed: default, "
-            "linear, yarn, llama3"
+            f"{place}.rope_parameters: rope_type {rope_type} has different frequencies for each input; allowed: "
+            "default, linear, yarn, llama3"
         )
     kept = before if rope_type == before["rope_type"] else {k: v for k, v in before.items() if k in KEPT_BY_TYPE}
     rope = kept | given

@@ -79,7 +79,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
         problems += strategy_named(name).problems(config, name)
     elif not problems:
         problems.append(
-            f"launcher: {name} is not among the strategies that run: {', '.join(STRATEGIES)}; take a file of "
+            f"launcher: {name} is not a supported strategy ({', '.join(STRATEGIES)}); use one of the files in "
             "accelerate_configs, or set fsdp_version: 2 in your own"
         )
     if problems:

@@ -140,7 +140,7 @@ def continued(
     if state.tokens % length:
         raise InputError(
             f"data.sequence_length: {length:,} does not divide the {state.tokens:,} tokens trained so far; use a "
-            f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint of another step"
+            f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint from a different step"
         )
     other_length = identity["data.sequence_length"] != length
     future = plan.ramp

@@ -525,8 +525,8 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         left = config.as_stage(number).batch.sequences_per_micro_batch
         if left < parts:
             problems.append(
-                f"{setting}: of {micro_batch} sequences per micro-batch {left} of {longer:,} tokens are left, fewer "
-                f"than the {parts} parts into which each process of a pipeline divides them; give "
+                f"{setting}: {micro_batch} sequences per micro-batch become {left} of {longer:,} tokens, fewer than "
+                f"the {parts} parts into which each pipeline process divides them; use "
                 f"batch.sequences_per_micro_batch {parts * config.data.longest_window.sequence_length // length}"
             )
         if tokens % of_stage and not tokens % group:

@@ -251,7 +251,8 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
     shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
-            f"all runs have one size, {shown} parameters; a ladder needs several, and {LEAST_SIZES} to predict"
+            f"all runs have the same size, {shown} parameters; a ladder needs several sizes, "
+            f"and {LEAST_SIZES} to predict"
         )
     if asked and len(sizes) < LEAST_SIZES:
         raise InputError(

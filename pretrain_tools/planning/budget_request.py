@@ -119,7 +119,9 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         if getattr(options, name):
             problems.append(f"--{name}: needs an existing recipe, but a budget makes a new one; omit one of them")
     if rest:
-        problems.append(f"{rest[0]}: a budget chooses the recipe's settings; change them in the written recipe")
+        problems.append(
+            f"{rest[0]}: with a budget, plan.py chooses the settings; change them in the recipe that it writes"
+        )
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
         problems.append(f"--write {options.write}: the name of a recipe must end in .yaml")
     return problems

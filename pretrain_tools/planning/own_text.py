@@ -177,7 +177,7 @@ def find_text(asked: OwnText) -> "TextFiles":
         left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
             f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too "
-            f"few; give at least {SMALLEST_TEXT_BYTES:,}, better a million{left_out}"
+            f"few; give at least {SMALLEST_TEXT_BYTES:,}, preferably a million{left_out}"
         )
     return files
 

@@ -126,7 +126,7 @@ def test_random_windows_start_anywhere(tmp_path):
 def test_a_sampler_that_leaves_its_source_is_refused(tmp_path, monkeypatch, sampler):
     monkeypatch.setitem(SAMPLERS, "mine", lambda draws, stream: sampler(draws))
     batches = batches_of({"shards": write_shards(tmp_path / "a", 1000)}, sampling="mine", steps=500)
-    with pytest.raises(InputError, match=r"data.sampling: mine returned .* as many integers from 0 to 983"):
+    with pytest.raises(InputError, match=r"data.sampling: mine returned .* the same number of integers from 0 to 983"):
         batches.locate(0, 4)
 
 

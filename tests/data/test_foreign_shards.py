@@ -98,10 +98,10 @@ def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
     assert "holds ids, more; token IDs must be its only dataset, or the one called tokens" in problem(
         ids=[1], more=[1]
     )
-    assert "holds float64 of shape (1,), must be a row of integers" in problem(tokens=[1.0], more=[1])
-    assert "holds int64 of shape (1, 2), must be a row of integers" in problem(ids=[[1, 2]])
-    assert "holds id -1, the tokenizer has 0 to 511" in problem(ids=[5, -1])
-    assert "holds id 512, the tokenizer has 0 to 511" in problem(ids=[5, 512])
+    assert "holds float64 of shape (1,), must be a 1-D array of integers" in problem(tokens=[1.0], more=[1])
+    assert "holds int64 of shape (1, 2), must be a 1-D array of integers" in problem(ids=[[1, 2]])
+    assert "contains token ID -1, but the tokenizer has 0 to 511" in problem(ids=[5, -1])
+    assert "contains token ID 512, but the tokenizer has 0 to 511" in problem(ids=[5, 512])
 
 
 def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):
@@ -140,7 +140,7 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
     bad = {
         b"nothing": "is not an .idx of Megatron",
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
-        GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "id type 5",
+        GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "ID type 5",
         GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
         index_of_one(): r"must hold 6 bytes, as its .idx says",
     }

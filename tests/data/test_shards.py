@@ -92,7 +92,10 @@ def test_missing_folder_and_unfinished_folder_say_how_to_make_them(tmp_path):
     [
         (lambda m: "{" + m, "not valid JSON"),
         (lambda m: "[]", "format is 'list', must be 'groundwork-shards'"),
-        (lambda m: m.replace('"version": 1', '"version": 2'), "format version 2, this program reads version 1"),
+        (
+            lambda m: m.replace('"version": 1', '"version": 2'),
+            "format version 2, but this version of Groundwork reads version 1",
+        ),
         (lambda m: m.replace('"uint16"', '"int8"'), "dtype is 'int8', must be uint16 or uint32"),
         (lambda m: m.replace('"tokens": 5', '"tokens": "5"'), r"shards\[0\].tokens is '5', must be int"),
     ],
@@ -157,7 +160,7 @@ def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path
     (folder / "tokenizer" / "tokenizer.json").write_text("other")
     tokenizer, ids = verify_shards(folder)
     assert "tokenizer.json: its content has changed" in tokenizer
-    assert "holds id 10, the vocabulary has 0 to 9" in ids
+    assert "contains token ID 10, but the vocabulary has 0 to 9" in ids
 
 
 def documents(*lengths):

@@ -91,7 +91,7 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     assert "3 sizes" in few and "too few to predict" in few
     report_ladder([tmp_path / "three"], predict=[], count="matrix", output=None)
     assert "3 sizes don't determine a scaling law" in capsys.readouterr().out
-    assert "all runs have one size" in refusal(tmp_path / "three/32")
+    assert "all runs have the same size" in refusal(tmp_path / "three/32")
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)

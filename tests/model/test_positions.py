@@ -86,7 +86,10 @@ def test_a_stage_of_another_type_keeps_the_base_and_one_of_the_same_all(tmp_path
     [
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn needs original_max_position_embeddings"),
         ({"rope_parameters": {"rope_type": "linear"}}, "linear needs factor"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic has other frequencies for each input"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "dynamic has different frequencies for each input",
+        ),
         ({"rope_parameters": {"rope_type": "yarm"}}, "'yarm' is not a rope_type; did you mean yarn"),
         ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_thetta is not a key of rotary positions"),
         ({"rope_parameters": {"rope_theta": -1}}, "allowed: a number above 0"),

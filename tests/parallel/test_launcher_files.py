@@ -102,7 +102,7 @@ def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkey
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert launched_strategy() == name
-    with pytest.raises(InputError, match=r"no size above 1|not among the strategies|deepspeed"):
+    with pytest.raises(InputError, match=r"no size above 1|not a supported strategy|deepspeed"):
         strategy_class(config)
 
 

@@ -175,7 +175,7 @@ def test_what_no_size_claims_is_sharded_or_replicated(sizes):
         ({"tp": "2", "pp": "3"}, "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide 8 processes"),
         ({"tp": "two"}, "parallelism_config_tp_size: two is not a size"),
         ({"tp": "0", "cp": "0"}, "parallelism_config_cp_size and parallelism_config_tp_size are both 0"),
-        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 is 4 processes, but 8 run; omit one size, or use"),
+        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 is 4 processes, but 8 were launched; omit one size, or use"),
         ({"ep": "3"}, "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 8; use 0"),
         ({"dp_replicate": "8", "ep": "2"}, "parallelism_config_ep_size: 2 does not divide dp_shard x cp x tp = 1"),
     ],

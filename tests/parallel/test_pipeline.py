@@ -192,8 +192,8 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
         (
             ["--batch.sequences_per_micro_batch", "4"],
             [
-                "data.stages[1].sequence_length: of 4 sequences per micro-batch 1 of 128 tokens are left, fewer than "
-                "the 2 parts into which each process of a pipeline divides them; give "
+                "data.stages[1].sequence_length: 4 sequences per micro-batch become 1 of 128 tokens, fewer than the 2 "
+                "parts into which each pipeline process divides them; use "
                 "batch.sequences_per_micro_batch 8",
                 "1,280 is not a multiple of 2 sequences x 128 tokens x 2 processes = 512; nearest: 1,024 or 1,536",
             ],

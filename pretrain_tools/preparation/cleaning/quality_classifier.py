@@ -73,7 +73,7 @@ def read_classifier(folder: str) -> np.ndarray:
         weights = np.empty(0)
     if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
         raise InputError(
-            f"--filter classifier: model={folder}: is not a classifier of this version; train one: "
+            f"--filter classifier: model={folder}: is not a classifier that this version can use; train one: "
             "prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
         )
     return weights.astype(np.float32)
