@@ -18,7 +18,7 @@ from support.pages import commands_in
 from support.project import ROOT, run_script
 
 PAGE = ROOT / "docs/spot.md"
-COMMANDS = [c.text for c in commands_in(PAGE.name, PAGE.read_text()) if c.section == "Run it anywhere"]
+COMMANDS = [c.text for c in commands_in(PAGE.name, PAGE.read_text()) if c.section == "Supported platforms"]
 ENDS = {errors.EXIT_BAD_INPUT, errors.EXIT_NUMERIC, errors.EXIT_NO_VALID_CHECKPOINT, errors.EXIT_CRASH_LOOP}
 """Exit statuses after which another start would end alike."""
 
@@ -109,7 +109,7 @@ def test_each_place_has_one_command():
         "sky jobs launch", "kubectl apply -f", "hf jobs run",
     ]  # fmt: skip
     files = re.findall(
-        r"`((?:slurm|clusters)/\w+\.\w+|Dockerfile)`", PAGE.read_text().partition("## Run it anywhere")[2]
+        r"`((?:slurm|clusters)/\w+\.\w+|Dockerfile)`", PAGE.read_text().partition("## Supported platforms")[2]
     )
     assert {path.name for path in (ROOT / "clusters").iterdir()} <= {file.rpartition("/")[2] for file in files}
     assert all((ROOT / file).is_file() for file in files)
