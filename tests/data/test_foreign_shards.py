@@ -131,7 +131,7 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
     with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 IDs"):
         read_manifest(nanogpt / "odd.bin", name)
     np.array([600, 1], "<u2").tofile(nanogpt / "wide.bin")
-    with pytest.raises(InputError, match=r"wide\.bin: holds id 600, the tokenizer has 0 to 511"):
+    with pytest.raises(InputError, match=r"wide\.bin: contains token ID 600, but the tokenizer has 0 to 511"):
         read_manifest(nanogpt / "wide.bin", name)
     np.array([20240520, 1, 9], "<i4").tofile(nanogpt / "llmc.bin")
     with pytest.raises(InputError, match=r"llmc\.bin: begins with llm\.c's header"):
