@@ -317,7 +317,7 @@ class Optim(Section):
     learning_rate: OrAuto[PositiveFloat] | None = None
     """Peak learning rate. auto: based on parameter count, batch size and optimizer."""
     learning_rate_per_sequence: PositiveFloat | None = None
-    """Peak learning rate for a global batch of one sequence. It scales with the square root of the global batch size."""
+    """Peak learning rate for a global batch of one sequence. Scales with the square root of the global batch size."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
     """Peak learning rates per parameter group, for any optimizer. embedding: embeddings and tied heads. head: untied
     heads. matrices: hidden matrices. scalars: everything else, such as norms, biases and convolutions."""
@@ -652,8 +652,9 @@ class ModelSource(BaseModel):
 
 class RunConfig(Section):
     model: ModelSource
-    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. Override its keys
-    with `model.KEY`, such as --model.num_hidden_layers 8 or --model.vocab_size auto (the tokenizer's size). In a recipe, write {config: FILE, num_hidden_layers: 8}."""
+    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. Override its keys with
+    `model.KEY`, such as --model.num_hidden_layers 8 or --model.vocab_size auto (the tokenizer's size). In a recipe,
+    write {config: FILE, num_hidden_layers: 8}."""
     extensions: Names = []
     """Your own Python files that register optimizers, schedules, loss terms or trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False

@@ -156,7 +156,7 @@ Trains a language model from a recipe. Run the same command again to resume.
   python train.py --config recipes/demo.yaml            train a recipe (see recipes/)
   python train.py --config recipes/demo.yaml --check    report all errors
 
-Override any setting, for example --optim.learning_rate 1e-3. --help lists all settings."""
+Override any setting, e.g. --optim.learning_rate 1e-3; --help lists all of them."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:

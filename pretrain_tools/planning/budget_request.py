@@ -32,7 +32,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="training tokens per parameter; above 20: smaller model, longer training [20]",
     )
-    add("--optimizer", help=f"{', '.join(OPTIMIZERS_CHOSEN)} [muon]")
+    add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
     add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
     add("--write", metavar="RECIPE", help="recipe to write; also writes the model's JSON to model_configs/")
 
