@@ -1,4 +1,4 @@
-"""Pretrains a language model. Read this file from top to bottom to follow a whole run.
+"""Pretrains a language model. The whole run is in train.py, from top to bottom.
 
     python train.py --config recipes/demo.yaml                               # single process
     python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # override any setting

@@ -152,11 +152,11 @@ TAKEN = {
 FIRST_COMMANDS = """\
 Trains a language model from a recipe. Run the same command again to resume.
 
-  python train.py --text mine                           train on your own text files
-  python train.py --config recipes/demo.yaml            train a recipe (see recipes/)
+  python train.py --text mine                           train on your own text
+  python train.py --config recipes/demo.yaml            use a recipe (recipes/)
   python train.py --config recipes/demo.yaml --check    report all errors
 
-Override any setting, e.g. --optim.learning_rate 1e-3; --help lists all of them."""
+Override any setting, e.g. --optim.learning_rate 1e-3; --help lists them all."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:
