@@ -1,15 +1,16 @@
 """Evaluates models: loss on prepared shards, lm-evaluation-harness tasks, text samples.
 
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
-    python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks, models side by side
-    python evaluate.py --model runs/x --tasks small                        # bits per byte of correct answers, below 1B
+    python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks for two models, side by side
+    python evaluate.py --model runs/x --tasks small                        # bits per byte, for models below 1B
     python evaluate.py --model me/llama@main --tasks my_task --include_path tasks --output results.json
     python evaluate.py --model runs/x --interactive                        # the model continues what you type
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model: a run (its final/, if any, or newest valid checkpoint), RUN@STEP, RUN@best, RUN@all, a Hugging Face folder,
-or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the number of processes.
+--model accepts a run (its final/ if it has one, otherwise its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all,
+a Hugging Face folder, or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the
+number of processes.
 """
 
 # `import evaluate` in the harness may find this file instead of the library of that name, so the import must be cheap
@@ -42,43 +43,47 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--model", nargs="+", default=[], metavar="MODEL", help="model or models to evaluate; see above")
-    add("--output", type=Path, metavar="FILE", help="also write everything as JSON")
-    add("--weights", default="raw", help="raw, or average: the averaged weights of a checkpoint [raw]")
-    add("--precision", default="auto", help="auto, bf16, fp16 or fp32; auto: tasks as saved, data as the run trained")
-    add("--trust_remote_code", action="store_true", help="run the code in the model folder; off by default")
+    add("--model", nargs="+", default=[], metavar="MODEL", help="one or more models to evaluate (see above)")
+    add("--output", type=Path, metavar="FILE", help="also write all results to FILE as JSON")
+    add("--weights", default="raw", help="raw, or average for the checkpoint's averaged weights [raw]")
+    add(
+        "--precision",
+        default="auto",
+        help="auto, bf16, fp16 or fp32; auto: the saved dtype for --tasks, the training precision for --data",
+    )
+    add("--trust_remote_code", action="store_true", help="run Python code from the model folder (off by default)")
     add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with your own tasks and models")
-    tasks = parser.add_argument_group("tasks of lm-evaluation-harness")
+    tasks = parser.add_argument_group("lm-evaluation-harness tasks")
     add = tasks.add_argument
     add(
         "--tasks",
         nargs="+",
         default=[],
         metavar="TASK",
-        help="names, groups, patterns, .yaml files; base, small: sets; core: DCLM's CORE",
+        help="task names, groups, patterns or .yaml files, or a set of tasks: base, small or core (DCLM's CORE)",
     )
-    add("--include_path", type=Path, metavar="FOLDER", help="folder of your own task .yaml files")
-    add("--eval_bundle", type=Path, metavar="FOLDER", help="folder of DCLM's evaluation bundle, for --tasks core")
-    add("--num_fewshot", metavar="N", help="examples in the prompt [the task's own]")
-    add("--limit", metavar="N", help="documents per task, or a fraction below 1; for quick tests")
+    add("--include_path", type=Path, metavar="FOLDER", help="folder with your own task .yaml files")
+    add("--eval_bundle", type=Path, metavar="FOLDER", help="folder with DCLM's evaluation bundle, for --tasks core")
+    add("--num_fewshot", metavar="N", help="few-shot examples per prompt [the task's default]")
+    add("--limit", metavar="N", help="evaluate N documents per task, or a fraction below 1 (for quick tests)")
     add(
         "--batch_size",
         metavar="N",
-        help="sequences per forward pass, or auto [tasks: auto on a GPU, else 1; data: the run's, else 8]",
+        help="sequences per forward pass, or auto [--tasks: auto on a GPU, else 1; --data: the run's, else 8]",
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
-    add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="folders or URLs of shards, or a .bin")
-    add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) of a --data FILE.bin made by another tool")
+    add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="shard folders or URLs, or a .bin file")
+    add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) for a .bin file made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
-    add("--sequences", metavar="N", help="measure N sequences spread over the split [all]")
+    add("--sequences", metavar="N", help="evaluate N sequences spread over the split [all]")
     add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
-    add("--document_mask", metavar="on|off", help="attend within documents only [the run's; else on]")
+    add("--document_mask", metavar="on|off", help="attend only within each document [the run's; else on]")
     sample = parser.add_argument_group("text samples")
     add = sample.add_argument
-    add("--interactive", action="store_true", help="continue what you type; works on a live run, too")
+    add("--interactive", action="store_true", help="continue what you type; also works on a live run")
     add("--prompt", metavar="TEXT", help="continue this text")
-    add("--max_new_tokens", default="100", metavar="N", help="[100]")
+    add("--max_new_tokens", default="100", metavar="N", help="maximum number of tokens to generate [100]")
     add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0: greedy decoding [0.8]")
     add("--top_k", metavar="N", help="sample from the N most likely tokens [50]; 0: all")
     add("--top_p", metavar="P", help="sample from the most likely tokens with total probability P [all]")

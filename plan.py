@@ -1,11 +1,11 @@
-"""Plans a run's memory, time, cost and strategy before launch, or turns a budget into a recipe. Needs no GPU.
+"""Plans a run before launch (memory, time, cost and strategy), or makes a recipe for a budget. Needs no GPU.
 
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100
 python plan.py --config recipes/llama_1b.yaml --gpus 64 --gpu h100 --machines 8 --mfu 0.45
 python plan.py --config recipes/llama_125m.yaml --gpus 1 --gpu mine --gpu_memory 48GB --peak_tflops 210
 python plan.py --config recipes/demo.yaml --gpu cpu
 python plan.py --config recipes/llama_1b.yaml --gpus 8 --gpu h100 --json
-Any setting of the recipe can be changed by its path, as with train.py: --batch.sequences_per_micro_batch 4
+Override any recipe setting, as in train.py, for example --batch.sequences_per_micro_batch 4
 
 python plan.py --hours 2 --gpus 8 --gpu h100 --family qwen3 --vocabulary tokenizers/mine --write recipes/mine.yaml
 python plan.py --hours 1 --gpu cpu --data data/mine --write recipes/mine.yaml
@@ -27,11 +27,11 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--config", metavar="RECIPE", help="the recipe to plan")
+    parser.add_argument("--config", metavar="RECIPE", help="recipe to plan")
     add_hardware_options(parser)
-    parser.add_argument("--mfu", type=float, help="expected MFU, above 0 and at most 1 [by model size]")
+    parser.add_argument("--mfu", type=float, help="expected MFU, such as 0.45 [depends on the model size]")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--comment", action="store_true", help="print the plan as a recipe's header comment")
+    parser.add_argument("--comment", action="store_true", help="print the plan as a header comment for the recipe")
     add_budget_options(parser)
     return parser.parse_known_args(argv)
 

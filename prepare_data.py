@@ -1,4 +1,4 @@
-"""Turns documents into token shards, and trains tokenizers.
+"""Tokenizes documents into shards, and trains tokenizers.
 
     python prepare_data.py --input 'docs/*.jsonl.zst' --tokenizer gpt2 --output data/docs
     python prepare_data.py --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --max_tokens 10e9 \\
@@ -11,7 +11,7 @@
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
-Run the same command again to resume after an interruption. A complete folder stays unchanged.
+Run the same command again to resume after an interruption. Folders that are already complete aren't changed.
 """
 
 import os

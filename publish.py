@@ -3,10 +3,10 @@
     python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
-    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # writes the files only
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # only writes the files
     python publish.py --run runs/x --gguf x.gguf                                           # a file for llama.cpp
     python publish.py --verify me/llama-125m-base                                          # or a folder
-    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # signs it too
+    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # also signs it
 
 Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
 Repository, license and language can be set in the recipe (hub.repository, publish.license, publish.language).
@@ -25,34 +25,51 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="RUN", help="folder of the run")
-    add("--repo", metavar="OWNER/NAME", help="repository on the Hub; created if it does not exist [the recipe's]")
-    add("--checkpoint", nargs="+", default=[], metavar="STEP", help="checkpoints, each a revision step-STEP; or best")
-    add("--milestones", action="store_true", help="all checkpoints kept by checkpoint.keep_every")
-    add("--final", action="store_true", help="publish final/ as main; the default")
+    add("--run", type=Path, metavar="RUN", help="run folder")
+    add("--repo", metavar="OWNER/NAME", help="Hub repository, created if it doesn't exist [the recipe's]")
+    add(
+        "--checkpoint",
+        nargs="+",
+        default=[],
+        metavar="STEP",
+        help="checkpoints to publish, each as revision step-STEP; or best",
+    )
+    add("--milestones", action="store_true", help="publish all checkpoints kept by checkpoint.keep_every")
+    add("--final", action="store_true", help="publish final/ as main (default)")
     add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
-    add("--license", metavar="ID", help="license ID of the Hub, such as apache-2.0 [the recipe's]")
-    add("--language", nargs="+", default=[], metavar="CODE", help="languages of the text, such as en [the recipe's]")
+    add("--license", metavar="ID", help="Hub license ID, such as apache-2.0 [the recipe's]")
+    add(
+        "--language",
+        nargs="+",
+        default=[],
+        metavar="CODE",
+        help="languages of the training text, such as en [the recipe's]",
+    )
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
-    add("--output", type=Path, metavar="DIR", help="with --dry_run: a folder, one subfolder per revision")
-    text = "write the model as FILE for llama.cpp without uploading anything; without FILE, publish it too"
+    add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
+    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, publish the GGUF file too"
     add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
-    add("--attempts", default="1", metavar="N", help="number of attempts; the wait between them doubles [1]")
-    add("--first_wait", default="30", metavar="SECONDS", help="before the second attempt; doubles, up to an hour [30]")
-    text = "used by train.py: records the outcome in metrics.jsonl and publishes again with late scores"
+    add("--attempts", default="1", metavar="N", help="number of upload attempts; the wait doubles after each one [1]")
+    add(
+        "--first_wait",
+        default="30",
+        metavar="SECONDS",
+        help="seconds to wait before the second attempt; doubles each time, up to an hour [30]",
+    )
+    text = "used by train.py: record the outcome in metrics.jsonl, and publish again when late scores arrive"
     add("--beside_training", action="store_true", help=text)
-    text = "with --checkpoint: run the code in its folder; off by default"
+    text = "with --checkpoint: run Python code from its folder (off by default)"
     add("--trust_remote_code", action="store_true", help=text)
-    text = "verify every file of a published folder or OWNER/NAME[@REVISION]; takes no other option"
+    text = "verify all files in a published folder or OWNER/NAME[@REVISION]; no other options except --public_key"
     add("--verify", metavar="PLACE", help=text)
     add(
         "--sign",
         type=Path,
         metavar="KEY",
-        help="sign the folder with an elliptic-curve key in PEM (model-signing)",
+        help="sign the folder with a PEM elliptic-curve key (uses model-signing)",
     )
-    add("--public_key", type=Path, metavar="KEY", help="with --verify: public key of the signature, in PEM")
+    add("--public_key", type=Path, metavar="KEY", help="with --verify: PEM public key to check the signature with")
     return parser
 
 

@@ -1,17 +1,17 @@
 """Inspects runs and controls live ones.
 
-python runs.py list [FOLDER]                 # every run under a folder: state, step, loss, speed, time left
+python runs.py list [FOLDER]                 # all runs under a folder: state, step, loss, speed, time left
 python runs.py status RUN                    # one run: progress, loss, last events
-python runs.py plot RUN...                   # curves, as a PNG
-python runs.py compare RUN...                # differing settings and results, side by side
-python runs.py summary RUN                   # a run on one page
-python runs.py documents RUN --step N        # the training documents of a step
-python runs.py merge RUN --last 5            # the mean of its last checkpoints, as a model folder
+python runs.py plot RUN...                   # plot the curves to a PNG
+python runs.py compare RUN...                # results and the settings that differ, side by side
+python runs.py summary RUN                   # one-page summary of a run
+python runs.py documents RUN --step N        # documents that step N trained on
+python runs.py merge RUN --last 5            # average its last 5 checkpoints into a model folder
 python runs.py save|stop|abort|anneal RUN    # control a live run, from any machine that shares its disk
-python runs.py parity --config recipes/NAME.yaml --steps 50     # same losses under every strategy?
+python runs.py parity --config recipes/NAME.yaml --steps 50     # compare losses across strategies
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
-python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # the loss of a larger run
-python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # source weights, from many small runs
+python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # predict a larger run's loss
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # find source weights with small runs
 """
 
 import argparse
@@ -33,7 +33,7 @@ Commands = argparse._SubParsersAction
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
-ANY_SETTING = "Change any setting of the recipe by its path, as with train.py:"
+ANY_SETTING = "Override any recipe setting, as in train.py, for example"
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
@@ -122,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     add_merge(commands)
     for name, text in COMMANDS.items():
         command = add_command(commands, name, partial(steer, command=name), text, run=RUN)
-        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default 60)")
+        command.add_argument("--timeout", type=positive, default=60.0, help="seconds to wait (default: 60)")
     add_parity(commands)
     add_sweep(commands)
     add_mixture(commands)
@@ -150,20 +150,20 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    add_command(commands, "list", print_list, "list all runs under a folder (default runs)", folder=ROOT_OF_RUNS)
+    add_command(commands, "list", print_list, "list all runs under a folder (default: runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
     add_command(commands, "status", print_status, "show the state and progress of a run", folder=default)
     command = add_command(commands, "plot", plot, "plot the curves of one or more runs", runs=SEVERAL_RUNS)
-    text = "(default: plot.png, in the run's folder or in the folder of the runs)"
+    text = "output file (default: plot.png in the run folder, or in the folder that contains the runs)"
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
-    text = "show differing settings and results side by side"
+    text = "show results and the settings that differ, side by side"
     add_command(commands, "compare", compare, text, runs=SEVERAL_RUNS)
-    add_command(commands, "summary", summary, "show a run on one page", run=RUN)
-    command = add_command(commands, "documents", documents, "show the training documents of a step", run=RUN)
-    command.add_argument("--step", type=natural, required=True, help="as logged: the first step is 1")
-    command.add_argument("--limit", type=natural, default=8, help="sequences to show (default 8)")
+    add_command(commands, "summary", summary, "show a one-page summary of a run", run=RUN)
+    command = add_command(commands, "documents", documents, "show the documents that a step trained on", run=RUN)
+    command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
+    command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
     command.add_argument(
-        "--characters", type=natural, default=600, help="characters to show per document (default 600)"
+        "--characters", type=natural, default=600, help="characters to show per document (default: 600)"
     )
 
 
@@ -171,63 +171,76 @@ def add_merge(commands: Commands) -> None:
     models = {"nargs": "+", "metavar": "MODEL", "help": "a run, RUN@STEP, or a model folder", "type": str}
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
-    command.add_argument("--last", type=natural, metavar="N", help="with a run: its N newest checkpoints")
-    text = "raw weights, or each checkpoint's stored average; with one model, export its average (default raw)"
+    command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
+    text = "merge raw weights, or each checkpoint's stored average; with one model, average exports it (default: raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
-    command.add_argument("--output", type=Path, metavar="FOLDER", help="(default: merged-FIRST-LAST in the run)")
-    text = "run the code in the models' folders; off by default"
+    command.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="output folder (default: merged-FIRST-LAST in the run folder)"
+    )
+    text = "run Python code from the model folders (off by default)"
     command.add_argument("--trust_remote_code", action="store_true", help=text)
 
 
 def add_parity(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
-    text = "check that a recipe trains identically under every strategy"
+    text = "check that a recipe gives the same losses under every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe to train")
-    command.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default 50)")
-    text = "names in accelerate_configs/, comma-separated (default: all; with --mesh: none)"
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="recipe to train")
+    command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
+    text = "comma-separated names from accelerate_configs/ (default: all, or none with --mesh)"
     command.add_argument("--strategies", help=text)
-    text = "also train combinations of mesh dimensions: all, or one by its sizes, such as dp_shard=2,tp=2"
+    text = "also train combinations of mesh dimensions: all, or a single one such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    command.add_argument("--processes", type=int, default=2, help="processes per strategy, except single (default 2)")
-    command.add_argument("--precision", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="(default fp32)")
-    command.add_argument("--output", type=Path, default=Path("runs/parity"), help="(default runs/parity)")
+    command.add_argument("--processes", type=int, default=2, help="processes per strategy, except single (default: 2)")
+    command.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "fp16", "fp8"],
+        default="fp32",
+        help="training precision (default: fp32)",
+    )
+    command.add_argument(
+        "--output", type=Path, default=Path("runs/parity"), help="output folder (default: runs/parity)"
+    )
 
 
 def add_sweep(commands: Commands) -> None:
-    text = "train a recipe under several settings and compare; the same command continues"
+    text = "train a recipe with several settings and compare the results; run the same command again to resume"
     command = add_command(commands, "sweep", sweep, text, f"{ANY_SETTING} --budget.steps 500")
-    text = "values of a setting; trains all combinations. With --search, a range: optim.learning_rate=1e-4..1e-2"
+    text = "setting and values to try, in all combinations; with --search, a range: optim.learning_rate=1e-4..1e-2"
     command.add_argument("--vary", action="append", required=True, metavar="SETTING=V1,V2", help=text)
-    add_small_runs(command, "seeds per setting, counting up from the recipe's (default 1)")
-    command.add_argument("--search", type=natural, metavar="N", help="try N settings, picked by optuna")
+    add_small_runs(command, "number of seeds per setting, starting from the recipe's seed (default: 1)")
+    command.add_argument("--search", type=natural, metavar="N", help="try N settings chosen by Optuna")
 
 
 def add_mixture(commands: Commands) -> None:
-    text = "train a small recipe on many mixtures of its sources and propose weights; the same command continues"
+    text = "train a small recipe on many data mixtures and propose weights; run the same command again to resume"
     command = add_command(commands, "mixture", mixture, text, f"{ANY_SETTING} --budget.steps 500")
     command.add_argument(
-        "--runs", type=natural, default=16, help="number of mixtures, including the recipe's own (default 16)"
+        "--runs", type=natural, default=16, help="number of mixtures, including the recipe's own (default: 16)"
     )
-    add_small_runs(command, "seeds per mixture (default 1)")
+    add_small_runs(command, "number of seeds per mixture (default: 1)")
 
 
 def add_small_runs(command: argparse.ArgumentParser, seeds: str) -> None:
-    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="the recipe of every run")
+    command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="base recipe")
     command.add_argument("--seeds", type=natural, default=1, help=seeds)
-    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder of the runs")
-    command.add_argument("--parallel", type=natural, metavar="N", help="runs at a time (default: one per GPU, or 1)")
+    command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="output folder")
+    command.add_argument(
+        "--parallel", type=natural, metavar="N", help="number of parallel runs (default: one per GPU, or 1)"
+    )
 
 
 def add_ladder(commands: Commands) -> None:
     several = {**SEVERAL_RUNS, "metavar": "RUN_OR_SWEEP"}
     text = "fit a scaling law to runs and predict losses"
     command = add_command(commands, "ladder", ladder, text, runs=several)
-    text = "parameters=30M,tokens=600M, or a recipe; may be repeated"
+    text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = "parameters in N: matrix (in matmuls, without embedding tables) or total (default matrix)"
+    text = "parameters to count: matrix (in matmuls, without embedding tables) or total (default: matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
-    text = "output path without a suffix (default: ladder, in the folder)"
+    text = (
+        "output path without suffix (default: ladder in the given folder, or in the current one if you give several)"
+    )
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 
 

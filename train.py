@@ -1,13 +1,13 @@
-"""Pretrains a language model. This file shows the whole run, from top to bottom.
+"""Pretrains a language model. The whole run is in train.py, from top to bottom.
 
-    python train.py --config recipes/demo.yaml                               # one process
-    python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # any setting by its path
-    python train.py --config recipes/demo.yaml --check [--verbose]           # lists all mistakes, doesn't train
-    python train.py --config recipes/demo.yaml --smoke                       # 100 steps, pass or fail per stage
-    python train.py --config recipes/demo.yaml --profile 20                  # why is it slow? then trains on
+    python train.py --config recipes/demo.yaml                               # single process
+    python train.py --config recipes/demo.yaml --optim.learning_rate 1e-3    # override any setting
+    python train.py --config recipes/demo.yaml --check [--verbose]           # list all errors without training
+    python train.py --config recipes/demo.yaml --smoke                       # train 100 steps; pass or fail per stage
+    python train.py --config recipes/demo.yaml --profile 20                  # profile 20 steps, then continue training
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config recipes/demo.yaml
 
-Run the same command to resume; a finished run is reported as already complete.
+Run the same command again to resume. If the run is already complete, train.py says so and exits.
 """
 
 import sys

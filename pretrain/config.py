@@ -94,8 +94,8 @@ class MemoryBudget(Section):
     """Recomputation that torch.compile chooses within each layer."""
 
     memory_budget: Share
-    """Share of a compiled layer's activations to keep. The compiler recomputes the cheapest operations first: at 0.8
-    usually no matmul."""
+    """Share of a compiled layer's activations to keep. The compiler recomputes the cheapest operations first. At
+    0.8, it usually doesn't recompute any matmul."""
 
     def __str__(self) -> str:
         return f"{{memory_budget: {self.memory_budget:g}}}"
@@ -139,66 +139,66 @@ Place = Annotated[
 
 class Shards(Section):
     shards: Place
-    """Folder or URL written by prepare_data.py; nanoGPT's .bin or folder; or Megatron's .bin with its .idx."""
+    """Folder or URL with shards from prepare_data.py, a nanoGPT .bin or folder, or a Megatron .bin with its .idx."""
     tokenizer: str | None = None
-    """Tokenizer (folder or Hub ID) for shards made by other tools; prepare_data.py's folders contain their own."""
+    """Tokenizer (folder or Hub ID) for shards made by other tools. Shards from prepare_data.py include theirs."""
     _found: Any = PrivateAttr(None)
     """The first rank's listing of the folder (data/shards.py), if it reads for all ranks. None: list the folder."""
 
 
 class Source(Shards):
     weight: PositiveFloat = 1.0
-    """Sampling weight of this source, relative to the other sources."""
+    """Sampling weight relative to the other sources."""
     max_epochs: PositiveFloat | None = None
-    """Stop sampling this source after this many epochs, and sample the other sources instead. null: no limit."""
+    """Maximum epochs of this source; after that, only the other sources are sampled. null: no limit."""
 
 
 class CurriculumStage(Section):
     train: Annotated[list[Source], Field(min_length=1)]
     """The data mixture of this stage."""
     until: PositiveFraction | None = None
-    """Fraction of the run at which the stage ends, such as 20% or 0.2. Only the last stage may have null."""
+    """Fraction of the run at which the stage ends, such as 20% or 0.2. Only the last stage may use null."""
     sequence_length: BinaryCount | None = None
-    """Tokens per training sequence from this stage on, a multiple of data.sequence_length; null: as before. The tokens
-    per step do not change; the micro-batch shrinks with the length."""
+    """Tokens per training sequence from this stage on. Must be a multiple of data.sequence_length. null: same as in
+    the previous stage. The number of tokens per step doesn't change, so micro-batches have fewer sequences."""
     rope_parameters: dict[str, Any] | None = None
-    """Rotary positions from this stage on, with the keys of the model's JSON: {rope_theta: 500000}, or
-    {rope_type: yarn, factor: 8, original_max_position_embeddings: 4096}; null: as before."""
+    """RoPE parameters from this stage on, with the same keys as in the model's JSON: {rope_theta: 500000}, or
+    {rope_type: yarn, factor: 8, original_max_position_embeddings: 4096}. null: same as in the previous stage."""
 
 
 class ValidationSource(Shards):
     split: Literal["validation", "train"] = "validation"
-    """The split to evaluate."""
+    """Split to evaluate."""
 
 
 class DataCache(Section):
     folder: Path
-    """Folder on a local disk, shared by the machine's processes."""
+    """Folder on a local disk. All processes on the machine share it."""
     size: Annotated[Count, Field(ge=10**6)]
-    """Size of the cache in bytes, such as 256M."""
+    """Cache size in bytes, such as 256M."""
 
 
 class Data(Section):
     train: Annotated[list[Source], Field(min_length=1)] | None = None
-    """The data mixture, for runs with a single stage."""
+    """Data mixture for runs with a single stage."""
     stages: Annotated[list[CurriculumStage], Field(min_length=1)] | None = None
-    """A curriculum: a sequence of mixtures. Replaces `train`."""
+    """Curriculum: a sequence of data mixtures. Use it instead of `train`."""
     validation: list[ValidationSource] | None = None
-    """Validation sets; null: the validation split of every training folder that has one."""
+    """Validation sets. null: the validation split of every training folder that has one."""
     sequence_length: BinaryCount = 2048
     """Tokens per training sequence; 2k is 2,048."""
     document_mask: bool = True
     """Tokens attend only within their own document, even if several documents are packed into a sequence."""
     sampling: Annotated[str, AfterValidator(SAMPLERS.checked)] = "epochs"
-    """epochs: each window once per epoch, in a seeded order. best_fit: like epochs, with windows of whole documents.
-    random_windows: windows at random offsets. Extensions can add others."""
+    """epochs: use each window once per epoch, in a seeded order. best_fit: like epochs, but windows contain whole
+    documents. random_windows: sample windows at random offsets. Extensions can add more."""
     transformations: dict[str, dict[str, Any] | None] = {}
-    """Extensions' transformations of training windows, applied in this order: {NAME: {OPTION: VALUE}}; see
+    """Transformations from extensions to apply to training windows, in this order: {NAME: {OPTION: VALUE}}. See
     docs/own_data.md."""
     dispatch_batches: bool = False
-    """The first process of the run reads the shards for all; the others need no access to them."""
+    """The run's first process reads the shards for all processes, so the others don't need access to them."""
     cache: DataCache | None = None
-    """Caches data from shards at a URL on a disk, for later epochs and starts. null: in memory only."""
+    """Disk cache for shards at a URL, so that later epochs and resumed runs can reuse the data. null: memory only."""
 
     @property
     def mixtures(self) -> list[CurriculumStage]:
@@ -247,15 +247,15 @@ class Data(Section):
 
 class Budget(Section):
     tokens_per_parameter: PositiveFloat | None = None
-    """Training tokens per parameter (active parameter for MoE models); 20 is the compute-optimal ratio of Hoffmann et
-    al. (arXiv 2203.15556)."""
+    """Training tokens per parameter (per active parameter for MoE models). 20 is the compute-optimal ratio from
+    Hoffmann et al. (arXiv 2203.15556)."""
     tokens: Count | None = None
     """Total training tokens."""
     steps: Count | None = None
     """Total optimizer steps."""
     minutes: PositiveFloat | None = None
-    """Wall-clock minutes over all starts of the run. The final decay begins early enough to end within them. The run
-    ends sooner if it reaches its tokens or steps. null: no limit."""
+    """Maximum wall-clock minutes in total, including resumed sessions. The final decay starts early enough to finish
+    in time. The run ends sooner if it reaches its token or step budget. null: no limit."""
 
     @model_validator(mode="after")
     def one_budget(self):
@@ -268,7 +268,7 @@ class Budget(Section):
 
 class Ramp(Section):
     start: Annotated[PositiveFraction, Field(alias="from")] = 0.25
-    """Initial batch as a fraction of the full batch: 1/2, 1/3, 1/4, ... The batch grows in steps of this size."""
+    """Initial batch size as a fraction of the full size: 1/2, 1/3, 1/4, ... The batch grows in steps of this size."""
     over: PositiveFraction = 0.05
     """Fraction of the run's tokens over which the batch grows."""
 
@@ -283,50 +283,51 @@ class Ramp(Section):
 
 class Batch(Section):
     tokens_per_step: OrAuto[BinaryCount]
-    """Global batch in tokens, for any number of processes. 512k is 2^19. auto: chosen from the run's tokens."""
+    """Global batch size in tokens, for any number of processes. 512k is 2^19. auto: based on the run's token count."""
     sequences_per_micro_batch: Count = 8
-    """Sequences per forward pass and process. Affects speed and memory, not results. With tokens_per_step: auto, this
-    is an upper limit."""
+    """Sequences per forward pass on each process. Affects speed and memory, not results. With tokens_per_step: auto,
+    this is an upper limit."""
     ramp: Ramp | None = None
-    """Start with a smaller batch. null: full batch from the first step."""
+    """Batch size warmup. null: use the full batch size from the first step."""
     no_sync: bool = False
-    """For fsdp2, hsdp, cp and, in fp32, ZeRO-2 and 3: keep gradients unsharded and reduce them once per step instead
-    of every micro-step. Costs 4 bytes per parameter. Other strategies reduce once anyway."""
+    """Keep gradients unsharded and reduce them once per step instead of after every micro-step. Needs 4 bytes per
+    parameter. Applies to fsdp2, hsdp, cp and, in fp32, ZeRO-2 and ZeRO-3; the others always reduce once per step."""
 
 
 class MuonSettings(Section):
     """Used only by optim.name: muon."""
 
     ns_coefficients: Literal["jordan", "polar_express"] = "jordan"
-    """Polynomials of the Newton-Schulz iterations; see docs/optimizers.md."""
+    """Coefficients for the Newton-Schulz iterations; see docs/optimizers.md."""
     ns_steps: Count = 5
     """Newton-Schulz iterations per update."""
     split_matrices: dict[str, Count | list[Count]] = {}
-    """Fused weights to orthogonalize block by block: {pattern of the weight's name: number of blocks, or their sizes}
-    along the outputs, such as {"*.c_attn.weight": 3} for q, k and v, or the number of heads."""
+    """Fused weights to orthogonalize block by block: {weight name pattern: number of blocks, or list of block sizes}.
+    Blocks split the output dimension. {"*.c_attn.weight": 3} splits q, k and v; the number of heads splits by head."""
     qk_clip: PositiveFloat | None = None
-    """Limit of attention logits. If a head exceeds it in a step, its query and key weights are scaled down after the
-    update. null: no limit. Kimi K2 used 100."""
+    """Maximum attention logit. If a head exceeds it in a step, the head's query and key weights are scaled down after
+    the update. null: no limit. Kimi K2 used 100."""
 
 
 class Optim(Section):
     name: Annotated[str, AfterValidator(OPTIMIZERS.checked)] = "adamw"
-    """adamw, adafactor, muon, adamw_8bit, or an extension's; see docs/optimizers.md."""
+    """adamw, adafactor, muon, adamw_8bit, or an optimizer from an extension; see docs/optimizers.md."""
     options: dict[str, Any] = {}
-    """Options of an extension's optimizer."""
+    """Options for an optimizer from an extension."""
     learning_rate: OrAuto[PositiveFloat] | None = None
-    """Peak learning rate, or auto: chosen from the number of parameters, the batch and the optimizer."""
+    """Peak learning rate. auto: based on parameter count, batch size and optimizer."""
     learning_rate_per_sequence: PositiveFloat | None = None
-    """Peak learning rate for a global batch of one sequence; scaled by the square root of the global batch."""
+    """Peak learning rate for a global batch of one sequence. Scales with the square root of the global batch size."""
     group_learning_rates: dict[Literal["embedding", "head", "matrices", "scalars"], PositiveFloat] = {}
-    """Peak learning rates per group of parameters, for every optimizer: embeddings with tied heads, other heads,
-    hidden matrices, and everything else, such as norms, biases and convolutions."""
+    """Peak learning rates per parameter group, for any optimizer. embedding: embeddings and tied heads. head: untied
+    heads. matrices: hidden matrices. scalars: everything else, such as norms, biases and convolutions."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """AdamW: decay rates of the running means of the gradient and of its square."""
+    """AdamW: decay rates for the running means of the gradient and the squared gradient."""
     eps: PositiveFloat = 1e-8
-    """AdamW: constant added to the denominator of the update."""
+    """AdamW: constant added to the update's denominator."""
     weight_decay: OrAuto[NonNegativeFloat] = 0.1
-    """Applied only to matrices, never to embeddings, norms or biases. auto: by model, tokens, batch, learning rate."""
+    """Applied only to matrices, never to embeddings, norms or biases. auto: computed from model size, tokens, batch
+    size and learning rate."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global norm; null: no clipping."""
     stochastic_rounding: bool = False
@@ -335,23 +336,23 @@ class Optim(Section):
     parametrization: Literal["standard", "mup"] = "standard"
     """mup: transfer a learning rate tuned at mup_base_width to the model's width; see docs/learning_rate.md."""
     mup_base_width: Count | None = None
-    """mup: hidden size at which learning_rate was tuned. At this width, initial weights don't change."""
+    """mup: hidden size at which learning_rate was tuned. At this width, mup doesn't change the initial weights."""
     schedule: Annotated[str, AfterValidator(SCHEDULES.checked)] = "cosine"
-    """cosine, linear, constant, wsd, infinite, or an extension's; see docs/learning_rate.md."""
+    """cosine, linear, constant, wsd, infinite, or a schedule from an extension; see docs/learning_rate.md."""
     warmup_steps: OrAuto[CountFromZero] = 500
-    """Steps of linear warmup to the peak. auto: one token per parameter, at most 5% of the run."""
+    """Linear warmup steps. auto: one token per parameter, but at most 5% of the run."""
     min_lr_ratio: Fraction = 0.1
-    """Learning rate at the end of the decay, relative to the peak."""
+    """Learning rate at the end of the decay, as a fraction of the peak."""
     decay_fraction: PositiveFraction = 0.2
     """wsd: final fraction of the run over which the learning rate decays."""
     decay_type: Literal["linear", "cosine", "sqrt"] = "sqrt"
     """wsd: shape of the decay; sqrt is 1 - sqrt (arXiv 2405.18392)."""
     cooldown_fraction: PositiveFraction = 0.7
-    """infinite: fraction of the run over which the learning rate falls from the peak to the constant one."""
+    """infinite: fraction of the run over which the learning rate falls from the peak to the constant rate."""
     min_cooldown_tokens: CountFromZero = 0
     """infinite: minimum length of the cooldown in tokens, even in short runs."""
     constant_ratio: PositiveFraction = 0.536
-    """infinite: the constant learning rate, relative to the peak."""
+    """infinite: constant learning rate, as a fraction of the peak."""
     anneal_fraction: Fraction = 0.0
     """infinite: final fraction of the run over which the learning rate anneals to min_lr_ratio."""
 
@@ -380,16 +381,16 @@ class Optim(Section):
 
 
 class Averaging(Section):
-    """A running mean of the weights, kept next to the training weights; see docs/averages.md."""
+    """Running average of the weights, kept in addition to the training weights; see docs/averages.md."""
 
     kind: Literal["none", "ema", "tail"] = "none"
     """ema: exponential moving average. tail: uniform mean over the end of the run."""
     half_life_fraction: PositiveFraction = 0.05
-    """ema: half-life of older weights, as a fraction of the run."""
+    """ema: half-life as a fraction of the run."""
     tail_fraction: PositiveFraction = 0.2
     """tail: final fraction of the run over which weights are averaged."""
     every_steps: Count = 10
-    """Add the weights to the average every N steps. ema's decay is adjusted for N."""
+    """Update the average every N steps. The ema decay is adjusted for N."""
 
 
 class Pipeline(Section):
@@ -398,29 +399,29 @@ class Pipeline(Section):
     schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
         "Interleaved1F1B"
     )
-    """Pipeline schedule; see docs/pipelines.md. GPipe and 1F1B have one stage per process, the others two."""
+    """Pipeline schedule; see docs/pipelines.md. GPipe and 1F1B use one stage per process; the others use two."""
     microbatches_per_stage: Count = 1
     """Pipeline microbatches per stage. Higher values shrink the pipeline bubble, but also the matmuls."""
 
 
 class Loss(Section):
     backend: Literal["auto", "chunked", "chunked_compiled", "torch", "logits"] = "auto"
-    """Implementation of the loss; see pretrain/model/loss.py."""
+    """Loss implementation; see pretrain/model/loss.py."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311). 0: off."""
     router_balance: NonNegativeFloat | None = None
     """MoE models: coefficient of the load-balancing loss over the global batch (arXiv 2501.11873). null: the model's
-    own, such as router_aux_loss_coef."""
+    own coefficient, such as router_aux_loss_coef."""
     router_z_loss: NonNegativeFloat | None = None
-    """MoE models: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906). null: the model's own
-    router_z_loss_coef, or 0."""
+    """MoE models: coefficient of mean(logsumexp(router logits)^2) (ST-MoE, arXiv 2202.08906). null: the model's
+    router_z_loss_coef, or 0 if it has none."""
     router_bias_rate: NonNegativeFloat = 0.0
-    """MoE models with a router bias (deepseek_v3, glm4_moe, ...): change of an expert's bias per step, up if it got
-    less than its share of the global batch, otherwise down (arXiv 2408.15664). DeepSeek-V3 uses 0.001. 0: the bias
-    is not updated."""
+    """MoE models with a router bias (deepseek_v3, glm4_moe, ...): how much to change an expert's bias per step: up if
+    the expert got less than its share of the global batch, otherwise down (arXiv 2408.15664). DeepSeek-V3 uses 0.001.
+    0: don't update the bias."""
 
     terms: dict[str, dict[str, Any] | None] = {}
-    """Extensions' loss terms: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see docs/own_loss.md."""
+    """Loss terms from extensions: {NAME: {coefficient: 0.1, OPTION: VALUE}}; see docs/own_loss.md."""
 
     @model_validator(mode="after")
     def known_terms(self):
@@ -431,9 +432,9 @@ class Loss(Section):
 class Cadence(Section):
     every_steps: Count | None = None
     """Interval in steps. If neither this nor every_tokens is set, validation and checkpoints happen only at the end of
-    the run, and samples and benchmarks never."""
+    the run, and samples and benchmarks don't run."""
     every_tokens: Count | None = None
-    """Interval in training tokens, instead of every_steps."""
+    """Interval in training tokens. Use it instead of every_steps."""
 
     @model_validator(mode="after")
     def at_most_one_cadence(self):
@@ -446,14 +447,14 @@ class Validation(Cadence):
     """Without every_steps or every_tokens: only at the end of the run."""
 
     sequences: Count = 512
-    """Number of sequences per source, a fixed set spread evenly over the split."""
+    """Number of sequences per source. The sequences are fixed and spread evenly over the split."""
 
 
 class Samples(Cadence):
     """Without every_steps or every_tokens: no samples."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
-    """Prompts for the model to continue. An empty prompt starts a new document."""
+    """Prompts to continue. An empty prompt starts a new document."""
     max_new_tokens: Count = 64
     """Maximum tokens per sample."""
     temperature: NonNegativeFloat = 0.8
@@ -461,30 +462,31 @@ class Samples(Cadence):
     top_k: Count | None = None
     """Sample from the k most likely tokens. null: all."""
     top_p: PositiveFraction | None = None
-    """Sample from the fewest tokens whose probabilities reach this sum. null: all."""
+    """Sample from the smallest set of tokens with at least this total probability. null: all."""
 
 
 class Diagnostics(Cadence):
-    """RMS of activations, weights, gradients and updates, largest attention logits and dead units, per layer. Without
-    every_steps or every_tokens: none."""
+    """Per-layer RMS of activations, weights, gradients and updates, maximum attention logits, and dead units. Without
+    every_steps or every_tokens: off."""
 
 
 class Benchmarks(Cadence):
-    """Benchmarks during training. Without every_steps or every_tokens: none."""
+    """Benchmarks during training. Without every_steps or every_tokens: off."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
-    """Tasks of lm-evaluation-harness, as for evaluate.py. Task sets: base, small (for models below 1B) and core."""
+    """lm-evaluation-harness tasks, as in evaluate.py. Task sets: base, small (for models below 1B) and core."""
     where: Literal["background", "blocking", "in_loop"] = "background"
     """background: in a separate process while training continues. blocking: training waits for it. in_loop: on all
     training processes, with the current model; only for tasks scored by likelihood."""
     device: Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")] = "cpu"
-    """cpu, or a GPU such as cuda:7 that training leaves free (or shares, with where: blocking). Unused in_loop."""
+    """cpu, or a GPU that training doesn't use, such as cuda:7. With where: blocking, it may also be a training GPU.
+    Ignored with where: in_loop."""
     limit: PositiveFloat | None = None
-    """Documents per task. null: all."""
+    """Maximum number of documents per task. null: all."""
     include_path: Path | None = None
     """Folder with your own task .yaml files."""
     eval_bundle: Path | None = None
-    """Folder of DCLM's evaluation bundle, with the tasks of `core`; see docs/benchmarks.md."""
+    """Folder with DCLM's evaluation bundle, for the `core` tasks; see docs/benchmarks.md."""
 
 
 class Checkpoint(Cadence):
@@ -493,24 +495,24 @@ class Checkpoint(Cadence):
     keep_last: Count = 3
     """Number of most recent checkpoints to keep."""
     keep_best: CountFromZero = 0
-    """Number of best checkpoints by validation loss to keep."""
+    """Number of checkpoints with the lowest validation loss to keep."""
     keep_every: Count | None = None
-    """Checkpoints at multiples of this many steps are never deleted."""
+    """Never delete checkpoints at multiples of this many steps."""
     stop_at_step: Count | None = None
     """Save and stop after this step, without changing the schedule. Set a later step, or null, to continue."""
     save_final: bool = True
-    """false: the run ends without a last checkpoint and final/, for benchmarks."""
+    """false: don't write a last checkpoint and final/ at the end of the run, for benchmarking."""
     async_save: bool = True
-    """Keep training while a checkpoint is written. Needs CPU memory for a copy of weights and optimizer."""
+    """Keep training while a checkpoint is written. Needs CPU memory for a copy of the weights and optimizer state."""
     mirror: str | None = None
-    """Folder or URL (s3://..., hf://buckets/...) for a copy of the run, under the name of `output`. A start without
-    local checkpoints resumes from it. See docs/spot.md."""
+    """Folder or URL (s3://..., hf://buckets/...) for a copy of the run, named after the `output` folder. A run without
+    local checkpoints resumes from the copy. See docs/spot.md."""
     mirror_wait_seconds: Annotated[NonNegativeFloat, Field(le=1500)] = 300.0
-    """Maximum time to wait for the mirror at the end of the run, or at a start that needs it."""
+    """Maximum time to wait for the mirror at the end of the run, or at startup if the run needs the mirror."""
 
 
 class Guard(Section):
-    """Detection of bad steps and hangs, and the response; see docs/failures.md."""
+    """Detects bad steps and hangs, and reacts to them; see docs/failures.md."""
 
     loss_window: Count = 128
     """Number of recent losses in the reference mean."""
@@ -519,63 +521,63 @@ class Guard(Section):
     spike_factor: FactorAboveOne = 3.0
     """Roll back after losses above this multiple of the mean (see patience)."""
     spike_sigma: PositiveFloat = 6.0
-    """Also roll back after losses this many standard deviations, and 10%, above the mean."""
+    """Also roll back after losses that are at least 10% and this many standard deviations above the mean."""
     patience: Count = 3
-    """Roll back after this many bad steps in a row. Steps with non-finite gradients are bad too."""
+    """Roll back after this many bad steps in a row. Steps with non-finite gradients count as bad."""
     on_spike: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
-    """Change after a rollback: skip the data of the bad steps, or halve the learning rate. off: stop instead of
+    """What to change after a rollback: skip the bad steps' data, or halve the learning rate. off: stop instead of
     rolling back."""
     rollback_steps: CountFromZero = 100
     """Roll back to a checkpoint at least this many steps before the first bad step, if possible."""
     max_rollbacks: CountFromZero = 3
     """Maximum number of rollbacks. The next one stops the run with exit status 16."""
     alert_grad_norm: PositiveFloat = 100.0
-    """Report gradient norms above this."""
+    """Report gradient norms above this value."""
     divergence_threshold: PositiveFloat = 1.0
     """Report divergence if the mean loss of the last 16 steps exceeds the mean of the last 256 by this many nats."""
     on_divergence: Literal["warn", "stop"] = "warn"
     """stop: exit with status 16."""
     throughput_drop: PositiveFraction = 0.3
-    """Report throughput this fraction below the run's median."""
+    """Report when throughput is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
-    """A longer micro-step or update counts as a hang. The run writes the stacks of all processes and exits for a
-    restart."""
+    """A micro-step or update that takes longer counts as a hang. The run writes the stack traces of all processes
+    and exits so that it can be restarted."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """Timeout within the first step, which compiles kernels."""
+    """Timeout for the first step, which compiles kernels."""
     replica_check_every_steps: Count = 1000
-    """Interval of the bit-by-bit comparison of the replicas' weights."""
+    """How often to compare the replicas' weights bit by bit, in steps."""
 
 
 class Logging(Section):
     every_steps: Count = 10
-    """Log every N steps. Only these steps wait for the device."""
+    """Log every N steps. Training waits for the device only at these steps."""
 
 
 class Energy(Section):
     carbon_grams_per_kwh: NonNegativeFloat | None = 473.0
-    """CO2 equivalent of a kilowatt-hour, in grams. null: report only energy. 473: the world's average in 2024 (Ember,
+    """Grams of CO2 equivalent per kilowatt-hour. null: report only energy. 473 is the 2024 world average (Ember,
     Global Electricity Review 2025)."""
 
 
 class Export(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Dtype of the weights in final/."""
+    """Weight dtype in final/."""
     weights: Literal["raw", "average"] = "raw"
-    """The weights in final/: as trained, or their average."""
+    """Which weights to write to final/: raw (as trained) or their average."""
 
 
 class Publish(Section):
     license: str | None = None
-    """The model's license as a Hub ID, such as apache-2.0. Required for publishing."""
+    """The model's Hub license ID, such as apache-2.0. Required for publishing."""
     language: Names = []
-    """ISO 639 codes of the text's languages."""
+    """ISO 639 codes of the training text's languages."""
 
 
 class Hub(Section):
     """Uploads to the Hub during training, in a separate process; see docs/publish.md."""
 
     repository: str | None = None
-    """owner/name. null: no uploads."""
+    """Hub repository, as owner/name. null: no uploads."""
     every: Literal["milestones", "end"] = "end"
     """milestones: each checkpoint kept by checkpoint.keep_every, and final/ at the end. end: only final/."""
     private: bool = True
@@ -583,19 +585,19 @@ class Hub(Section):
 
 
 class Tracking(Section):
-    """Project and names of the run in trackers; docs/trackers.md lists each tracker's options."""
+    """The run's project and names in trackers; docs/trackers.md lists each tracker's options."""
 
     project: str | None = None
-    """Project or experiment. null: the environment's WANDB_PROJECT (for other trackers their own variable first), or
+    """Project or experiment. null: the tracker's own environment variable, otherwise WANDB_PROJECT, otherwise
     groundwork."""
     entity: str | None = None
-    """Team, user or workspace of the project. null: your account's."""
+    """Team, user or workspace that owns the project. null: your own account."""
     name: str | None = None
-    """Name of the run. null: the name of its folder."""
+    """Run name. null: the run folder's name."""
     tags: Names = []
-    """Tags of the run."""
+    """Run tags."""
     group: str | None = None
-    """Name of a group of runs."""
+    """Run group."""
 
 
 class ModelSource(BaseModel):
@@ -650,28 +652,28 @@ class ModelSource(BaseModel):
 
 class RunConfig(Section):
     model: ModelSource
-    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. `model.KEY` changes one
-    of its keys: --model.num_hidden_layers 8, --model.vocab_size auto (the tokenizer's size). In a recipe, write
-    {config: FILE, num_hidden_layers: 8}."""
+    """Architecture: a JSON file in model_configs/, a folder with a config.json, or a Hub ID. Override its keys with
+    `model.KEY`, such as --model.num_hidden_layers 8 or --model.vocab_size auto (the tokenizer's size). In a recipe,
+    write {config: FILE, num_hidden_layers: 8}."""
     extensions: Names = []
     """Your own Python files that register optimizers, schedules, loss terms or trackers; see docs/own_ideas.md."""
     trust_remote_code: bool = False
-    """Run the code in the model's folder listed under auto_map in its config.json; see docs/own_code.md."""
+    """Run the Python code in the model's folder that config.json lists under auto_map; see docs/own_code.md."""
     init: Literal["scratch", "pretrained"] = "scratch"
     """pretrained: continue from the weights of `model`."""
     output: Path
-    """Folder of the run. Run the same command again to resume. With a URL, such as s3://BUCKET/runs/NAME, the run is
-    stored there, and its local folder is runs/NAME (`checkpoint.mirror` becomes s3://BUCKET/runs)."""
+    """Run folder. Run the same command again to resume. If this is a URL, such as s3://BUCKET/runs/NAME, the run is
+    stored there, and the local folder is runs/NAME (`checkpoint.mirror` becomes s3://BUCKET/runs)."""
     branch_from: str | None = None
-    """RUN@STEP: start from this checkpoint of another run and decay the learning rate from there to the end."""
+    """RUN@STEP: start from this checkpoint of a different run and decay the learning rate from there to the end."""
     seed: CountFromZero = 42
     """Seed for initial weights, data order and dropout."""
     deterministic: bool = False
-    """Use only deterministic kernels, so that the same run gives the same bits on a GPU too, at some cost in speed. If
-    torch lacks one, the first step fails and names the operator. CPU kernels are always deterministic."""
+    """Use only deterministic kernels, which make GPU runs bitwise reproducible but somewhat slower. If torch lacks
+    one, the first step fails with an error that shows the operator. CPU kernels are always deterministic."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of forward and backward. Weights and optimizer stay in fp32. auto: bf16 if the device supports it,
-    otherwise fp32, or fp16 on GPUs with fp16 tensor cores, under single and ddp."""
+    """Precision of the forward and backward pass. Weights and optimizer state stay in fp32. auto: bf16 if the device
+    supports it, otherwise fp32, or fp16 with single and ddp on GPUs with fp16 tensor cores."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
     batch: Batch
@@ -685,12 +687,12 @@ class RunConfig(Section):
     """Attention implementation. auto: the fastest that is correct for the model, device and document_mask."""
     compile: Literal["auto", "none", "regional", "full"] = "auto"
     """torch.compile. regional: compile one layer and reuse it. full: compile the whole model (single and ddp). auto:
-    full for at most four layers in one process on a CPU, otherwise regional."""
+    full for models with up to four layers in one process on a CPU, otherwise regional."""
     activation_checkpointing: Checkpointing = "none"
     """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5:
     recompute this share of the layers, spread evenly. Each recomputed layer takes a third more time.
-    {memory_budget: 0.5}: keep about half of the activations in every compiled layer. The compiler recomputes the
-    cheapest operations."""
+    {memory_budget: 0.5}: keep about half of the activations in every compiled layer. The compiler chooses
+    the cheapest operations to recompute."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()
@@ -699,13 +701,13 @@ class RunConfig(Section):
     logging: Logging = Logging()
     guard: Guard = Guard()
     interval_scale: PositiveFloat = 1.0
-    """Multiplier for the intervals of logging, validation and checkpoints."""
+    """Multiplier for logging, validation and checkpoint intervals."""
     energy: Energy = Energy()
     export: Export = Export()
     publish: Publish = Publish()
     hub: Hub = Hub()
     trackers: Names = []
-    """Additional destinations of metrics, by accelerate's names: wandb, tensorboard, trackio, mlflow, comet_ml,
+    """Additional trackers, by their accelerate names: wandb, tensorboard, trackio, mlflow, comet_ml,
     swanlab, clearml, aim, dvclive. metrics.jsonl and the console are always written."""
     tracking: Tracking = Tracking()
 

@@ -1,13 +1,13 @@
-"""Wraps `accelerate launch`: Ctrl-C waits for the run to save, and the exit status is the run's.
+"""Wraps `accelerate launch` so that Ctrl-C lets the run save first, and the exit status is the run's.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
-    python -m pretrain.launch --supervise --config_file ...     # restarts it after crashes
+    python -m pretrain.launch --supervise --config_file ...     # restarts the run after crashes
 
-Give --supervise first. The other options are `accelerate launch`'s, plus --parallelism_config_pp_size and
---parallelism_config_ep_size.
+--supervise must come first. All other options are those of `accelerate launch`, plus --parallelism_config_pp_size
+and --parallelism_config_ep_size.
 
-Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process even before the run has saved), always
-returns 1 on failure, and restarts processes up to --max_restarts times, even if they ended on purpose.
+Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process, even before the run has saved),
+always returns 1 on failure, and restarts processes up to --max_restarts times, even if they exited on purpose.
 """
 
 import logging

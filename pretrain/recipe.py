@@ -137,26 +137,26 @@ FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
 """Settings that are set to true if no value follows."""
 TAKEN = {
-    "--config RECIPE": "the recipe, a file or a URL (s3://...); --config may be omitted",
-    "--text FOLDER": "train on your own text (folder, pattern, files), without a recipe",
+    "--config RECIPE": "recipe file or URL (s3://...); you can omit --config",
+    "--text FOLDER": "train on your own text (folder, pattern or files) without a recipe",
     "--exclude PATTERN": "with --text: files to skip",
-    "--minutes N": "with --text: training time",
-    "--check": "find all mistakes without training",
+    "--minutes N": "with --text: training time in minutes",
+    "--check": "report all errors without training",
     "--check --verbose": "also list every setting with its value and origin",
     "--profile N": "train, then profile N steps and report bottlenecks",
-    "--smoke": "train 100 steps in a separate folder: pass or fail per stage",
-    "--help [SECTION]": "all settings, or those of one section, such as --help optim",
-    "--SECTION.NAME VALUE": "override any setting of the recipe",
+    "--smoke": "train 100 steps in a separate folder; report pass or fail per stage",
+    "--help [SECTION]": "show all settings, or one section, as in --help optim",
+    "--SECTION.NAME VALUE": "override any recipe setting",
 }
 """{flag of train.py: help}."""
 FIRST_COMMANDS = """\
-Trains a language model from a recipe. The same command resumes a run.
+Trains a language model from a recipe. Run the same command again to resume.
 
-  python train.py --text mine                           your own text files
-  python train.py --config recipes/demo.yaml            a recipe; see recipes/
-  python train.py --config recipes/demo.yaml --check    finds every mistake
+  python train.py --text mine                           train on your own text
+  python train.py --config recipes/demo.yaml            use a recipe (recipes/)
+  python train.py --config recipes/demo.yaml --check    report all errors
 
-Change any setting, as in --optim.learning_rate 1e-3; --help lists them all."""
+Override any setting, e.g. --optim.learning_rate 1e-3; --help lists them all."""
 
 
 def read_command_line(argv: list[str], usage: str) -> CommandLine:

@@ -1,6 +1,6 @@
 """Keeps a run's mirror up to date, in a low-priority thread that training never waits for.
 
-    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copies everything the mirror lacks, then exits
+    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copy everything that the mirror lacks
 
 The thread checks the run's folder twice a second. It first copies the newest missing checkpoint, protected from
 pruning by hard links. It copies older checkpoints only if they are kept permanently. It retries failures with
@@ -398,7 +398,7 @@ def copy_script() -> int:
     """Copies a run on request. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--mirror", required=True, help="checkpoint.mirror")
+    parser.add_argument("--mirror", required=True, help="mirror folder or URL, as in checkpoint.mirror")
     arguments = parser.parse_args()
     settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy prunes nothing
     store = connect(settings, arguments.run)

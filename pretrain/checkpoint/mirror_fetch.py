@@ -2,8 +2,8 @@
 
     python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # fetch a copy to inspect or evaluate
 
-    RUN/mirror/claim.json       which start of the run writes to the mirror, and what it fetched,
-                                and what is damaged there
+    RUN/mirror/claim.json       which start of the run writes to the mirror, the files it fetched,
+                                and the damaged files
 
 Fetches the mirror's newest complete checkpoint, metrics.jsonl and the run's other small files. Reports and skips
 damaged files. If the mirror is unreachable, a folder with its own checkpoints starts without it. An empty folder
@@ -307,7 +307,7 @@ def fetch_script() -> None:
     """Copies a run's newest checkpoint, its small files and final/ from a store into a new folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", metavar="URL")
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: runs/NAME")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="folder to create (default: runs/NAME)")
     arguments = parser.parse_args()
     home, _, name = arguments.url.rstrip("/").rpartition("/")
     run = arguments.folder or Path("runs", name)

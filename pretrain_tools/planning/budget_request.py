@@ -20,17 +20,21 @@ MANIFEST_NAME = "manifest.json"
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("from a budget to a recipe, instead of --config").add_argument
-    add("--hours", type=float, help="total time on the GPUs")
-    add("--dollars", type=float, help="money, at the GPUs' price")
-    add("--flops", type=float, help="FLOPs of training, such as 1e19")
-    add("--family", help=f"{', '.join(FAMILIES)} [llama]")
-    add("--vocabulary", metavar="FROM", help="a tokenizer's folder, prepared shards, or a number")
-    add("--data", metavar="FOLDER", help="prepared shards: sets the vocabulary; repeated text counts less")
-    add("--tokens_per_parameter", type=float, help="above 20: a smaller model, trained for longer [20]")
-    add("--optimizer", help=f"{', '.join(OPTIMIZERS_CHOSEN)} [muon]")
-    add("--ladder", type=Path, metavar="JSON", help="ladder.json of runs.py ladder, to predict the loss")
-    add("--write", metavar="RECIPE", help="recipe to write, with a model's JSON in model_configs/")
+    add = parser.add_argument_group("make a recipe for a budget (instead of --config)").add_argument
+    add("--hours", type=float, help="total wall-clock time in hours")
+    add("--dollars", type=float, help="budget in US dollars")
+    add("--flops", type=float, help="training FLOPs, such as 1e19")
+    add("--family", help=f"model family: {', '.join(FAMILIES)} [llama]")
+    add("--vocabulary", metavar="FROM", help="tokenizer folder, prepared shards, or vocabulary size")
+    add("--data", metavar="FOLDER", help="prepared shards; sets the vocabulary and discounts repeated text")
+    add(
+        "--tokens_per_parameter",
+        type=float,
+        help="training tokens per parameter; above 20: smaller model, longer training [20]",
+    )
+    add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
+    add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
+    add("--write", metavar="RECIPE", help="recipe to write; also writes the model's JSON to model_configs/")
 
 
 def asks_for_recipe(arguments: argparse.Namespace) -> bool:

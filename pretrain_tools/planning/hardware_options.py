@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
-    add("--gpu", help="GPU model: h100, a100, rtx4090 ...; cpu: this machine's CPU; other GPUs need "
-        "--gpu_memory and --peak_tflops [h100]")  # fmt: skip
-    add("--machines", type=int, help="number of machines [8 GPUs each]")
-    add("--gpu_memory", metavar="80GB", help="memory of one GPU; GB is 2^30 bytes")
-    add("--peak_tflops", type=float, help="dense bf16 peak of one GPU in TFLOP/s")
+    add("--gpu", help="GPU model, such as h100, a100 or rtx4090, or cpu for this machine's CPU; for other GPUs, "
+        "also give --gpu_memory and --peak_tflops [h100]")  # fmt: skip
+    add("--machines", type=int, help="number of machines [one per 8 GPUs]")
+    add("--gpu_memory", metavar="80GB", help="memory per GPU (1 GB is 2^30 bytes)")
+    add("--peak_tflops", type=float, help="peak dense bf16 TFLOP/s per GPU")
     add("--price_per_gpu_hour", type=float, metavar="USD", help="price per GPU-hour")
-    add("--network_gbits", type=float, help="network bandwidth between machines per GPU, in Gbit/s")
+    add("--network_gbits", type=float, help="network bandwidth per GPU between machines, in Gbit/s")
 
 
 def option_problems(options: argparse.Namespace) -> Problems:
