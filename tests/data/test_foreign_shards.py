@@ -138,7 +138,7 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
         read_manifest(nanogpt / "llmc.bin", name)
     np.arange(8, dtype="<u2").tofile(nanogpt / "m.bin")
     bad = {
-        b"nothing": "is not an .idx of Megatron",
+        b"nothing": "is not an .idx file of Megatron",
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "ID type 5",
         GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
