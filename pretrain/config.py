@@ -525,8 +525,8 @@ class Guard(Section):
     patience: Count = 3
     """Roll back after this many bad steps in a row. Steps with non-finite gradients count as bad."""
     on_spike: Literal["skip_data", "halve_learning_rate", "off"] = "skip_data"
-    """What to change after a rollback: skip the bad steps' data, or halve the learning rate. off: stop instead of
-    rolling back."""
+    """Change made after a rollback: skip the bad steps' data, or halve the learning rate. off: stop instead of rolling
+    back."""
     rollback_steps: CountFromZero = 100
     """Roll back to a checkpoint at least this many steps before the first bad step, if possible."""
     max_rollbacks: CountFromZero = 3

@@ -114,8 +114,9 @@ LOADED_CODE: dict[str, str] = {}
 
 
 def import_file(path: Path, package: str) -> ModuleType:
-    """Imports a file as a module of `package`, which stands for the file's folder, so that `from .other import X`
-    works.
+    """Imports a file as a module of `package`.
+
+    The package's path is the file's folder, so `from .other import X` works in the file.
 
     For any error in the file, raises InputError with file, line and message.
     """

@@ -156,8 +156,8 @@ def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None
 class HostMemory:
     """CPU memory for named tensors, contiguous, page-locked when the first tensor from a GPU arrives.
 
-    A GPU copies to page-locked memory several times faster. This class locks its memory in one piece, because torch
-    rounds each allocation of its own (pin_memory) up to a power of two: a tensor of 155 MB would take 268 MB.
+    A GPU copies to page-locked memory several times faster. This class locks its memory in one piece, because
+    pin_memory() rounds each tensor's size up to a power of two. A 155 MB tensor would take 268 MB.
     """
 
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):

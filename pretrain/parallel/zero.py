@@ -142,8 +142,8 @@ class Zero(Strategy):
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
-            # A leaf module's weights are gathered together. With hooks on its submodules, a compiled layer would have
-            # so many graph breaks that nothing would be compiled.
+            # A leaf module's weights are gathered together. With hooks on its submodules, graph breaks would keep
+            # torch.compile from compiling the layer.
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)

@@ -40,7 +40,7 @@ class Task:
 
     name: str
     measures: tuple[str, ...]
-    """Those of MEASURES that the harness reports for this task."""
+    """The measures (see MEASURES) that the harness reports for this task."""
     questions: tuple[tuple[int, int], ...]
     """Ranges [first, end) of questions."""
     few_shots: int | None

@@ -242,21 +242,24 @@ def in_words(collectives: dict[str, tuple[int, int]]) -> str:
 
 
 def rows(outcomes) -> list[str]:
-    """Of the table in docs/measurements_communication.md: moments that are alike in one row, silent ones in none."""
+    """Returns the rows of the table in docs/measurements_communication.md.
+
+    Equal moments share a row. Moments without communication have none.
+    """
     lines = []
     for launch in LAUNCHES:
         moments = outcomes[launch].result
         counted = {moment: seen["collectives"] for moment, seen in moments.items()}
-        alike = counted["micro-step"] == counted["last micro-step"]
+        same = counted["micro-step"] == counted["last micro-step"]
         for moment, collectives in counted.items():
             least = LEAST[launch].get(moment, {})
-            if not collectives or (alike and moment == "last micro-step"):
+            if not collectives or (same and moment == "last micro-step"):
                 continue
-            name = {"micro-step": "every micro-step" if alike else "earlier micro-steps"}.get(moment, moment)
+            name = {"micro-step": "every micro-step" if same else "earlier micro-steps"}.get(moment, moment)
             is_least = {kind: tuple(both) for kind, both in collectives.items()} == least
-            beside = f"{sent(least):.2f}" if is_least else f"{in_words(least)}: {sent(least):.2f}"
+            minimum = f"{sent(least):.2f}" if is_least else f"{in_words(least)}: {sent(least):.2f}"
             reason = "" if is_least else REASONS.get((launch, moment), "?")
-            cells = (launch, name, in_words(collectives), f"{sent(collectives):.2f}", beside, reason)
+            cells = (launch, name, in_words(collectives), f"{sent(collectives):.2f}", minimum, reason)
             lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return lines
 

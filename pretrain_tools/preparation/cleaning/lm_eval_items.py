@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Loads all tasks that a name stands for."""
+    """Loads a task, or all tasks of a group, by name."""
     from lm_eval.tasks import TaskManager
 
     if os.path.isdir(name):
