@@ -35,6 +35,12 @@ SCORES_BYTES = 7 * 2**20
 
 More bytes would overflow the caches, and fewer would need more calls.
 """
+HALF_PADDING = 32
+"""Segments in half precision are padded to a multiple of this many tokens.
+
+oneDNN compiles a kernel for every matmul shape, which takes longer than a small matmul itself. Padding bounds the
+number of shapes. fp32 matmuls don't need it, because MKL's kernels work for every shape.
+"""
 
 
 def attend(
@@ -138,6 +144,26 @@ def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
     return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
 
+def _padded(dtype: torch.dtype, tokens: int) -> int:
+    """Returns the number of tokens that a segment has in blocks, including padding."""
+    return -(-tokens // HALF_PADDING) * HALF_PADDING if dtype in HALF_DTYPES else tokens
+
+
+def _block_bounds(tokens: int) -> list[tuple[int, int]]:
+    """Lists the (first, last + 1) query of each block."""
+    return [(begin, min(begin + BLOCK_QUERIES, tokens)) for begin in range(0, tokens, BLOCK_QUERIES)]
+
+
+@functools.lru_cache
+def _probabilities_per_token(dtype: torch.dtype, longest: int) -> int:
+    """Returns the largest number of probabilities per head and token, for segments of up to `longest` tokens."""
+    shortest = min(HALF_SHORTEST_IN_BLOCKS if dtype in HALF_DTYPES else FP32_SHORTEST_IN_BLOCKS, longest)
+    return max(
+        -(-sum((end - begin) * end for begin, end in _block_bounds(_padded(dtype, tokens))) // tokens)
+        for tokens in range(shortest, longest + 1)
+    )
+
+
 def _score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -162,16 +188,24 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
     """
     batch, heads, length, _ = query_BHTE.shape
     longest = min(length, LONGEST_IN_BLOCKS)
-    keys = (longest + BLOCK_QUERIES) // 2 + 1
-    keeps = keeps and in_blocks(query_BHTE.dtype, batch, longest)
-    return query_BHTE.new_empty(batch * heads * length * keys if keeps else 0)
+    if not keeps or not in_blocks(query_BHTE.dtype, batch, longest):
+        return query_BHTE.new_empty(0)
+    return query_BHTE.new_empty(batch * heads * length * _probabilities_per_token(query_BHTE.dtype, longest))
 
 
-def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
-    """Copies some rows of (B, H or G, T, E) into (N, T, E), and repeats key heads for their query heads."""
-    if x_RHTE.shape[1] == heads:
+def _heads_together(x_RHTE: Tensor, heads: int, tokens: int | None = None) -> Tensor:
+    """Copies some rows of (B, H or G, T, E) into (N, T, E), and repeats key heads for their query heads.
+
+    tokens: if greater than T, zeros follow up to this length.
+    """
+    rows, groups, length, width = x_RHTE.shape
+    if tokens is not None and tokens > length:
+        padded_NTE = x_RHTE.new_zeros(rows * heads, tokens, width)
+        padded_NTE.view(rows, groups, heads // groups, tokens, width)[..., :length, :] = x_RHTE[:, :, None]
+        return padded_NTE
+    if groups == heads:
         return x_RHTE.clone(memory_format=torch.contiguous_format).flatten(0, 1)
-    return x_RHTE.repeat_interleave(heads // x_RHTE.shape[1], dim=1).flatten(0, 1)
+    return x_RHTE.repeat_interleave(heads // groups, dim=1).flatten(0, 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -186,12 +220,12 @@ def _forward_in_blocks(
     """Writes the attention output for some rows into out_RHTE."""
     rows, heads, length, _ = query_RHTE.shape
     score_dtype = _score_dtype(query_RHTE.dtype)
-    query_NTE = _heads_together(query_RHTE, heads).to(score_dtype) * scale
-    key_NET = _heads_together(key_RGTE, heads).to(score_dtype).transpose(1, 2)
-    value_NTE = _heads_together(value_RGTE, heads)
-    future_QQ = _future_mask(min(BLOCK_QUERIES, length), score_dtype)
-    for begin in range(0, length, BLOCK_QUERIES):
-        end = min(begin + BLOCK_QUERIES, length)
+    tokens = _padded(query_RHTE.dtype, length)
+    query_NTE = _heads_together(query_RHTE, heads, tokens).to(score_dtype) * scale
+    key_NET = _heads_together(key_RGTE, heads, tokens).to(score_dtype).transpose(1, 2)
+    value_NTE = _heads_together(value_RGTE, heads, tokens)
+    future_QQ = _future_mask(min(BLOCK_QUERIES, tokens), score_dtype)
+    for begin, end in _block_bounds(tokens):
         scores_NQK = torch.bmm(query_NTE[:, begin:end], key_NET[:, :, :end])
         scores_NQK[:, :, begin:] += future_QQ[: end - begin, : end - begin]
         softmax_NQK = torch.softmax(scores_NQK, dim=-1, out=scores_NQK)
@@ -199,7 +233,8 @@ def _forward_in_blocks(
             softmax_NQK = softmax_NQK.to(value_NTE.dtype)
         else:
             softmax_NQK = probabilities.next(*scores_NQK.shape).copy_(softmax_NQK)
-        out_RHTE[:, :, begin:end] = torch.bmm(softmax_NQK, value_NTE[:, :end]).unflatten(0, (rows, heads))
+        block_RHQE = torch.bmm(softmax_NQK, value_NTE[:, :end]).unflatten(0, (rows, heads))
+        out_RHTE[:, :, begin:end] = block_RHQE[:, :, : length - begin]
 
 
 def _backward_in_blocks(
@@ -209,23 +244,24 @@ def _backward_in_blocks(
     rows, heads, length, _ = query_RHTE.shape
     dtype = query_RHTE.dtype
     sum_dtype = _score_dtype(query_RHTE.dtype)
-    key_NTE = _heads_together(key_RGTE, heads)
-    value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
-    blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
+    tokens = _padded(dtype, length)
+    key_NTE = _heads_together(key_RGTE, heads, tokens)
+    value_NET = _heads_together(value_RGTE, heads, tokens).transpose(1, 2)
+    blocks = _block_bounds(tokens)
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
     for begin, end in reversed(blocks):  # the last block covers all keys, so it comes first and creates the sums
         # Each tensor is used twice, and bmm would copy a strided slice each time.
-        query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
-        grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
+        query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads, end - begin).mul_(scale)
+        grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads, end - begin)
         softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
         # This private function is the only way to write a softmax's gradient in place.
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
-        gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))
+        gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))[:, :, : length - begin]
         grad_value_NKE = torch.bmm(softmax_NQK.transpose(1, 2), grad_out_NQE)
         grad_key_NKE = torch.bmm(grad_NQK.transpose(1, 2), query_NQE)
-        if end == length:
+        if end == tokens:
             grad_value_NTE = grad_value_NKE.to(sum_dtype)
             grad_key_NTE = grad_key_NKE.to(sum_dtype)
         else:
@@ -233,7 +269,7 @@ def _backward_in_blocks(
             grad_key_NTE[:, :end] += grad_key_NKE
     groups = key_RGTE.shape[1]
     for gradient, sum_NTE in zip(gradients[1:], (grad_key_NTE, grad_value_NTE), strict=True):
-        sum_RHTE = sum_NTE.unflatten(0, (rows, heads))
+        sum_RHTE = sum_NTE[:, :length].unflatten(0, (rows, heads))
         gradient.copy_(sum_RHTE if groups == heads else sum_RHTE.unflatten(1, (groups, heads // groups)).sum(dim=2))
 
 
