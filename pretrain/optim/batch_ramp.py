@@ -86,10 +86,10 @@ def batch_ramp(
 ) -> BatchRamp:
     """Creates a batch-size schedule. Pass either total_sequences or total_steps.
 
-    With ramp_from = 1/n, the batch size grows in n equal increments to sequences_per_step. The ramp covers the
-    fraction `ramp_over` of the run's sequences, with the same number at each level, rounded up to whole steps. The
-    default is a constant batch size. Raises InputError if sequences_per_step isn't a multiple of n, or if ramp_over
-    isn't below 1.
+    With ramp_from = 1/n, the batch size increases in n levels: 1/n, 2/n, ..., n/n of sequences_per_step. The levels
+    below the full batch size cover the first `ramp_over` of the run's sequences in equal parts, rounded up to whole
+    steps. The default is a constant batch size. Raises InputError if sequences_per_step isn't a multiple of n, or if
+    ramp_over isn't below 1.
     """
     if not ramp_over < 1.0:
         raise InputError(f"batch.ramp.over: {ramp_over} leaves no steps for the full batch; use less than 1")

@@ -1,8 +1,8 @@
 """Learning-rate schedules, which are pure functions of the step.
 
-Steps are counted from 0. During warmup, the factor at step s is (s + 1) / warmup_steps, so the learning rate is never
-0 and the last warmup step uses the peak. A decay reaches its floor at step == total_steps, one after the last step, as
-in nanoGPT's get_lr with lr_decay_iters == max_iters.
+Steps are counted from 0. During warmup, the factor at step s is (s + 1) / warmup_steps, so the first learning rate
+isn't 0 and the last warmup step uses the peak. A decay reaches its floor at step == total_steps, one after the last
+step, as in nanoGPT's get_lr with lr_decay_iters == max_iters.
 
 A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`.
 docs/learning_rate.md describes all schedules.
