@@ -286,7 +286,8 @@ class MuonSpec(AdamWSpec):
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Describes a matrix and how it is split: by the first matching pattern, or into fused gate and up projections.
+        """Describes a matrix. It is split by the first matching pattern, or into gate and up projections if these are
+        fused.
 
         blocks_of: `optim.muon.split_matrices`.
         """

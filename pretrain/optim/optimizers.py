@@ -334,7 +334,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # The optimizer would silently recreate missing state.
+    # Otherwise, a parameter without saved state would silently start from zero.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
@@ -348,12 +348,12 @@ def check_state(
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
-    found = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(reshaped)}
+    found = {"missing": missing, "unexpected": unexpected, "with the wrong shape": sorted(reshaped)}
     problems = [f"{len(names)} {kind} ({', '.join(names[:4])})" for kind, names in found.items() if names]
     if problems:
         raise InputError(
             f"this optimizer state does not fit {optimizer_name} on this model: {'; '.join(problems)}; "
-            "resume with the optimizer and the model that saved it"
+            "resume with the same optimizer and model"
         )
 
 

@@ -91,7 +91,7 @@ def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "did not arrive with the sha256")]
+    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "wrong sha256 after the upload")]
 )
 def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
@@ -198,7 +198,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     write_checkpoint(run, 12)
     assert not copier.attempt(everything=True)
     assert copier.attempt(everything=True) and copier.status["is_over"]
-    assert "nothing says which run the mirror belongs to" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+    assert "so the mirror's run is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
 def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
