@@ -5,7 +5,7 @@
 
 At position i, module k concatenates the normalized hidden state of module k - 1 (of the model for k = 1) and the
 normalized embedding of token i + k. A linear projection and one block of the model's architecture turn them into the
-hidden state that predicts token i + k + 1. Embedding and output head are shared with the model.
+hidden state that predicts token i + k + 1. The embedding and output head are shared with the model.
 
 The modules are saved in checkpoints, but not in final/.
 """

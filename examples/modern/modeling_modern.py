@@ -6,7 +6,7 @@
 - Each layer starts with x = a x + b x_0, with learned scalars a and b. x_0 is the normalized embedding.
 - Every second layer, including the last one, adds a gated token embedding to its values (value residual learning,
   arXiv 2410.17897).
-- Every `full_every`-th layer and the last one use full attention, the others a sliding window of `sliding_window`.
+- Every `full_every`-th layer and the last one use full attention. The others use a window of `sliding_window` tokens.
 - Queries and keys are RMS-normalized, norms have no weights, and the MLP uses squared ReLU (arXiv 2109.08668).
 
 Masks, rotary embeddings and attention functions are from transformers. This file is copied to every checkpoint.

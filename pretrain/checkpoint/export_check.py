@@ -82,7 +82,7 @@ def verify_export(
 
     Args:
         dtype: `export.dtype`.
-        precision: the run's precision, not auto.
+        precision: the run's resolved precision.
     """
     import psutil
 
@@ -142,7 +142,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Lists token IDs that differ between the tokenizer and the model."""
+    """Lists mismatches between the tokenizer and the model."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
@@ -167,7 +167,7 @@ def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tenso
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Compares the export's logits with those of the checkpoint, in fp32 and rounded to the export dtype."""
+    """Compares the export's logits with those of the checkpoint, with fp32 weights and with rounded weights."""
     if not (checkpoint / "config.json").is_file():
         check.left_out.append(f"there is no {checkpoint}")
         return

@@ -360,10 +360,10 @@ class MirrorCopier:
 
 
 def hold(folder: Path, held: Path) -> Path:
-    """Hard-links a checkpoint's files into `held`, to protect them from pruning. Returns the folder to copy.
+    """Hard-links a checkpoint's files into `held`, to protect them from pruning.
 
-    This is the original folder if the disk doesn't support hard links. Raises FileNotFoundError if the checkpoint is
-    pruned first.
+    Returns `held`, or the original folder if the disk doesn't support hard links. Raises FileNotFoundError if the
+    checkpoint is pruned first.
     """
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):

@@ -96,7 +96,7 @@ def fetch_earlier(
 ) -> None:
     """Fetches the newest checkpoint at or before step `at_most`, if there is no newer local one. A collective call.
 
-    Does nothing unless the run itself was fetched, which brings only one checkpoint. Errors are ignored.
+    Does nothing unless this start has fetched the run. Otherwise, all checkpoints are local. Errors are ignored.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:
@@ -208,7 +208,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
-    # First, because the next start doesn't fetch them again once the checkpoint is here.
+    # Before the checkpoint, because the next start doesn't fetch them if it finds the checkpoint.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
@@ -317,7 +317,7 @@ def fetch_script() -> None:
     catch_up(run, store, sealed, None, claim)
     for what, problem in claim["damaged"].items():
         print(f"skipped, because it is damaged on the mirror: {what} ({problem})", file=sys.stderr)
-    print(f"Step {claim['fetched']['step']:,} of {store.address} is in {run}.")
+    print(f"Fetched step {claim['fetched']['step']:,} of {store.address} to {run}.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lease on a mirror, so that only one process writes to it. Another process exits or waits until the holder is dead.
+"""Leases a mirror to one process at a time. Another process exits, or waits until the holder is dead.
 
     MIRROR/NAME/leases/00000003.json     host, process ID and start ID of the holder, and a heartbeat counter
 

@@ -177,7 +177,7 @@ class MirrorStore:
         return [name for name in self.sizes("") if is_run_file(name)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Returns {path relative to the folder: size in bytes} of all files. Sizes are None if the store has none."""
+        """Returns {path relative to the folder: size in bytes}. Sizes are None if the store doesn't report them."""
         self.system.invalidate_cache()
         try:
             found = self.system.find(folder, detail=True)
@@ -200,7 +200,7 @@ class MirrorStore:
 
         Args:
             beat: called regularly.
-            before_seal: called before the manifest is written. Can prevent that by raising an error.
+            before_seal: called before the manifest is written. If it raises an error, the copy isn't sealed.
         """
         manifest = (folder / SEAL_FILE).read_bytes()
         if self.read(f"{name}/{SEAL_FILE}") not in (None, manifest):
@@ -379,7 +379,7 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 
 
 def id_of_run(run: Path) -> str | None:
-    """Returns the run's ID, which is the ID of its first start, or None before that."""
+    """Returns the run's ID, or None if the run hasn't started yet."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
 
 
@@ -397,7 +397,7 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
         )
     if identity.run not in (None, own):
         raise InputError(
-            f"checkpoint.mirror: {store.address} belongs to another run than {run}; choose another mirror or "
+            f"checkpoint.mirror: {store.address} belongs to a different run than {run}; choose another mirror or "
             "--output, or remove the mirror's content"
         )
 

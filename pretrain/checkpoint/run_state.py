@@ -73,7 +73,7 @@ class RunState:
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
-        """Returns this state, updated with later rollbacks from rollbacks.json and with a decay requested earlier."""
+        """Returns this state, updated with newer rollbacks from rollbacks.json and the decay recorded with them."""
         if len(recorded) <= len(self.rollbacks):
             return self
         decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}

@@ -40,7 +40,7 @@ class ParameterPart:
     shape: tuple[int, ...]
     """Unsharded shape of the parameter."""
     holders: Holders | None = None
-    """Ranks that share the parameter. None means that it isn't sharded."""
+    """Ranks that have shards of the parameter. None means that it isn't sharded."""
     tile: Tile | None = None
     """Tile of the shard. For a flat slice, tile of the rows that contain it. None means the whole parameter."""
     start: int = 0
@@ -67,7 +67,7 @@ class ParameterPart:
         return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the shard in the updated tensor, or in a tensor with the same layout."""
+        """Returns a view of the shard in a weight or gradient tensor."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class ParameterPart:
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with an external learning rate and without momentum.
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with an explicit learning rate and no momentum.
 
     The second moment of a matrix is factored into row and column means. bf16 parameters are updated with stochastic
     rounding, so they don't need an fp32 copy. The random bits depend only on the seed, the step, the parameter's name

@@ -54,7 +54,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
     A parameter's state consists of `step` and the moments `state1` and `state2`. Large parameters also have the
     dequantization tables `qmap1` and `qmap2`, and the scales named in SCALES (see `scales_for`). The kernels don't
-    support `found_inf`, so the caller must not call `step` if a gradient is infinite.
+    support `found_inf`, so the caller must not call `step` if a gradient isn't finite.
 
     Args:
         params: parameters or parameter groups. Raises RuntimeError if the shards of a DTensor split a block.

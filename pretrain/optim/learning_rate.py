@@ -131,7 +131,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """A schedule that is cut short by a decay to the floor, starting at `from_step`."""
+    """Schedule that ends early, with a decay to the floor that starts at `from_step`."""
 
     schedule: Schedule
     from_step: int

@@ -1,4 +1,4 @@
-"""Gathers sharded matrices on one rank each, updates them there, and sends the results back.
+"""Gathers each sharded matrix on one rank, updates it there, and sends the result back.
 
 Matrices are grouped into buckets. Each bucket needs one collective to gather the matrices and one to return the
 results. If the matrices are replicated, only the second is needed.

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), sharded and with fused weights split.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for sharded and fused weights.
 
 The math and state names match torch.optim.Muon. That class always uses bf16 matmuls, which are 50 times slower than
 fp32 on a CPU without bf16 instructions.
@@ -53,7 +53,7 @@ COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: quintic per iteration}. Further iterations repeat the last quintic."""
+"""{name: one quintic per iteration}. Further iterations repeat the last quintic."""
 
 
 class Muon(torch.optim.Optimizer):

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MAX_SERIAL_SUM = 2**16
-"""Maximum number of squares to sum sequentially in fp32 on a CPU. The error is 2e-7, and 1e-5 for a million."""
+"""Maximum number of squares to sum sequentially in fp32 on a CPU.
+
+The error is 2e-7 for this number of squares, and 1e-5 for a million.
+"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class OptimizerSpec(ABC):
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Creates the optimizer. Parameters should be grouped with `groups`."""
+        """Creates the optimizer, usually with parameter groups from `groups`."""
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
@@ -190,8 +193,8 @@ class OptimizerSpec(ABC):
     ) -> list[dict]:
         """Creates one parameter group per learning-rate scale.
 
-        Each step decays a weight by learning rate x weight decay. The muP scale is divided out of the weight decay, so
-        that it doesn't change the decay. A learning rate from `optim.group_learning_rates` does change it.
+        Each step decays a weight by learning rate x weight decay. The weight decay is divided by the muP scale, so
+        that muP doesn't change the decay per step. Learning rates from `optim.group_learning_rates` do change it.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:

@@ -1,4 +1,4 @@
-"""Tiles, which describe a tensor's shard with index ranges for each dimension.
+"""Tiles, which describe a shard of a tensor as index ranges for each dimension.
 
 A dimension may have several ranges. For example, a shard of fused gate and up projections contains rows from both.
 """

@@ -152,7 +152,7 @@ def test_the_mirror_of_another_run_is_left_alone(tmp_path):
     mirror = tmp_path / "mirror"
     copy_all(copier_of(write_run(tmp_path / "a/run", (4,)), mirror))
     copier = copier_of(write_run(tmp_path / "b/run", (8,), start_id="two"), mirror)
-    assert copier.attempt(everything=False) and "another run" in copier.status["problem"]
+    assert copier.attempt(everything=False) and "a different run" in copier.status["problem"]
     assert steps_there(mirror) == [4]
 
 

@@ -131,7 +131,7 @@ def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
 def test_another_run_under_the_same_name_is_refused(lost):
     run, _, settings = lost
     write_run(run, (2,), start_id="two")
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="a different run"):
         fetch_from_mirror(run, settings, Ranks())
 
 
