@@ -101,7 +101,7 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     result = check(exported, trained=TrainingLosses(trained, readers, window))
     assert not result.problems
     assert result.loss_difference < 5e-3
-    assert "each document alone" in result.in_words()
+    assert "one document at a time" in result.in_words()
 
     # What the checkpoint and the export have both wrong shows against the model that trained alone.
     wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
@@ -161,7 +161,7 @@ def test_a_missing_checkpoint_is_reported(exported):
 
 def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert "of memory in fp32" in check(exported).in_words()
+    assert "GB of memory, but only" in check(exported).in_words()
 
 
 def test_a_card_that_fails_does_not_cost_the_model(tmp_path):

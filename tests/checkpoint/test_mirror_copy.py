@@ -91,7 +91,7 @@ def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "wrong sha256 after the upload")]
+    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "has the wrong sha256 after")]
 )
 def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
@@ -190,7 +190,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     identity.unlink() if content is None else identity.write_bytes(content)
     write_checkpoint(run, 8)
     assert not copier.attempt(everything=True)
-    assert "run.json" in copier.status["problem"] and "it is written again" in copier.status["problem"]
+    assert "run.json" in copier.status["problem"] and "writing it again" in copier.status["problem"]
     copy_all(copier)
     assert steps_there(mirror) == [4, 8] and json.loads(identity.read_text())["run"] == "one"
     for path in (identity, mirror / "run/metrics.jsonl"):
