@@ -71,7 +71,7 @@ class ParameterPart:
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the shard as a tile. A flat slice is padded with zeros to full rows."""
+        """Returns the shard as a tile. A flat slice is padded with zeros to fill complete rows."""
         if self.offset is None:
             return part
         block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)

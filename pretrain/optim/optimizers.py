@@ -207,7 +207,7 @@ class OptimizerSpec(ABC):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with torch's fused kernel on a CPU or CUDA."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with torch's fused kernel on CPU and CUDA."""
 
     takes = ("whole", "sharded", "pieces")
     runs_from_disk = True
