@@ -270,7 +270,7 @@ class MirrorCopier:
             self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """Returns the step to copy next: the newest if it is missing, otherwise a missing one that is kept there."""
+        """Returns the step to copy next: the newest if missing, otherwise another one that the mirror should keep."""
         latest = latest_step(self.run)
         if latest is None:
             return None
