@@ -1,10 +1,10 @@
-"""Distillation: the model also learns the next-token probabilities of a teacher (Hinton et al., arXiv 1503.02531).
+"""Distillation: trains the model to match a teacher's next-token probabilities (Hinton et al., arXiv 1503.02531).
 
     python train.py --config recipes/demo.yaml --extensions examples/distillation.py \
         --loss.terms '{distillation: {teacher: runs/large/final, coefficient: 0.5}}' --output runs/distilled
 
-The teacher is a folder or Hub ID of any causal language model with the same token IDs; it sees what the student sees,
-each document alone, and is not trained.
+The teacher is any causal language model with the same tokenizer. Like the student, it doesn't attend across document
+boundaries.
 """
 
 import torch
@@ -19,37 +19,40 @@ from pretrain.registry import LOSS_TERMS
 
 @LOSS_TERMS.register("distillation")
 class Distillation(LossTerm):
-    """KL divergence of the student's from the teacher's probabilities of each next token, x temperature^2."""
+    """KL divergence from the teacher's to the student's next-token probabilities, times temperature^2."""
 
     by_token = True  # the teacher gets whole sequences
 
     class Options(TermOptions):
-        """teacher: folder or Hub ID; temperature: divides the logits of both; chunk: tokens at a time."""
+        """Options of `distillation`."""
 
         teacher: str
+        """Folder or Hub ID of the teacher."""
         temperature: float = 1.0
+        """Divisor for the logits of both models."""
         chunk: int = 1024
+        """Number of tokens per chunk."""
 
     def __init__(self, options, model_config):
         super().__init__(options, model_config)
         how = {
             "dtype": torch.float32,
             "use_safetensors": True,
-            "attn_implementation": "sdpa",
-        }  # takes masks of booleans
+            "attn_implementation": "sdpa",  # supports boolean masks
+        }
         try:
             teacher = AutoModelForCausalLM.from_pretrained(options.teacher, **how)
         except (OSError, ValueError) as error:
             raise InputError(f"loss.terms.distillation: {options.teacher}: {str(error).splitlines()[0]}") from error
         if teacher.config.vocab_size != model_config.vocab_size:
             raise InputError(
-                f"loss.terms.distillation: {options.teacher} has {teacher.config.vocab_size:,} token IDs, the model "
-                f"{model_config.vocab_size:,}; both need the same tokenizer"
+                f"loss.terms.distillation: {options.teacher} has vocab_size {teacher.config.vocab_size:,}, but the "
+                f"model has {model_config.vocab_size:,}; both must use the same tokenizer"
             )
         self.teacher = teacher.eval().requires_grad_(False)
 
     def __call__(self, seen: Seen) -> torch.Tensor:
-        """Returns the sum over the tokens (a scalar), a chunk of logits at a time."""
+        """Returns the sum over all tokens as a scalar."""
         if self.teacher.device != seen.hidden_BTD.device:
             self.teacher.to(seen.hidden_BTD.device)
         hidden_ND = seen.hidden_BTD.flatten(0, 1)
@@ -58,12 +61,12 @@ class Distillation(LossTerm):
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for rows in range(0, len(hidden_ND), self.options.chunk):
             here = slice(rows, rows + self.options.chunk)
-            # Recomputed in the backward pass, so that one chunk's logits are in memory at a time.
+            # Recomputing the logits in the backward pass keeps only one chunk in memory.
             total = total + checkpoint(self.divergence, seen, hidden_ND[here], theirs_NV[here], use_reentrant=False)
         return total
 
     def teacher_logits(self, seen: Seen) -> torch.Tensor:
-        """Returns the teacher's logits (B, T, V) for this rank's tokens, each document on its own."""
+        """Returns the teacher's logits (B, T, V) for this rank's tokens."""
         docs_BT = seen.whole(seen.documents_BT)
         same_BTT = docs_BT[:, :, None] == docs_BT[:, None, :]
         place_T = torch.arange(docs_BT.shape[1], device=docs_BT.device)
@@ -76,7 +79,7 @@ class Distillation(LossTerm):
         return seen.own(self.teacher(ids_BT, **masks, use_cache=False).logits)
 
     def divergence(self, seen: Seen, hidden_CD: torch.Tensor, theirs_CV: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of KL(teacher || student) over the rows of a chunk."""
+        """Returns the sum of KL(teacher || student) over a chunk's tokens."""
         temperature = self.options.temperature
         ours_CV = F.log_softmax(seen.logits(hidden_CD).float() / temperature, dim=-1)
         theirs_CV = F.log_softmax(theirs_CV.float() / temperature, dim=-1)

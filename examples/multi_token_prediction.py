@@ -1,13 +1,13 @@
-"""Multi-token prediction: further modules predict the tokens after the next (DeepSeek-V3, arXiv 2412.19437, 2.2).
+"""Multi-token prediction: additional modules predict tokens after the next one (DeepSeek-V3, arXiv 2412.19437, 2.2).
 
     python train.py --config recipes/demo.yaml --extensions examples/multi_token_prediction.py \
         --loss.terms '{multi_token_prediction: {depths: 1, coefficient: 0.3}}' --output runs/mtp
 
-Module k takes, at position i, the hidden state of module k - 1 (of the model for k = 1) and the embedding of token
-i + k, each normed, side by side; a projection and one more block of the model's own architecture make of them the
-hidden state from which the model's head predicts token i + k + 1. Embedding and head are the model's own.
+At position i, module k concatenates the normalized hidden state of module k - 1 (of the model for k = 1) and the
+normalized embedding of token i + k. A linear projection and one block of the model's architecture turn them into the
+hidden state that predicts token i + k + 1. The embedding and output head are shared with the model.
 
-The modules train with the model and are in its checkpoints, but not in final/, which is the model alone.
+The modules are saved in checkpoints, but not in final/.
 """
 
 import torch
@@ -22,7 +22,7 @@ from pretrain.registry import LOSS_TERMS
 
 
 class Depth(nn.Module):
-    """One module: the next hidden states from the previous ones and the embeddings of later tokens."""
+    """Prediction module: computes hidden states from those of the previous module and from embeddings."""
 
     def __init__(self, config):
         super().__init__()
@@ -31,10 +31,10 @@ class Depth(nn.Module):
         self.norm_of_token = nn.RMSNorm(width, eps=1e-6)
         self.projection = nn.Linear(2 * width, width, bias=False)
         nn.init.normal_(self.projection.weight, std=getattr(config, "initializer_range", 0.02))
-        # A model of one layer brings masks, positions and the norm before the head, whatever the architecture.
+        # A one-layer model also includes masks, positions and the final norm, for every architecture.
         attention = config._attn_implementation
         self.block = AutoModel.from_config(with_layers(config, 1), attn_implementation=attention, dtype=torch.float32)
-        self.block.set_input_embeddings(nn.Identity())  # the model's own is used instead
+        self.block.set_input_embeddings(nn.Identity())  # shared with the model instead
 
     def forward(self, hidden_BTD, tokens_BTD, attention):
         both = torch.cat([self.norm_of_hidden(hidden_BTD), self.norm_of_token(tokens_BTD)], dim=-1)
@@ -43,28 +43,30 @@ class Depth(nn.Module):
 
 @LOSS_TERMS.register("multi_token_prediction")
 class MultiTokenPrediction(LossTerm):
-    """Cross-entropy of the tokens after the next: the mean over the depths of what each adds up over its tokens."""
+    """Cross-entropy of the tokens after the next one, averaged over the depths."""
 
     by_token = True  # later tokens come from seen.whole
     embeds = True
 
     class Options(TermOptions):
-        """depths: tokens after the next that are predicted; coefficient: DeepSeek-V3's lambda, 0.3 and later 0.1."""
+        """Options of `multi_token_prediction`."""
 
         depths: int = 1
+        """Number of additional tokens to predict."""
         coefficient: float = 0.3
+        """Weight of the loss. DeepSeek-V3 uses 0.3, and later 0.1."""
 
     def module(self):
         return nn.ModuleList(Depth(self.model_config) for _ in range(self.options.depths))
 
     def __call__(self, seen: Seen) -> torch.Tensor:
-        """Returns the sum over the tokens (a scalar). No document sees or predicts another one's tokens."""
+        """Returns the sum over all tokens as a scalar. Targets in a different document are ignored."""
         hidden_BTD = seen.hidden_BTD
         total = hidden_BTD.new_zeros((), dtype=torch.float32)
         all_targets_BT = seen.whole(seen.targets_BT)
         all_documents_BT = seen.whole(seen.documents_BT)
         for k, depth in enumerate(self.trained, start=1):
-            # targets[i] is token i + 1, so token i + k is targets[i + k - 1], and the one after it targets[i + k].
+            # targets[i] is token i + 1, so token i + k is targets[i + k - 1].
             tokens_BT = seen.own(later(all_targets_BT, k - 1))
             tokens_BTD = seen.embedding(tokens_BT.clamp(min=0))
             hidden_BTD = depth(hidden_BTD, tokens_BTD, seen.attention)
@@ -77,7 +79,7 @@ class MultiTokenPrediction(LossTerm):
 
 
 def later(values_BT: torch.Tensor, by: int) -> torch.Tensor:
-    """Returns what stands `by` positions later, and IGNORED where that is outside of the sequence."""
+    """Shifts values to the left by `by` positions. Fills the end of the sequence with IGNORED."""
     moved_BT = values_BT.roll(-by, dims=1)
     if by:
         moved_BT[:, -by:] = IGNORED

@@ -1,17 +1,17 @@
-"""A model with its own code: value embeddings, sliding windows and scalars of the residual stream, as in nanochat.
+"""Custom model with value embeddings, sliding windows and residual scalars, similar to nanochat's.
 
     python train.py --config recipes/demo.yaml --model examples/modern --trust_remote_code --model.vocab_size auto \
         --output runs/modern
 
-- Before each layer x = a x + b x_0, with trained scalars a and b for each layer and x_0 the normed embedding.
-- Every second layer, the last included, adds to its values an embedding of the token, times a gate for each head
-  (value residual learning, arXiv 2410.17897).
-- One of `full_every` layers and the last one attend to all tokens, the others to the last `sliding_window`.
-- Queries and keys are RMS-normalized, norms have no weights, the feed-forward is ReLU squared (arXiv 2109.08668).
+- Each layer starts with x = a x + b x_0, with learned scalars a and b. x_0 is the normalized embedding.
+- Every second layer, including the last one, adds a gated token embedding to its values (value residual learning,
+  arXiv 2410.17897).
+- Every `full_every`-th layer and the last one use full attention. The others use a window of `sliding_window` tokens.
+- Queries and keys are RMS-normalized, norms have no weights, and the MLP uses squared ReLU (arXiv 2109.08668).
 
-Masks, rotary positions and attention are transformers' own. This file is copied into every checkpoint.
+Masks, rotary embeddings and attention functions are from transformers. This file is copied to every checkpoint.
 
-Shape suffixes: B sequences, T positions, D width, H heads, K key and value heads, E width of a head.
+Shape suffixes: B sequences, T positions, D width, K key-value heads, E head width.
 """
 
 import torch
@@ -33,7 +33,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 class ModernConfig(PreTrainedConfig):
-    """Shape of the model."""
+    """Configuration of the model."""
 
     model_type = "modern"
 
@@ -58,7 +58,7 @@ class ModernConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        # Always anew, so that another number of layers needs no other list.
+        # Always recomputed, so that num_hidden_layers can be changed.
         kwargs.pop("layer_types", None)
         counts = range(1, self.num_hidden_layers + 1)
         full = [count % self.full_every == 0 or count == self.num_hidden_layers for count in counts]
@@ -67,16 +67,16 @@ class ModernConfig(PreTrainedConfig):
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
-    """Divides by the root mean square over the last dimension; there is no weight."""
+    """RMSNorm without a weight."""
     return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
 class ModernLayer(GradientCheckpointingLayer):
-    """Attention and feed-forward, with what each adds to its input."""
+    """Transformer layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, config: ModernConfig, layer_idx: int):
         super().__init__()
-        # Attention functions of transformers read these from the module.
+        # transformers' attention functions need these attributes.
         self.config = config
         self.layer_idx = layer_idx
         self.is_causal = True
@@ -120,7 +120,7 @@ class ModernLayer(GradientCheckpointingLayer):
 
 
 class ModernPreTrainedModel(PreTrainedModel):
-    """What transformers asks for, and the initial weights."""
+    """Base class with transformers' model flags and weight initialization."""
 
     config_class = ModernConfig
     base_model_prefix = "model"
@@ -139,7 +139,7 @@ class ModernPreTrainedModel(PreTrainedModel):
 
 
 class ModernModel(ModernPreTrainedModel):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and final norm."""
 
     def __init__(self, config: ModernConfig):
         super().__init__(config)
@@ -165,7 +165,7 @@ class ModernModel(ModernPreTrainedModel):
 
 
 class ModernForCausalLM(ModernPreTrainedModel, GenerationMixin):
-    """The model with its head. It keeps no cache: generation computes every token anew."""
+    """Model with output head. It has no KV cache, so generation recomputes all tokens."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 

@@ -1,12 +1,13 @@
-"""Saves state atomically, by Hugging Face parameter name, without pickle.
+"""Checkpoints, mirrors and model export.
 
-The format is stable, so a run can resume from an earlier version's checkpoints (docs/checkpoints.md).
+Tensors are saved in safetensors files under their Hugging Face parameter names. Checkpoints from earlier versions can
+be resumed (docs/checkpoints.md).
 
-    checkpoints: saving, verifying, pruning
-    mirror_store, mirror_copy, mirror_fetch: the run's remote copy: its content, copying, starting from it
-    mirror_lease: ensures that only one machine trains a run with a remote copy
-    tensor_files: named tensors on disk, and their staging buffers in CPU memory
-    run_state: a run's position and history
-    export, export_check: the finished model, and its comparison with the trained one
-    average_folder: a checkpoint's average as a model folder
+    checkpoints: saving, verifying and pruning checkpoints
+    mirror_store, mirror_copy, mirror_fetch: access to a run's mirror, copying to it, and starting from it
+    mirror_lease: ensures that only one machine trains a mirrored run
+    tensor_files: safetensors files and their staging buffers in CPU memory
+    run_state: step, token count, rollbacks and other state without tensors
+    export, export_check: writing and verifying final/
+    average_folder: loads averaged weights with from_pretrained
 """

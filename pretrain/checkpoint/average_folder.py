@@ -1,4 +1,4 @@
-"""Presents the average in a checkpoint as a model folder that from_pretrained loads."""
+"""Makes a checkpoint's averaged weights loadable with from_pretrained."""
 
 import tempfile
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from pretrain.files import SEAL_FILE
 
 
 def require_average(name: str, checkpoint: Path) -> None:
-    """Raises InputError for a checkpoint without an average. name: the user's name for the checkpoint."""
+    """Raises InputError if a checkpoint has no averaged weights. name: checkpoint name for the error message."""
     if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
-            f"{name}: there is no average in {checkpoint}; checkpoints of runs with averaging.kind: ema or tail have "
-            "one from the first steps that are averaged on: give RUN@STEP, or --weights raw"
+            f"{name}: there is no average in {checkpoint}; a run with averaging.kind: ema or tail saves one after "
+            "averaging has started. Use a later step (RUN@STEP), or --weights raw"
         )
 
 
 @contextmanager
 def average_folder(checkpoint: Path) -> Iterator[Path]:
-    """Creates a temporary folder of links to the checkpoint's files, with the average as the model."""
+    """Creates a temporary folder with links to the checkpoint's files, with the averaged weights as the model."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"{checkpoint.name}-average"
         folder.mkdir()
@@ -28,7 +28,7 @@ def average_folder(checkpoint: Path) -> Iterator[Path]:
             is_tensors = ".safetensors" in path.suffixes
             if path.name == SEAL_FILE or (is_tensors and not path.name.startswith("average")):
                 continue
-            # An index refers to its files by their existing names, so only the index or a single file is renamed.
+            # The index contains the shards' names, so they can't be renamed.
             whole = path.name in ("average.safetensors", "average.safetensors.index.json")
             name = path.name.replace("average", "model", 1) if whole else path.name
             (folder / name).symlink_to(path.resolve())

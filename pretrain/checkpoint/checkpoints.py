@@ -1,17 +1,16 @@
-"""Checkpoints in one format for every strategy and number of ranks, each a HF model folder, without pickle.
+"""Saves, verifies and prunes checkpoints. The format is the same for every strategy and number of ranks.
 
     checkpoints/step-00000500/
-      config.json, tokenizer files, model*.safetensors    a model that from_pretrained loads
-      optimizer*.safetensors                              optimizer state as '<parameter>.<state>', whole tensors
-      average*.safetensors                                the average of the weights, if there is one
-      loss_terms.safetensors                              parameters of the loss terms, if they have any
-      trainer_state.json                                  step, tokens, skipped data, identity of data and model
+      config.json, tokenizer files, model*.safetensors    the model, for from_pretrained
+      optimizer*.safetensors                              unsharded optimizer state, as '<parameter>.<key>'
+      average*.safetensors                                averaged weights, if any
+      loss_terms.safetensors                              loss-term parameters, if any
+      trainer_state.json                                  step, token count, skipped data, data and model identity
       MANIFEST.json                                       size and sha256 of every file, written last
 
-Training waits only while the tensors are copied to CPU memory. A thread then writes the files to a hidden folder,
-syncs and hashes them, writes the manifest, renames the folder, syncs its parent, and prunes old checkpoints. Therefore
-the newest folder with a valid manifest is always a complete checkpoint. Resuming verifies the hashes first and renames
-a damaged checkpoint to damaged-step-00000500.
+Training waits only while tensors are copied to CPU memory. A thread then writes, syncs and hashes the files in a
+hidden folder, and renames it when it is complete. Hashes are verified before resuming, and damaged checkpoints are
+renamed to damaged-step-00000500.
 """
 
 import json
@@ -53,27 +52,27 @@ SAVED = ("model", "optimizer", "average", "loss_terms")
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""Maximum time for a save on a slow disk. After that, the watchdog treats the wait as a hang."""
+"""Maximum time for a save. After that, the watchdog treats it as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
-    """Raised if no checkpoint is intact. Starting from scratch would hide the loss."""
+    """Raised if there is no intact checkpoint to resume from."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 class SaveError(RunStoppedError):
-    """Raised on every rank if a save fails. Earlier checkpoints are unchanged."""
+    """Raised on every rank if a save fails."""
 
 
 @dataclass
 class Save:
-    """A save, with its data and outcome."""
+    """Data and result of a save."""
 
     step: int
     folder: Path
     files: dict[str, dict[str, torch.Tensor]]
-    """This rank's share, in CPU memory: {file: {name: tensor}}."""
+    """Tensors for this rank to write, in CPU memory: {file: {name: tensor}}."""
     indices: dict[str, dict]
     """{index file: contents}."""
     contents: dict[str, Any]
@@ -81,17 +80,17 @@ class Save:
     describe: Callable[[Path], None]
     started: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
-    """Time during which training waited."""
+    """How long training waited."""
     seconds: float = 0.0
-    """Time from start to commit."""
+    """Total duration of the save."""
     bytes: int = 0
     problem: str | None = None
-    """Reason for a failure, the same on every rank."""
+    """Error message, the same on every rank. None if the save succeeded."""
     thread: threading.Thread | None = None
 
 
 class Checkpoints:
-    """A run's checkpoints. All ranks must call every method except `finished`."""
+    """Saves and finds a run's checkpoints. All methods except `finished` are collective."""
 
     def __init__(self, run: Path, ranks: Ranks, settings: config.Checkpoint):
         self.run = run
@@ -100,13 +99,13 @@ class Checkpoints:
         self.settings = settings
         self.in_background = settings.async_save
         self.last_step: int | None = None
-        """Step of the newest checkpoint that was written or found valid."""
+        """Step of the latest checkpoint that was saved or loaded."""
         self.begun_step: int | None = None
-        """Step of the save in progress, or `last_step`. Equal on all ranks."""
+        """Step of the save in progress, or `last_step`. The same on all ranks."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
-        """{file: buffer for its tensors}."""
+        """{file: buffer for its tensors}, reused in every save."""
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,14 +121,14 @@ class Checkpoints:
         describe: Callable[[Path], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Starts saving the checkpoint of `step`: copies the tensors to CPU memory, and writes them in a thread.
+        """Copies the tensors to CPU memory and starts a thread that writes the checkpoint.
 
-        First waits for an earlier unfinished save. `finished` and `wait` report the outcome.
+        Waits for an earlier save first. Call `finished` to get the result.
 
         Args:
             contents: contents of trainer_state.json.
-            groups: {"model": ..., "optimizer": ..., "average": ...}. Each rank writes its share of the files.
-            describe: writes the rest of a HF model folder (config, tokenizer) into the given folder, on the main rank.
+            groups: {"model": ..., "optimizer": ..., "average": ...}.
+            describe: writes the config and tokenizer files to a folder. Called on the main rank.
             beat: called regularly while training waits.
         """
         contents = contents | {"tensors": {prefix: len(group.shapes) for prefix, group in groups.items()}}
@@ -158,13 +157,13 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """Returns a save that was completed or has failed since the last call, or None. Not a collective call."""
+        """Returns a save that has succeeded or failed, or None. Each save is returned once. Not a collective call."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
 
     def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits for the save in progress, if any. Calls `beat` regularly."""
+        """Waits for the save in progress, if any, and calls `beat` regularly."""
         if (save := self._in_flight) is None:
             return
         wait_for(save, beat)
@@ -174,9 +173,9 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies this rank's share of the tensors into buffers, which are reused in every save.
+        """Copies the tensors that this rank writes into CPU buffers.
 
-        Allocating memory takes longer than the copy, because the kernel clears every new page.
+        Buffers are reused because allocating memory takes longer than the copy.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
@@ -190,10 +189,9 @@ class Checkpoints:
             if file not in staged:
                 layout = {each: (group.shapes[each], group.dtypes[each]) for each in plan[file]}
                 if file not in self._memory or self._memory[file].layout != layout:
-                    self._memory.pop(file, None)  # freed before the next allocation
+                    self._memory.pop(file, None)  # frees it before the next allocation
                     self._memory[file] = HostMemory(layout)
-            # On a GPU, the copies run in the training stream, between two steps, so that gathered tensors aren't
-            # reused too early. Synchronizes once at the end, not per tensor.
+            # The copies use the training stream, so that gathered tensors aren't overwritten too early.
             staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -204,29 +202,29 @@ class Checkpoints:
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
-        except Exception as error:  # a thread that dies silently would look like a successful save
+        except Exception as error:
             save.problem = f"{type(error).__name__}: {error}"
         save.files = {}
         save.seconds = time.perf_counter() - save.started
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
-        """Returns the problem, the same on all ranks. Raises an error if the other ranks are unreachable."""
+        """Returns an error message, the same on all ranks, or None. Raises an error if other ranks are unreachable."""
         problem = None
         written = {}
         try:
             for file, tensors in save.files.items():
                 save_file(tensors, unfinished / file, metadata={"format": "pt"})
                 written[file] = seal(unfinished / file)
-        except Exception as error:  # any error, because the other ranks wait for the answer
+        except Exception as error:  # the other ranks are waiting
             problem = f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((problem, written), in_background=True)
         problems = [problem for problem, _ in answers if problem]
         if not problems and self.ranks.is_main:
             try:
                 self._commit(save, unfinished, {n: entry for _, share in answers for n, entry in share.items()})
-            except Exception as error:  # any error, because `describe` may fail in any way
+            except Exception as error:  # the other ranks are waiting
                 problems = [f"{type(error).__name__}: {error}"]
-        # No rank continues before the commit: all need the outcome, and the next save must find this one finished.
+        # All ranks wait for the commit.
         problems = self.ranks.gather(problems, in_background=True)[0]
         if problems and self.ranks.is_main:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -239,15 +237,15 @@ class Checkpoints:
         save.describe(unfinished)
         (unfinished / "trainer_state.json").write_text(json.dumps(save.contents, indent=1))
         commit(unfinished, save.folder, files)
-        # After the rename, because LATEST must never name a folder that a crash may leave unfinished.
+        # After the rename, so that LATEST never refers to an incomplete checkpoint.
         write_durably(self.folder / "LATEST", save.folder.name)
         try:
             self._prune()
-        except Exception as error:  # this checkpoint is complete; the next prune retries
-            say(f"checkpoints: an old one could not be removed ({error})", sys.stderr)
+        except Exception as error:  # retried after the next save
+            say(f"checkpoints: could not remove an old checkpoint ({error})", sys.stderr)
 
     def valid(self, folder: Path) -> Path:
-        """Verifies a checkpoint of any run and returns its folder. Raises NoValidCheckpointError if it is damaged."""
+        """Verifies a checkpoint, which may be from any run. Raises NoValidCheckpointError if it is damaged."""
         if problems := self._damage(folder):
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
@@ -255,13 +253,13 @@ class Checkpoints:
     def newest_valid(
         self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
     ) -> Path | None:
-        """Returns the newest intact checkpoint of step `at_most` or earlier, or None.
+        """Returns the newest intact checkpoint at or before step `at_most`, or None.
 
-        Logs and renames each damaged checkpoint and each checkpoint whose step is wrong. The mirror's copy, if any,
-        takes its place. Raises NoValidCheckpointError if all are damaged or missing.
+        Damaged checkpoints are renamed, and fetched again if the run has a mirror. Raises NoValidCheckpointError if
+        the run has saved checkpoints but none is intact.
         """
         self.wait(beat)
-        # The main rank's list, because other ranks may still see an older one on a network disk.
+        # On a network disk, other ranks may see an outdated list.
         present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
         if present and at_most is None:
             self._repair_latest(present[-1])
@@ -284,13 +282,14 @@ class Checkpoints:
             return folder
         if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
-                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, under its own "
-                f"name, such as {checkpoint_name(500)}; to start over choose another --output, or remove {self.run}"
+                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, with its "
+                f"original name, such as {checkpoint_name(500)}; to start over, choose another --output, or remove "
+                f"{self.run}"
             )
         return None
 
     def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Lists a checkpoint's damage. Each rank verifies its share of the files."""
+        """Lists a checkpoint's damage. Each rank verifies some of the files."""
         share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
@@ -302,16 +301,16 @@ class Checkpoints:
         return fetch_again(self.run, self.settings, self.ranks, step, beat)
 
     def _repair_latest(self, newest: int) -> None:
-        """Makes LATEST name the newest checkpoint, intact or not, if it names none.
+        """Writes the newest checkpoint, intact or not, to LATEST if LATEST is missing or unreadable.
 
-        If it named an older one, the mirror would delete its copies of later checkpoints.
+        With an older checkpoint in LATEST, later ones would be deleted from the mirror.
         """
         with self.ranks.together(SaveError):
             if self.ranks.is_main and latest_step(self.run) is None:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Returns evidence that checkpoints are missing, or ''."""
+        """Explains which checkpoints are damaged or missing. Returns '' if none are."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
@@ -322,11 +321,11 @@ class Checkpoints:
         return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is gone" if saved else ""
 
     def discard_after(self, step: int) -> None:
-        """Removes checkpoints later than `step`, because training rolls back to `step` and continues differently."""
+        """Removes checkpoints after `step`, for a rollback to `step`."""
         self.wait()
         with self.ranks.together(SaveError):
             if self.ranks.is_main:
-                # Before the removals, so that the mirror's copying thread treats later steps as abandoned.
+                # First, so that the mirror thread stops copying the removed checkpoints.
                 write_durably(self.folder / "LATEST", checkpoint_name(step))
                 for later, folder in checkpoint_folders(self.run).items():
                     if later > step:
@@ -340,7 +339,7 @@ class Checkpoints:
 
 
 def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits for a save. Calls `beat` for up to SLOWEST_SAVE_SECONDS, so that a slow disk isn't reported as a hang."""
+    """Waits for a save. Calls `beat` for up to SLOWEST_SAVE_SECONDS, so that the watchdog doesn't report a hang."""
     while save.thread.is_alive():
         save.thread.join(timeout=1.0)
         if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
@@ -356,20 +355,20 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Contents of a checkpoint. Tensors are read on access."""
+    """Contents of a checkpoint. Tensors are loaded on access."""
 
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Average of the weights and loss terms, if any."""
+    """Averaged weights, including loss-term parameters, if any."""
     loss_terms: SavedTensors
-    """Parameters of the loss terms."""
+    """Loss-term parameters."""
     contents: dict[str, Any]
-    """trainer_state.json: state, identity, strategy, guard, validation_loss."""
+    """Contents of trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
 def load_saved(folder: Path) -> SavedRun:
-    """Opens a valid checkpoint."""
+    """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable."""
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
         tensors = {prefix: SavedTensors(folder, prefix) for prefix in SAVED}

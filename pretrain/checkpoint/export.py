@@ -1,4 +1,4 @@
-"""Writes final/: the trained model in save_pretrained's format and the export dtype, with tokenizer and model card."""
+"""Exports the trained model to final/ in save_pretrained's format, with tokenizer and model card."""
 
 import json
 import shutil
@@ -20,13 +20,13 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""Maximum time for writing the model card. If it takes longer, the model is exported without a card."""
+"""Timeout for writing the model card."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes everything in a HF model folder except the weights: configs, code of local architectures, tokenizer.
+    """Writes all files of a HF model folder except the weights: configs, custom model code and tokenizer.
 
-    dtype: dtype of the weights in the folder. from_pretrained uses it.
+    dtype: dtype of the weights, which is written to config.json.
     """
     model.config.dtype = dtype
     save_model_metadata(model, folder)
@@ -36,7 +36,7 @@ def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype:
 
 
 def add_converters_keys(path: Path) -> None:
-    """Adds GPT-2's n_ctx to config.json. llama.cpp's converter needs it, but transformers no longer writes it."""
+    """Adds n_ctx to GPT-2's config.json for llama.cpp's converter. transformers no longer writes it."""
     config = json.loads(path.read_text(encoding="utf-8"))
     if config["model_type"] == "gpt2":
         config["n_ctx"] = config["n_positions"]
@@ -46,7 +46,7 @@ def add_converters_keys(path: Path) -> None:
 def export_final(
     run: Path, strategy: Strategy, dtype: str, describe: Callable[..., None], beat: Callable[[], None]
 ) -> Path:
-    """Writes run/final atomically. A collective call. Raises SaveError if a rank can't write."""
+    """Writes run/final atomically. A collective call. Raises SaveError if it fails on any rank."""
     ranks = strategy.ranks
     final = run / "final"
     unfinished = run / ".saving-final"
@@ -57,7 +57,7 @@ def export_final(
     with ranks.together(SaveError):
         group = strategy.model_tensors()
         buffers = {name for name, _ in strategy.causal_lm.named_buffers()}
-        # Buffers keep their dtype, because a rounded router bias would select different experts.
+        # Buffers aren't converted, because a rounded router bias would select different experts.
         dtypes = dict.fromkeys(group.shapes.keys() - buffers, DTYPES[dtype])
         published = PublishedNames.of(strategy.causal_lm.config)
         written = write_group(unfinished, "model", group, ranks.rank, ranks.count, dtypes, beat, published)
@@ -72,9 +72,9 @@ def export_final(
 
 
 def export_card(run: Path, folder: Path) -> str | None:
-    """Writes the model card into the folder. Returns the problem, if any, because the export must succeed."""
+    """Writes the model card. Returns an error message instead of raising, so that the export succeeds."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
-    # The recipe's paths are relative to the current folder, so the child process must keep it.
+    # Paths in the recipe are relative, so the child process must run in the current folder.
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     try:

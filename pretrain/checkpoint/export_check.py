@@ -1,4 +1,4 @@
-"""Verifies the exported model: reloads it and compares its logits and losses with the trained model's."""
+"""Verifies the exported model by comparing its logits and losses with those of the trained model."""
 
 import itertools
 from collections.abc import Iterator
@@ -19,10 +19,9 @@ from pretrain.files import damage
 from pretrain.hardware import DTYPES
 
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
-"""{coarser precision: allowed difference in nats per token}.
+"""{precision: allowed loss difference in nats per token}.
 
-A tolerance is much larger than the effect of rounding (about 1e-3 in bf16), but much smaller than the effect of one
-misplaced tensor.
+The tolerances are well above rounding errors (about 1e-3 in bf16) and well below the effect of a wrong tensor.
 """
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
@@ -30,34 +29,32 @@ PROBE_TOKENS = 32
 
 @dataclass
 class ExportCheck:
-    """Result of a comparison."""
+    """Result of `verify_export`."""
 
     folder: Path
     problems: list[str] = field(default_factory=list)
-    """Differences; empty for a faithful export."""
+    """Problems found. Empty if the export is correct."""
     left_out: list[str] = field(default_factory=list)
-    """Reasons for skipped comparisons."""
+    """Skipped comparisons, with reasons."""
     logit_difference: float | None = None
-    """Largest difference in a logit caused by rounding the weights, relative to the largest logit."""
+    """Maximum logit difference caused by rounding the weights, relative to the largest logit."""
     loss_difference: float | None = None
-    """Difference between the losses of the training model and the export on the same text, in nats per token; the
-    maximum over the sources.
-    """
+    """Maximum loss difference between the training model and the export over all sources, in nats per token."""
 
     def in_words(self) -> str:
-        """Returns one line for the log."""
+        """Summarizes the result in one line."""
         if self.problems:
             return f"{self.folder} is NOT the model that was trained: {'; '.join(self.problems)}"
         said = []
         if self.logit_difference is not None:
             said.append(
-                "logits equal to the last checkpoint's in the same dtype, "
-                f"{self.logit_difference:.1e} of the largest from those in fp32"
+                "logits equal to the last checkpoint's in the same dtype, and within "
+                f"{self.logit_difference:.1e} of the fp32 logits (relative to the largest)"
             )
         if self.loss_difference is not None:
             said.append(
-                f"its loss by the library's own forward, each document alone, {self.loss_difference:.1e} from the "
-                "training model's"
+                f"loss with transformers' forward pass, one document at a time, within {self.loss_difference:.1e} of "
+                "the training model's"
             )
         said += [f"not compared: {reason}" for reason in self.left_out]
         return f"{self.folder} verified: {'; '.join(said)}"
@@ -65,27 +62,27 @@ class ExportCheck:
 
 @dataclass(frozen=True)
 class TrainingLosses:
-    """The training model's losses, measured on all ranks."""
+    """Validation losses of the training model."""
 
     losses: dict[str, float]
-    """{source: mean loss in nats per token over its first window}."""
+    """{source: mean loss in its first window, in nats per token}."""
     readers: dict[str, ShardReader]
-    """{source: its validation shards}."""
+    """{source: reader for its validation shards}."""
     window: WindowSpec
 
 
 def verify_export(
     folder: Path, checkpoint: Path, *, dtype: str, precision: str, trained: TrainingLosses | None = None
 ) -> ExportCheck:
-    """Compares an exported folder with the checkpoint of the same step and with the training model, on one process.
+    """Compares an exported model with the checkpoint of the same step and with the training model.
 
-    The folder's logits must be bit-identical to those of the checkpoint's fp32 master weights, rounded to the folder's
-    dtype. The loss must match the training model's within LOSS_TOLERANCE. This also finds mistakes that the checkpoint
-    and the export share, such as wrongly gathered tensors.
+    The logits must be bit-identical to the checkpoint's, after rounding the checkpoint's weights to the export dtype.
+    The loss must match the training model's within LOSS_TOLERANCE. The loss also reveals errors that are in both the
+    checkpoint and the export, such as incorrectly gathered tensors.
 
     Args:
-        dtype: the folder's dtype, from the recipe's export.dtype.
-        precision: the training run's resolved precision.
+        dtype: `export.dtype`.
+        precision: the run's resolved precision.
     """
     import psutil
 
@@ -95,7 +92,7 @@ def verify_export(
         return check
     parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) // DTYPES[dtype].itemsize
     if (needed := 5 * parameters) > (free := psutil.virtual_memory().available):
-        check.left_out.append(f"it takes {needed / 1e9:.1f} GB of memory in fp32, and {free / 1e9:.1f} GB are free")
+        check.left_out.append(f"fp32 needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free")
         return check
     with no_loading_bars():
         exported = load_whole(folder, check)
@@ -109,14 +106,14 @@ def verify_export(
         else:
             check.left_out.append("the loss (no validation data)")
         logits_BTV = exported_logits(exported, ids_BT)
-        del exported  # only one model in memory at a time, because each may take half of the memory
+        del exported  # frees memory for the checkpoint's model
         compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
 
 
 @contextmanager
 def no_loading_bars() -> Iterator[None]:
-    """Hides transformers' progress bars for loading, which would clutter the run's log."""
+    """Hides transformers' progress bars."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -127,7 +124,7 @@ def no_loading_bars() -> Iterator[None]:
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
-    """Loads the model in fp32 with from_pretrained. If weights are misplaced, records the problem and returns None."""
+    """Loads a model in fp32 with from_pretrained. Returns None and records the problem if weights don't match."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, use_safetensors=True
@@ -145,14 +142,14 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
 
 
 def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Lists disagreements between the folder's tokenizer and model about token IDs."""
+    """Lists mismatches between the tokenizer and the model."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         return [f"its tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})"]
     problems = []
     if len(tokenizer) > model.config.vocab_size:
-        problems.append(f"the tokenizer has {len(tokenizer):,} IDs, the model {model.config.vocab_size:,}")
+        problems.append(f"the tokenizer has {len(tokenizer):,} IDs, but the model has {model.config.vocab_size:,}")
     ends = {tokenizer.eos_token_id, model.config.eos_token_id}
     if model.can_generate():
         ends.add(model.generation_config.eos_token_id)
@@ -163,14 +160,14 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
 
 @torch.no_grad()
 def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tensor:
-    """Returns logits (B, T, V), in the model's own dtype."""
+    """Returns logits (B, T, V)."""
     return model(input_ids=ids_BT, use_cache=False).logits
 
 
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Compares the export's logits with those of the checkpoint, whose weights are used both rounded and unrounded."""
+    """Compares the export's logits with those of the checkpoint, with fp32 weights and with rounded weights."""
     if not (checkpoint / "config.json").is_file():
         check.left_out.append(f"there is no {checkpoint}")
         return
@@ -182,20 +179,20 @@ def compare_logits(
         parameter.data = parameter.data.to(dtype).float()
     rounded_BTV = exported_logits(masters, ids_BT)
     if rounded_BTV.shape != logits_BTV.shape:
-        check.problems.append(f"its logits have the shape {tuple(logits_BTV.shape)}, not {tuple(rounded_BTV.shape)}")
+        check.problems.append(f"logits have shape {tuple(logits_BTV.shape)} instead of {tuple(rounded_BTV.shape)}")
     elif not torch.equal(rounded_BTV, logits_BTV):
         largest = (rounded_BTV - logits_BTV).abs().max().item()
-        check.problems.append(f"its logits are up to {largest:.3g} from those of {checkpoint.name}")
+        check.problems.append(f"logits differ by up to {largest:.3g} from those of {checkpoint.name}")
     else:
         check.logit_difference = ((exact_BTV - logits_BTV).abs().max() / exact_BTV.abs().max()).item()
 
 
 @torch.no_grad()
 def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: WindowSpec) -> dict[str, float]:
-    """Returns {source: mean loss per token in nats over its first window}, in fp32 on the CPU.
+    """Returns {source: mean loss in its first window, in nats per token}.
 
-    Uses transformers' eager forward pass and full logits, and runs each of the window's documents separately. As this
-    code path is independent of training, it reveals mistakes there.
+    Runs each document separately with transformers' forward pass, so that the result is independent of the training
+    code.
     """
     losses = {}
     for name, reader in readers.items():
@@ -214,13 +211,13 @@ def losses_of(model: PreTrainedModel, readers: dict[str, ShardReader], window: W
 
 
 def compare_losses(check: ExportCheck, model: PreTrainedModel, trained: TrainingLosses, tolerance: float) -> None:
-    """Compares losses. A NaN, or a difference above `tolerance` nats, counts as a problem."""
+    """Compares losses. Records a problem if a loss is NaN or differs by more than `tolerance` nats per token."""
     exported = losses_of(model, trained.readers, trained.window)
     for name, loss in trained.losses.items():
         difference = abs(exported[name] - loss)
         if not difference <= tolerance:
             check.problems.append(
-                f"on {name} its loss is {exported[name]:.4f}, the training model's {loss:.4f}; rounding explains "
-                f"{tolerance:g} at most"
+                f"the loss on {name} is {exported[name]:.4f}, but the training model's is {loss:.4f}; rounding "
+                f"explains at most {tolerance:g}"
             )
         check.loss_difference = max(check.loss_difference or 0.0, difference)

@@ -1,13 +1,12 @@
-"""Keeps a run's mirror up to date, in a low-priority thread that training never waits for.
+"""Copies a run's checkpoints and small files to its mirror, in a low-priority background thread.
 
-    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copy everything that the mirror lacks
+    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copy everything that is missing on the mirror
 
-The thread checks the run's folder twice a second. It first copies the newest missing checkpoint, protected from
-pruning by hard links. It copies older checkpoints only if they are kept permanently. It retries failures with
-exponentially growing pauses.
+The thread checks the run folder twice a second and copies the newest checkpoint first. Older checkpoints are copied
+only if they are kept permanently. Failed copies are retried with exponential backoff.
 
-    RUN/mirror/status.json      the last copy, and the current failure if there is one, for `runs.py status`
-    RUN/mirror/copying/         links to the files being copied
+    RUN/mirror/status.json      the last copy and the current error, if any, for `runs.py status`
+    RUN/mirror/copying/         hard links to the files being copied, which protect them from pruning
 """
 
 import argparse
@@ -55,20 +54,20 @@ BEAT_SECONDS = 2.0
 """Seconds between updates of status.json."""
 LONGEST_BACKOFF_SECONDS = 300.0
 LONGEST_PAUSE_AT_THE_END = 5.0
-"""Maximum pause between two attempts in seconds, while the run trains and while it waits."""
+"""Maximum seconds between two attempts, during training and after it."""
 NICENESS = 10
 
 
 class TakenOverError(Exception):
-    """Raised if another start of the run has taken over the mirror, so that this one must stop copying."""
+    """Raised if another process of the same run has taken over the mirror."""
 
 
 class MirrorCopier:
-    """Copies for one start of a run, either with `keep_copying` in a thread or with single calls of `attempt`.
+    """Copies a run to its mirror. Either run `keep_copying` in a thread, or call `attempt`.
 
     Args:
-        run: the run's folder.
-        settings: tells which checkpoints to keep.
+        run: the run folder.
+        settings: determines which checkpoints are kept.
     """
 
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
@@ -80,15 +79,15 @@ class MirrorCopier:
         self.damaged: dict[str, str] = claim.get("damaged") or {}
         """{damaged file or folder on the mirror: problem}."""
         self.there: dict[int, float | None] | None = None
-        """{step: validation loss} of the mirror's complete checkpoints; None before the first pass."""
+        """{step: validation loss} of complete checkpoints on the mirror. None before the first pass."""
         self.manifests: dict[str, bytes] = {}
-        """{folder: manifest} of the mirror's complete checkpoints and final/."""
+        """{folder: manifest} of complete folders on the mirror: checkpoints and final/."""
         self.files: dict[str, bytes] = {}
-        """{name: content} of small files when they were last copied."""
+        """{name: last copied content} of small files."""
         self.seen: set[int] = set()
-        """Steps of the run's checkpoints at the last pass."""
+        """Steps of the local checkpoints in the last pass."""
         self.beaten = time.monotonic()
-        """Time of the last update of status.json (monotonic clock)."""
+        """Time when status.json was last written (monotonic clock)."""
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
@@ -104,7 +103,7 @@ class MirrorCopier:
             "damaged": self.damaged,
         }
         self.is_settled = False
-        """True if everything that existed when `settle` was called is copied."""
+        """True if everything that existed when `settle` was called has been copied."""
         self._settles = False
         self._ends = False
         self._wake = threading.Event()
@@ -112,12 +111,12 @@ class MirrorCopier:
         shutil.rmtree(run / MIRROR_FOLDER / "copying", ignore_errors=True)
 
     def keep_copying(self) -> None:
-        """Copies until `end` is called, and then copies the rest."""
-        if sys.platform == "linux":  # threads have their own priority there
+        """Copies until `end` is called and everything has been copied."""
+        if sys.platform == "linux":  # on Linux, the priority is set per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         with copying_alone(self.run):
             while True:
-                # Cleared before the flags are read, so that a later request immediately ends the wait below.
+                # Cleared before reading the flags, so that no request is missed.
                 self._wake.clear()
                 settles = self._settles
                 ends = self._ends
@@ -137,17 +136,16 @@ class MirrorCopier:
         self._wake.set()
 
     def end(self) -> None:
-        """Requests a copy of everything written since `settle`. After that copy, `keep_copying` returns."""
+        """Lets `keep_copying` return after it has copied everything written since `settle`."""
         self._ends = True
         self._wake.set()
 
     def attempt(self, *, everything: bool) -> bool:
-        """Makes one pass and records a failure in the status. Returns True if nothing is left to do."""
+        """Calls `pass_once` and records any error in the status. Returns True if there is nothing left to copy."""
         try:
             more = self.pass_once(everything=everything)
-        except Exception as error:  # each file system raises its own errors
+        except Exception as error:  # error types depend on the file system
             is_taken_over = isinstance(error, TakenOverError)
-            # If the run's folder was deleted, there is nothing left to copy.
             self.status["is_over"] = is_taken_over or not self.run.is_dir()
             if self.run.is_dir():
                 self.status["failures"] += 1
@@ -158,11 +156,11 @@ class MirrorCopier:
         return not more
 
     def pass_once(self, *, everything: bool = False) -> bool:
-        """Copies the most urgent missing folder. Returns True if there may be more to copy.
+        """Copies one missing folder. Returns True if there may be more to copy.
 
-        everything: also copies changed small files. Raises the file system's errors.
+        everything: also copies small files that have changed.
         """
-        if self.there is None:  # also after finding run.json missing or damaged
+        if self.there is None:  # first pass, or run.json is missing or damaged
             self._first_look()
         self._drop_abandoned()
         step = self._next()
@@ -180,7 +178,7 @@ class MirrorCopier:
         return False
 
     def _first_look(self) -> None:
-        """Reads the mirror's content and claims the mirror for this start."""
+        """Lists the mirror's contents and claims the mirror for this process."""
         self.manifests = {}
         self.files = {}
         identity = self.store.identity()
@@ -198,8 +196,8 @@ class MirrorCopier:
             newest = max(there, default=0)
             if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
-                    f"it has step {newest:,}, which is later than this folder's checkpoints, and was out of reach at "
-                    "the start; stop the run and start it again to continue from there"
+                    f"it contains step {newest:,}, which is later than this folder's checkpoints, but was unreachable "
+                    "at the start; to continue from that step, stop the run and start it again"
                 )
         self.store.identify(own, self.start)
         claim |= {"claimed": self.store.address, "damaged": self.damaged}
@@ -210,14 +208,14 @@ class MirrorCopier:
         self._remove(parts)  # left by interrupted copies
 
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
-        """Returns {step: validation loss} of the checkpoints without visible damage. Records the others' damage.
+        """Returns {step: validation loss} of complete checkpoints. Records damaged ones in `damaged`.
 
-        Also checks final/, and collects the manifests of complete folders.
+        Doesn't read the tensor files. Also checks final/, and fills `manifests`.
         """
         losses = {}
         names = {name_of(step): step for step in sealed}
         for name in [name for name in self.damaged if name.startswith("checkpoints/") and name not in names]:
-            self._copied(name)  # it is gone
+            self._copied(name)  # was removed
         if self.store.read(f"final/{SEAL_FILE}") is not None:
             names["final"] = None
         for name, step in names.items():
@@ -232,7 +230,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Records that a file or folder on the mirror is complete or gone, and clears its earlier damage."""
+        """Records that a file or folder on the mirror is no longer damaged: it was copied or removed."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -241,19 +239,19 @@ class MirrorCopier:
                 write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
 
     def _require_claim(self) -> None:
-        """Raises TakenOverError if another start writes here, and OSError if run.json is missing or damaged."""
+        """Raises TakenOverError if another process writes to the mirror, or OSError if run.json is unusable."""
         identity = self.store.identity()
         if identity is None or identity.damage is not None:
             self.there = None
-            gone = "what was there is gone; it is copied again"
-            raise OSError(5, f"{IDENTITY_FILE} {identity.damage}; it is written again" if identity else gone)
+            gone = "the mirror's content is gone; copying it again"
+            raise OSError(5, f"{IDENTITY_FILE} {identity.damage}; writing it again" if identity else gone)
         if identity.start != self.start:
             raise TakenOverError(
-                f"another start of this run ({identity.start}) writes to it since; this one copies no more"
+                f"another start of this run ({identity.start}) now writes to it; this one has stopped copying"
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes steps after a rollback's target. Returns False if the mirror has no other steps."""
+        """Removes checkpoints after a rollback's target. Returns False if the mirror has no other checkpoints."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -265,14 +263,14 @@ class MirrorCopier:
         if steps:
             self._require_claim()
         for step in steps:
-            # Forgotten before the removal, because a half-removed folder must not count as a copy.
+            # First, so that a partly removed folder doesn't count as complete.
             self.there.pop(step, None)
             self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
             self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """Returns the step to copy next: the newest, or a missing one that is kept permanently."""
+        """Returns the step to copy next: the newest if missing, otherwise another one that the mirror should keep."""
         latest = latest_step(self.run)
         if latest is None:
             return None
@@ -281,7 +279,7 @@ class MirrorCopier:
             manifest = content_of(path / SEAL_FILE)
             if manifest is not None and step <= latest:
                 here[step] = manifest
-        # Checkpoints that were pruned while the mirror was busy or unreachable.
+        # Checkpoints that were pruned before they were copied.
         known = {step for step in self.seen if name_of(step) in self.manifests}
         dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
@@ -307,7 +305,7 @@ class MirrorCopier:
             if is_abandoned():
                 raise FileNotFoundError
             self._require_claim()
-            # Before the manifest, because a start that finds this checkpoint must also find the log up to its step.
+            # Before the manifest, so that a complete checkpoint always comes with the log up to its step.
             self._put_files()
 
         self.beat()
@@ -319,7 +317,7 @@ class MirrorCopier:
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # rolled back or pruned during the copy; a newer checkpoint follows
+            return  # the run has rolled back or pruned this checkpoint
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -329,15 +327,14 @@ class MirrorCopier:
         damaged = {step_named(name.removeprefix("checkpoints/")): None for name in self.damaged}
         damaged.pop(None, None)
         kept = steps_to_keep(self.settings, self.there)
-        # A damaged checkpoint must not displace a complete one.
+        # A damaged checkpoint must not replace a complete one.
         kept |= damaged.keys() & steps_to_keep(self.settings, self.there | damaged)
         self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
-        # The order matters. rollbacks.json is written after LATEST, so anyone who reads a rollback also sees its
-        # target.
+        # Read before LATEST. The run writes rollbacks.json after LATEST, so LATEST includes all rollbacks in it.
         files = run_files(self.run)
-        if not self._drop_abandoned():  # the mirror must not record the rollback before its target exists
+        if not self._drop_abandoned():  # a rollback's target must be on the mirror before rollbacks.json
             return
         for name, content in files.items():
             if self.files.get(name) != content:
@@ -346,12 +343,12 @@ class MirrorCopier:
                 self._copied(name)
 
     def beat(self, now: bool = False) -> None:
-        """Writes the status, at most every BEAT_SECONDS unless `now`."""
+        """Writes status.json, at most every BEAT_SECONDS unless `now`."""
         if not now and time.monotonic() - self.beaten < BEAT_SECONDS:
             return
         self.beaten = time.monotonic()
         path = self.run / MIRROR_STATUS
-        with suppress(OSError):  # a full local disk is no reason to stop copying
+        with suppress(OSError):  # the local disk may be full
             fresh = path.with_suffix(".new")
             fresh.write_text(json.dumps(self.status | {"time": time.time()}))
             fresh.rename(path)
@@ -363,9 +360,10 @@ class MirrorCopier:
 
 
 def hold(folder: Path, held: Path) -> Path:
-    """Links a checkpoint's files into `held`, which pruning ignores. On a disk without links, returns the original.
+    """Hard-links a checkpoint's files into `held`, to protect them from pruning.
 
-    Raises FileNotFoundError if the run prunes the checkpoint before all files are linked.
+    Returns `held`, or the original folder if the disk doesn't support hard links. Raises FileNotFoundError if the
+    checkpoint is pruned first.
     """
     try:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -388,14 +386,14 @@ def content_of(path: Path) -> bytes | None:
 
 
 def copying_alone(run: Path) -> TextIO:
-    """Locks the mirror folder, because a user may copy the run manually at the same time."""
+    """Locks RUN/mirror, so that only one process copies the run."""
     lock = open(run / MIRROR_FOLDER / ".lock", "w")  # noqa: SIM115
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def copy_script() -> int:
-    """Copies a run on request. Returns the exit status."""
+    """Copies a run to a mirror. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="mirror folder or URL, as in checkpoint.mirror")
@@ -411,7 +409,7 @@ def copy_script() -> int:
         print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
         return CRASHED
     for name, what in copier.damaged.items():
-        print(f"{store.address}: {name} is damaged ({what}), and not in {arguments.run}", file=sys.stderr)
+        print(f"{store.address}: {name} is damaged ({what}), and {arguments.run} doesn't have it", file=sys.stderr)
     return 0
 
 

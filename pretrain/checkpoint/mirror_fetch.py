@@ -1,13 +1,12 @@
-"""Checks a run's mirror when the run starts, and fetches the run if its disk was lost or another machine got further.
+"""Fetches a run from its mirror at the start of training, if the mirror has a later checkpoint than the run folder.
 
     python -m pretrain.checkpoint.mirror_fetch s3://BUCKET/runs/NAME [FOLDER]     # fetch a copy to inspect or evaluate
 
-    RUN/mirror/claim.json       which start of the run writes to the mirror, the files it fetched,
-                                and the damaged files
+    RUN/mirror/claim.json       ID of the process that writes to the mirror, what it fetched, and damaged files
 
-Fetches the mirror's newest complete checkpoint, metrics.jsonl and the run's other small files. Reports and skips
-damaged files. If the mirror is unreachable, a folder with its own checkpoints starts without it. An empty folder
-doesn't start, because training from scratch would hide the run on the mirror and then overwrite it.
+Fetches the newest complete checkpoint, metrics.jsonl and the other small files. Damaged files are reported and
+skipped. If the mirror is unreachable, a run with local checkpoints starts without it. A run without checkpoints
+doesn't start, because it could overwrite the run on the mirror.
 """
 
 import argparse
@@ -53,25 +52,23 @@ from pretrain.terminal import say_stage
 from pretrain.urls import patiently
 
 LOOK_SECONDS_WITHOUT_NEED = 20.0
-"""Maximum seconds to wait for the mirror if the run's folder has its own checkpoints."""
+"""Maximum seconds to wait for the mirror if the run has local checkpoints."""
 
 
 class LostMirrorError(MirrorError):
-    """Raised if neither the mirror nor the run's folder has an intact checkpoint."""
+    """Raised if neither the mirror nor the run folder has an intact checkpoint."""
 
     exit_code = EXIT_NO_VALID_CHECKPOINT
 
 
 @contextmanager
 def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[None]:
-    """Holds the mirror's lease for this run, and fetches the run if the mirror is ahead of the run's folder.
+    """Fetches the run if the mirror is ahead of the run folder, and holds the mirror's lease within the context.
 
-    A collective call, in which the main rank fetches. If the mirror isn't writable, the run continues without a lease,
-    provided its folder has checkpoints.
-
-    Raises these errors on all ranks: InputError if the mirror belongs to a different run, if another machine trains
-    this run or if the store's library is missing; MirrorError if an empty folder needs the mirror but can't reach it;
-    LostMirrorError if none of the mirror's checkpoints is intact.
+    A collective call. Raises on all ranks:
+        InputError: the mirror belongs to a different run, another machine trains this run, or a library is missing.
+        MirrorError: the mirror is unreachable and the run has no local checkpoint.
+        LostMirrorError: there is no intact checkpoint.
     """
     lease = None
 
@@ -79,7 +76,7 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
         nonlocal lease
         try:
             lease = look(run, settings)
-        except Exception as error:  # returned, not raised, because the other ranks wait for the answer
+        except Exception as error:  # raised below, on all ranks
             is_told = isinstance(error, InputError | RunStoppedError)
             return error if is_told else MirrorError(f"checkpoint.mirror: {one_line(error)}")
         return None
@@ -97,10 +94,9 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
 def fetch_earlier(
     run: Path, settings: config.Checkpoint, ranks: Ranks, at_most: int, beat: Callable[[], None]
 ) -> None:
-    """Fetches the mirror's newest checkpoint of step `at_most` or earlier, if it is later than the folder's.
+    """Fetches the newest checkpoint at or before step `at_most`, if there is no newer local one. A collective call.
 
-    A collective call. It only has an effect if this start fetched the run, because then the folder has only one
-    checkpoint and the mirror may have several. If it fails, the run continues without that checkpoint.
+    Does nothing unless this start has fetched the run. Otherwise, all checkpoints are local. Errors are ignored.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:
@@ -111,7 +107,7 @@ def fetch_earlier(
 
 
 def fetch_again(run: Path, settings: config.Checkpoint, ranks: Ranks, step: int, beat: Callable[[], None]) -> bool:
-    """Fetches the checkpoint of a step that is damaged here. Returns True if it succeeds. A collective call."""
+    """Fetches a checkpoint whose local copy is damaged. Returns True on success. A collective call."""
     return fetch_wanted(
         run, settings, ranks, lambda store, there: there == step and is_ahead(run, store.state(there)), beat
     )
@@ -124,10 +120,10 @@ def fetch_wanted(
     is_wanted: Callable[[MirrorStore, int], bool],
     beat: Callable[[], None],
 ) -> bool:
-    """Fetches the newest intact checkpoint for which `is_wanted`. Returns True if there is one. A collective call."""
+    """Fetches the newest intact checkpoint that `is_wanted` accepts. Returns True on success. A collective call."""
 
     def work() -> bool:
-        with suppress(Exception):  # any error; the run can continue without the checkpoint
+        with suppress(Exception):  # the run can continue without the checkpoint
             store = connect(settings, run)
             look_around = partial(patiently, seconds=LOOK_SECONDS_WITHOUT_NEED, retry=False)
             sealed, _ = look_around(store.steps)
@@ -140,7 +136,7 @@ def fetch_wanted(
 
 
 def look(run: Path, settings: config.Checkpoint) -> Lease | None:
-    """Does the work of `on_mirror` on one process. Returns the lease, or None if the mirror isn't writable."""
+    """Implements `on_mirror` on the main rank. Returns the lease, or None if the mirror isn't writable."""
     store = connect(settings, run)
     here = newest_sealed(run)
     own = read_json(run / MIRROR_FOLDER / CLAIM_FILE).get("start")
@@ -153,7 +149,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         "damaged": {},
     }
     try:
-        say_stage(f"Looking at the mirror {store.address}")
+        say_stage(f"Checking the mirror {store.address}")
         wait = settings.mirror_wait_seconds if here is None else LOOK_SECONDS_WITHOUT_NEED
         identity, (sealed, _) = patiently(lambda: (store.identity(), store.steps()), wait, retry=here is None)
         if identity is not None and identity.damage is not None:
@@ -164,9 +160,9 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
             lease = take_lease(store, claim["start"], own)
         except InputError:
             raise
-        except Exception as error:  # a read-only mirror is still useful
+        except Exception as error:  # the mirror may be read-only
             claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
-        identity, (sealed, _) = store.identity(), store.steps()  # again, because the last holder may have added to it
+        identity, (sealed, _) = store.identity(), store.steps()  # the previous holder may have added checkpoints
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
             catch_up(run, store, sealed, here, claim)
@@ -180,14 +176,14 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         if lease is not None:
             lease.release()
         raise
-    except Exception as error:  # each file system raises its own errors
+    except Exception as error:  # error types depend on the file system
         if newest_sealed(run) is None:
             if lease is not None:
                 lease.release()
             raise MirrorError(
                 f"checkpoint.mirror: {store.address} cannot be reached ({one_line(error)}), and {run} has no "
-                "checkpoint: starting from scratch could overwrite the run that may be there; run the same command "
-                "again when it can be reached, or set checkpoint.mirror: null to begin a new run"
+                "checkpoint: starting from scratch could overwrite a run on the mirror; run the same command again "
+                "when the mirror is reachable, or set checkpoint.mirror: null to start a new run"
             ) from error
         claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
     write_claim(run, claim)
@@ -195,9 +191,9 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
 
 
 def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None, claim: dict[str, Any]) -> None:
-    """Fetches the run if the mirror is ahead of the folder, whose newest checkpoint is `here`.
+    """Fetches the run if the mirror is ahead of the run folder. Records fetched and damaged files in `claim`.
 
-    Records in `claim` what was fetched and what is damaged on the mirror.
+    here: step of the newest local checkpoint.
     """
     damaged = claim["damaged"]
 
@@ -212,7 +208,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
-    # Before the checkpoint, because a kill in between then leaves only a log, which the next start fetches again.
+    # Before the checkpoint, because the next start doesn't fetch them if it finds the checkpoint.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
@@ -225,27 +221,27 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
 
 def newest_sealed(run: Path) -> int | None:
-    """Returns the step of the folder's newest checkpoint with a manifest, or None."""
+    """Returns the step of the newest local checkpoint with a manifest, or None."""
     return max((step for step, path in checkpoint_folders(run).items() if (path / SEAL_FILE).is_file()), default=None)
 
 
 def require_no_loss(run: Path, store: MirrorStore) -> None:
-    """Raises LostMirrorError if the mirror's checkpoints are gone. Starting from scratch would hide the loss."""
+    """Raises LostMirrorError if the mirror has lost its checkpoints, according to its metrics.jsonl."""
     events = parse_lines((store.read(METRICS_FILE) or b"").splitlines())
     if copied := [event.get("step") for event in events if event["event"] == "mirror"]:
         raise LostMirrorError(
-            f"checkpoint.mirror: by its {METRICS_FILE} {store.address} had step {copied[-1]}; no checkpoint there has "
-            f"a {SEAL_FILE} any more, and {run} has none. Restore one, or choose another --output; to begin anew, "
-            f"remove {store.address}"
+            f"checkpoint.mirror: according to its {METRICS_FILE}, {store.address} had step {copied[-1]}; no "
+            f"checkpoint there has a {SEAL_FILE} any more, and {run} has no checkpoint. Restore one, or choose "
+            f"another --output; to start over, remove {store.address}"
         )
 
 
 def fetch(
     run: Path, store: MirrorStore, steps: list[int], damaged: dict[str, str], *, required: bool
 ) -> dict[str, Any] | None:
-    """Fetches the newest intact checkpoint of these steps. Returns a record of it, or None if none is intact.
+    """Fetches the newest intact checkpoint among `steps`. Returns its metadata, or None if none is intact.
 
-    Adds {name: problem} of damaged checkpoints to `damaged`. Raises LostMirrorError if `required` and none is intact.
+    Adds {name: problem} to `damaged`. Raises LostMirrorError if `required` and none is intact.
     """
     started = time.perf_counter()
     passed_over = []
@@ -258,7 +254,7 @@ def fetch(
             damaged[name] = error.strerror
             passed_over.append(name)
             continue
-        for worse in passed_over:  # so that they are copied again; only after an intact one has arrived
+        for worse in passed_over:  # so that they are copied again
             with suppress(Exception):  # the mirror may be read-only
                 store.unseal(worse)
         seconds = round(time.perf_counter() - started, 3)
@@ -266,23 +262,23 @@ def fetch(
     if required:
         raise LostMirrorError(
             f"checkpoint.mirror: none of the checkpoints in {store.address} is intact ("
-            f"{'; '.join(f'{name}: {damaged[name]}' for name in passed_over)}), and {run} has none; restore one, or "
-            "choose another --output"
+            f"{'; '.join(f'{name}: {damaged[name]}' for name in passed_over)}), and {run} has no checkpoint; restore "
+            "one, or choose another --output"
         )
     return None
 
 
 def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
-    """Fetches the run's small files that the folder lacks, and logs that are longer on the mirror.
+    """Fetches small files that are missing in the run folder, and logs that are longer on the mirror.
 
-    Skips damaged files and returns {name: problem} for them.
+    Damaged files are skipped. Returns {name: problem} for them.
     """
     damaged = {}
     for name in store.files():
         path = run / name
         try:
             content = store.read(name)
-        except Exception as error:  # optional; if the mirror is unreachable, the checkpoint fails too
+        except Exception as error:  # if the mirror is unreachable, fetching the checkpoint raises the error
             damaged[name] = f"cannot be read ({one_line(error)})"
             continue
         if content is None:
@@ -298,13 +294,13 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
 
 
 def write_claim(run: Path, claim: dict[str, Any]) -> None:
-    """Records the findings for the copying thread and for the log."""
+    """Writes claim.json."""
     (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
     write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
 
 def fetch_script() -> None:
-    """Copies a run's newest checkpoint, its small files and final/ from a store into a new folder."""
+    """Fetches a run's newest checkpoint, small files and final/ into a new folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url", metavar="URL")
     parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="folder to create (default: runs/NAME)")
@@ -312,16 +308,16 @@ def fetch_script() -> None:
     home, _, name = arguments.url.rstrip("/").rpartition("/")
     run = arguments.folder or Path("runs", name)
     if run.exists():
-        raise InputError(f"{run}: exists; give another folder, or remove it")
+        raise InputError(f"{run} already exists; choose another folder, or remove it")
     store = connect(config.Checkpoint(mirror=home), run.with_name(name))
     sealed, _ = patiently(store.steps, LOOK_SECONDS_WITHOUT_NEED, retry=False)
     if not sealed:
-        raise InputError(f"{store.address}: no run with a complete checkpoint is there")
+        raise InputError(f"{store.address}: found no run with a complete checkpoint")
     claim: dict[str, Any] = {"damaged": {}}
     catch_up(run, store, sealed, None, claim)
     for what, problem in claim["damaged"].items():
-        print(f"damaged there, and left out: {what} ({problem})", file=sys.stderr)
-    print(f"Step {claim['fetched']['step']:,} of {store.address} is in {run}.")
+        print(f"skipped, because it is damaged on the mirror: {what} ({problem})", file=sys.stderr)
+    print(f"Fetched step {claim['fetched']['step']:,} of {store.address} to {run}.")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Leases a mirror to one start of the run at a time. A second start exits, or waits until the holder is dead.
+"""Leases a mirror to one process at a time. Another process exits, or waits until the holder is dead.
 
-    MIRROR/NAME/leases/00000003.json     the holder's host, process and start, and a counter that grows while it lives
+    MIRROR/NAME/leases/00000003.json     host, process ID and start ID of the holder, and a heartbeat counter
 
-Each number can be created only once on S3 (If-None-Match), GCS (generations) and disks, which reject a second writer.
-Other stores, such as buckets on the Hub, overwrite the object. There, a start reads it again after SETTLE_SECONDS, and
-the last writer has the lease.
+S3 (If-None-Match), GCS (generations) and disks create each file only once and reject a second writer. Other stores,
+such as Hub buckets, overwrite the file. There, a process reads it again after SETTLE_SECONDS, and the last writer gets
+the lease.
 
-If a lease hasn't changed for SILENT_SECONDS, another start may create the next number. A lease's age is the difference
-between its time and that of an object written now, both by the store's clock, so the machines' clocks don't matter.
+If a lease hasn't changed for SILENT_SECONDS, another process may create one with the next number. Ages are measured
+with the store's clock, by comparing a lease's modification time with that of a new object.
 """
 
 import json
@@ -27,27 +27,24 @@ from pretrain.urls import patiently
 
 FOLDER = "leases"
 BEAT_SECONDS = 10.0
-"""Seconds between the holder's signs of life."""
+"""Seconds between the holder's heartbeats."""
 SILENT_SECONDS = 45.0
-"""Time without a sign of life after which the holder counts as dead."""
+"""Seconds without a heartbeat after which the holder is considered dead."""
 LOOK_SECONDS = 2.0
 ATOMIC = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
-"""Protocols of stores that create an object only once and date it by their own clock.
-
-A bucket on the Hub uses the date given by the writer.
-"""
+"""Protocols of stores that reject a second writer and set modification times with their own clock."""
 SETTLE_SECONDS = 5.0
-"""Time, on other stores, within which a start that found no lease writes its own."""
+"""On other stores, seconds to wait for concurrent writers before reading a new lease again."""
 CLOCK_SECONDS = 2.0
-"""Error of an age in seconds. S3 reports whole seconds, and a store's servers may differ."""
+"""Maximum error of a lease's age in seconds. S3 rounds to seconds, and a store's servers may have different clocks."""
 ANSWER_SECONDS = 20.0
-"""Maximum wait for one answer from the store."""
+"""Timeout for one request to the store."""
 LAST_SECONDS = 5.0
-"""Maximum wait at the end of a run."""
+"""Timeout for releasing the lease."""
 
 
 class Lease:
-    """Lease created by this process. A thread renews it until `release`."""
+    """Lease held by this process. A thread sends heartbeats until `release`."""
 
     def __init__(self, store: MirrorStore, number: int, values: dict[str, Any]):
         self.store = store
@@ -58,10 +55,10 @@ class Lease:
         self._thread.start()
 
     def release(self) -> None:
-        """Gives up the lease, if the store answers."""
+        """Releases the lease. If the store doesn't respond, the lease expires."""
         self._over.set()
         self._thread.join(LAST_SECONDS)
-        with suppress(Exception):  # the next start finds that the holder is dead
+        with suppress(Exception):
             patiently(self._remove, LAST_SECONDS, retry=False)
 
     def _remove(self) -> None:
@@ -73,7 +70,7 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
-            with suppress(Exception):  # retried; a start that takes over writes its own lease
+            with suppress(Exception):  # retried at the next heartbeat
                 if not self._is_held():
                     return
                 self.values["beat"] += 1
@@ -81,13 +78,13 @@ class Lease:
 
 
 def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
-    """Takes the lease. If another start holds it, waits until that start has been silent for SILENT_SECONDS.
+    """Acquires the lease. If another process holds it, waits until that process is considered dead.
 
-    Raises InputError if the holder is alive, and the file system's errors.
+    Raises InputError if the holder is alive.
 
     Args:
         start: ID of this start.
-        own: ID of the last start in this folder. It must be dead, because this process holds the folder's lock.
+        own: ID of the previous start in this folder, which can't be alive.
     """
     values = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
     while True:
@@ -104,11 +101,11 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 
 
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
-    """Returns once the holder of a lease is dead or has released it. Raises InputError if the holder is alive."""
+    """Waits until a lease's holder is dead or has released it. Raises InputError if the holder is alive."""
     holder = describe(held)
     seconds = SILENT_SECONDS - _age(store, number)
     if seconds > 0:
-        say_stage(f"Waiting {seconds:.0f} s for a sign of life of {holder}, which holds {store.address}")
+        say_stage(f"Waiting {seconds:.0f} s for a heartbeat from {holder}, which holds the lease on {store.address}")
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
@@ -118,13 +115,13 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
         if found != held:
             raise InputError(
                 f"checkpoint.mirror: {store.address}: {holder} trains this run; stop it there, or use another "
-                f"--output. A start takes over {SILENT_SECONDS:g} s after the holder's last sign of life; to take "
-                f"over at once, remove {store.address}/{FOLDER}"
+                f"--output. The lease expires {SILENT_SECONDS:g} s after the holder's last heartbeat. To take over "
+                f"immediately, remove {store.address}/{FOLDER}"
             )
 
 
 def _age(store: MirrorStore, number: int) -> float:
-    """Returns the seconds since a lease changed, up to CLOCK_SECONDS too few; 0 if the store doesn't report times."""
+    """Returns the seconds since a lease was modified, minus CLOCK_SECONDS. Returns 0 if that is unknown."""
     if not _is_atomic(store):
         return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
@@ -133,7 +130,7 @@ def _age(store: MirrorStore, number: int) -> float:
         store.system.invalidate_cache()
         now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
         return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
-    except Exception:  # not all file systems have times; without one, waits the longest
+    except Exception:  # not all file systems report modification times
         return 0.0
     finally:
         with suppress(Exception):
@@ -141,13 +138,13 @@ def _age(store: MirrorStore, number: int) -> float:
 
 
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
-    """Creates a lease. Returns False if another start was faster."""
+    """Creates a lease. Returns False if another process was faster."""
     problem = None
     try:
         store.create(path_of(number), json.dumps(values).encode())
-    except Exception as error:  # each file system raises its own error if the object exists
+    except Exception as error:  # error types depend on the file system
         problem = error
-    # Read back, because a request repeated after a lost answer fails on the object that it has just created.
+    # Even after an error, the lease may be ours: a retried request fails if the first one succeeded.
     if problem is None and not _is_atomic(store):
         time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))
@@ -166,7 +163,7 @@ def _asked(ask: Callable[[], Any]) -> Any:
 
 
 def numbers_of(store: MirrorStore) -> list[int]:
-    """Returns the numbers of a mirror's leases."""
+    """Returns the numbers of all leases on a mirror."""
     names = [name.removesuffix(".json") for name in store.sizes(FOLDER)]
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -177,12 +174,12 @@ def path_of(number: int) -> str:
 
 
 def start_of(content: bytes | None) -> str | None:
-    """Returns the ID of the start that holds a lease; None if the lease is missing or damaged."""
+    """Returns the start ID in a lease. Returns None if the lease is missing or damaged."""
     return _values(content).get("start")
 
 
 def describe(content: bytes) -> str:
-    """Names a lease's holder."""
+    """Describes a lease's holder, for messages."""
     values = _values(content)
     return f"process {values.get('pid', '?')} on {values.get('host', '?')}"
 

@@ -1,11 +1,11 @@
-"""Stores a run's copy on another disk or in object storage, through fsspec: sealed folders and small files.
+"""Accesses a run's mirror, which is a copy of the run on another disk or in object storage, with fsspec.
 
-    MIRROR/NAME/run.json                                IDs of the run, and of the start that writes
-    MIRROR/NAME/config.yaml, metrics.jsonl, ...         the run's small files
-    MIRROR/NAME/checkpoints/step-00000500/, final/      as in the run's folder; MANIFEST.json is written last
-    MIRROR/NAME/leases/                                 the machine that trains the run now (mirror_lease)
+    MIRROR/NAME/run.json                                run ID, and start ID of the process that writes
+    MIRROR/NAME/config.yaml, metrics.jsonl, ...         small files
+    MIRROR/NAME/checkpoints/step-00000500/, final/      same as in the run folder
+    MIRROR/NAME/leases/                                 see mirror_lease
 
-NAME is the name of the run's folder. A folder without a manifest is incomplete, whatever it contains.
+NAME is the run folder's name. MANIFEST.json is written last, so a folder without it is incomplete.
 """
 
 import hashlib
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 8 << 20
 FETCH_TRIES = 3
-"""Maximum attempts to fetch a file."""
+"""Maximum number of attempts to fetch a file."""
 SECONDS_BETWEEN_TRIES = 0.5
 IDENTITY_FILE = "run.json"
-"""File on the mirror with the IDs of its run and of the start that writes."""
+"""File on the mirror with the run ID and the start ID of the process that writes."""
 CLAIM_FILE = "claim.json"
-"""File in the run's folder with the last start's findings about the mirror."""
+"""File in RUN/mirror, written by `mirror_fetch.look`."""
 UNFETCHED = ".saving-"
-"""Prefix of an unfinished download. The next start removes leftovers."""
+"""Prefix of unfinished downloads."""
 RUN_FILES = ("*.json", "*.jsonl", "*.yaml", "train.log", "evaluations/*.json")
-"""Patterns of the run's small files."""
+"""Patterns for a run's small files."""
 OBJECTS = ("model.json", "data.json", "strategy.json", "environment.json", "config.yaml", "evaluations/*.json")
-"""Small files written by a run that contain a JSON or YAML object."""
+"""Patterns for small files that contain a JSON or YAML object."""
 
 
 class MirrorError(RunStoppedError):
-    """Raised if the run needs the mirror, but the mirror is unreachable or has nothing intact."""
+    """Raised if the run needs the mirror, but the mirror is unreachable or has no intact checkpoint."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class DamagedCopyError(OSError):
-    """Raised if a copy differs from the original. `strerror` names the file and the problem."""
+    """Raised if a copy differs from the original. `strerror` describes the problem."""
 
     def __init__(self, problem: str):
         super().__init__(5, problem)
@@ -64,20 +64,20 @@ class DamagedCopyError(OSError):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a mirror: the IDs of its run and of the start that writes."""
+    """Run ID of a mirror, and start ID of the process that writes to it."""
 
     run: str | None
     start: str | None
     damage: str | None = None
-    """Problem with run.json. In that case, the run is read from the log next to it, and the start is unknown."""
+    """Problem with run.json. In that case, `run` is from metrics.jsonl, and `start` is None."""
 
 
 class MirrorStore:
-    """Mirror of one run. Methods raise the file system's errors, and only downloads are retried.
+    """Mirror of one run. Methods raise the file system's errors. Only downloads are retried.
 
     Args:
         mirror: `checkpoint.mirror`.
-        name: name of the run's folder.
+        name: name of the run folder.
     """
 
     def __init__(self, mirror: str, name: str):
@@ -87,26 +87,26 @@ class MirrorStore:
 
     @cached_property
     def system(self) -> "DirFileSystem":
-        """File system rooted at the run's folder on the mirror. Connects at first use."""
+        """File system rooted at MIRROR/NAME. Connects on first use."""
         from fsspec.implementations.dirfs import DirFileSystem
 
         system, root = file_system(self.place)
         return DirFileSystem(root, system)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a file's content, or None if there is no such file."""
+        """Returns a file's content, or None if it doesn't exist."""
         try:
             return self.system.cat_file(name)
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces a small file."""
+        """Writes a small file, or overwrites it."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         self.system.pipe_file(name, content)
 
     def create(self, name: str, content: bytes) -> None:
-        """Writes a new small file. If it exists, raises the file system's own error."""
+        """Writes a new small file. Raises the file system's error if it exists."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         if self.is_local:
             with self.system.open(name, "xb") as file:
@@ -115,7 +115,7 @@ class MirrorStore:
             self.system.pipe_file(name, content, mode="create")
 
     def identity(self) -> Identity | None:
-        """Returns the mirror's identity; None if there is neither run.json nor a log."""
+        """Returns the mirror's identity, or None if run.json and metrics.jsonl don't exist."""
         content = self.read(IDENTITY_FILE)
         try:
             values = json.loads(content or b"")
@@ -130,40 +130,40 @@ class MirrorStore:
         return Identity(first_start((log or b"").splitlines()).get("start_id"), None, damage)
 
     def identify(self, run: str | None, start: str | None) -> None:
-        """Writes the mirror's identity."""
+        """Writes run.json."""
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """Returns the steps of the sealed checkpoints, and those of partly copied ones."""
+        """Returns the steps of sealed checkpoints, and the steps of incomplete ones."""
         files = [name.split("/") for name in self.sizes("checkpoints")]
         found = {step_named(path[0]) for path in files} - {None}
         sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
         return sorted(sealed), sorted(found - sealed)
 
     def sealed(self, name: str) -> dict[str, dict]:
-        """Returns a folder's {file: {bytes, sha256}} from its manifest. Raises DamagedCopyError."""
+        """Returns {file: {bytes, sha256}} from a folder's manifest. Raises DamagedCopyError."""
         content = self.read(f"{name}/{SEAL_FILE}")
         try:
             entries = sealed_files(content or b"")
         except ValueError as error:
             raise DamagedCopyError(f"{SEAL_FILE} is missing" if content is None else str(error)) from None
         if astray := [file for file in entries if Path(file).is_absolute() or ".." in Path(file).parts]:
-            raise DamagedCopyError(f"{SEAL_FILE} names {astray[0]}, which is outside of the folder")
+            raise DamagedCopyError(f"{SEAL_FILE} lists {astray[0]}, which is outside of the folder")
         return entries
 
     def look_over(self, name: str) -> dict[str, dict]:
-        """Returns the same as `sealed`, after checking that all files exist in the right size. Reads none of them."""
+        """Returns the same as `sealed`, after checking that all files exist and have the right size."""
         entries = self.sealed(name)
         sizes = self.sizes(name)
         for file, entry in entries.items():
             if file not in sizes:
                 raise DamagedCopyError(f"{file} is missing")
-            if sizes[file] not in (entry["bytes"], None):  # None: the store does not report sizes
+            if sizes[file] not in (entry["bytes"], None):  # some stores don't report sizes
                 raise DamagedCopyError(f"{file} has {sizes[file]:,} bytes instead of {entry['bytes']}")
         return entries
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns a checkpoint's trainer_state.json, after `look_over`. Raises DamagedCopyError."""
+        """Returns a checkpoint's trainer_state.json. Raises DamagedCopyError, like `look_over`."""
         name = name_of(step)
         file = "trainer_state.json"
         entry = self.look_over(name).get(file, {})
@@ -173,11 +173,11 @@ class MirrorStore:
         return json.loads(content)
 
     def files(self) -> list[str]:
-        """Lists the run's small files on the mirror."""
+        """Lists the small files on the mirror."""
         return [name for name in self.sizes("") if is_run_file(name)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Returns {path below the folder: bytes, or None if the store doesn't report them} of all files in it."""
+        """Returns {path relative to the folder: size in bytes}. Sizes are None if the store doesn't report them."""
         self.system.invalidate_cache()
         try:
             found = self.system.find(folder, detail=True)
@@ -193,14 +193,14 @@ class MirrorStore:
         beat: Callable[[], None] = lambda: None,
         before_seal: Callable[[], None] = lambda: None,
     ) -> int:
-        """Copies a sealed folder, with its manifest last. Returns the size in bytes.
+        """Uploads a sealed folder. Returns its size in bytes.
 
-        Reads back every file and compares its hash. Keeps files from an earlier attempt. Raises DamagedCopyError if a
-        file arrives changed.
+        Every file is read back to compare its hash. Files from an earlier attempt are reused. Raises DamagedCopyError
+        if a hash differs.
 
         Args:
             beat: called regularly.
-            before_seal: called before the manifest is written. If it raises an error, the copy stays unsealed.
+            before_seal: called before the manifest is written. If it raises an error, the copy isn't sealed.
         """
         manifest = (folder / SEAL_FILE).read_bytes()
         if self.read(f"{name}/{SEAL_FILE}") not in (None, manifest):
@@ -212,24 +212,24 @@ class MirrorStore:
         before_seal()
         self.write(f"{name}/{SEAL_FILE}", manifest)
         if self.read(f"{name}/{SEAL_FILE}") != manifest:
-            raise DamagedCopyError(f"{SEAL_FILE} did not arrive as it was written")
+            raise DamagedCopyError(f"{SEAL_FILE} was changed during the upload")
         return sum(entry["bytes"] for entry in entries.values())
 
     def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
-        """Copies a file with this size and hash, unless the mirror has it. Returns True if it was copied.
+        """Uploads a file unless the mirror already has it. Returns True if it was uploaded.
 
-        Raises DamagedCopyError if the file arrives changed.
+        entry: the file's size and hash. Raises DamagedCopyError if the uploaded file has a different one.
         """
         if self._holds(path, entry, beat):
             return False
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.system.put_file(str(file), path)
         if not self._holds(path, entry, beat):
-            raise DamagedCopyError(f"{file.name} did not arrive with the sha256 that was written")
+            raise DamagedCopyError(f"{file.name} has the wrong sha256 after the upload")
         return True
 
     def _holds(self, path: str, entry: dict[str, Any], beat: Callable[[], None]) -> bool:
-        """Reads a file on the mirror. Returns True if its size and hash match the manifest's entry."""
+        """Returns True if a file on the mirror has the size and hash in `entry`. Reads the whole file."""
         beat()
         self.system.invalidate_cache()
         try:
@@ -245,13 +245,12 @@ class MirrorStore:
         return digest.hexdigest() == entry["sha256"]
 
     def get(self, name: str, target: Path, check: Callable[[Path], list[str]] = lambda folder: []) -> int:
-        """Fetches a sealed folder, verifies and syncs it, and renames it once it is complete. Returns the size in
-        bytes.
+        """Downloads a sealed folder and verifies it. Returns its size in bytes.
 
-        Raises DamagedCopyError if a file differs from the original.
+        The folder is created atomically. Raises DamagedCopyError if a hash differs or if `check` finds a problem.
 
         Args:
-            check: lists problems with the files as a whole.
+            check: returns a list of problems with the downloaded folder.
         """
         entries = self.sealed(name)
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
@@ -272,64 +271,64 @@ class MirrorStore:
         return sum(entry["bytes"] for entry in sealed.values())
 
     def _fetched(self, remote: str, path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-        """Fetches a file in up to FETCH_TRIES attempts, because a connection may break or corrupt data."""
+        """Downloads a file, with up to FETCH_TRIES attempts."""
         for tries_left in reversed(range(FETCH_TRIES)):
             try:
                 self.system.get_file(remote, str(path))
                 if (found := seal(path)) == entry:
                     return found
-                problem = DamagedCopyError(f"{path.name} does not have the sha256 that was written")
+                problem = DamagedCopyError(f"{path.name} has the wrong sha256")
             except FileNotFoundError:
                 raise DamagedCopyError(f"{path.name} is missing") from None
-            except Exception as error:  # each file system raises its own errors
+            except Exception as error:  # error types depend on the file system
                 problem = error
             if tries_left:
                 time.sleep(SECONDS_BETWEEN_TRIES)
         raise problem
 
     def unseal(self, name: str) -> None:
-        """Removes a folder's manifest, so that the folder counts as incomplete."""
+        """Removes a folder's manifest, which makes the folder incomplete."""
         if self.read(f"{name}/{SEAL_FILE}") is not None:
             self.system.rm_file(f"{name}/{SEAL_FILE}")
 
     def remove(self, name: str) -> None:
         """Removes a folder."""
-        self.unseal(name)  # first, because a half-removed folder must never look complete
+        self.unseal(name)  # first, so that a partly removed folder never looks complete
         self.system.invalidate_cache()
         self.system.rm(name, recursive=True)
 
 
 def name_of(step: int) -> str:
-    """Returns the path of a checkpoint's folder, in the run's folder and on the mirror."""
+    """Returns the path of a checkpoint relative to the run folder."""
     return f"checkpoints/{checkpoint_name(step)}"
 
 
 def is_run_file(name: str) -> bool:
-    """Returns True if a name, relative to the run's folder, is one of the run's small files."""
+    """Returns True for the path of a small file, relative to the run folder."""
     hidden = any(part.startswith(".") for part in name.split("/")) or name == IDENTITY_FILE
     patterns = [pattern for pattern in RUN_FILES if pattern.count("/") == name.count("/")]
     return not hidden and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def damage_of_run_file(name: str, content: bytes) -> str | None:
-    """Returns the problem with a small file's content, or None if it shows none."""
+    """Returns a description of the damage in a small file, or None if the content looks valid."""
     try:
         if name == ROLLBACKS:
             parse_rollbacks(content)
         elif name == METRICS_FILE and not parse_lines(content[:BLOCK_BYTES].splitlines()):
-            return "holds no event"
+            return "contains no events"
         elif any(fnmatchcase(name, pattern) for pattern in OBJECTS):
             values = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
-            return None if isinstance(values, dict) else f"cannot be what was written: {content[:40]!r}"
+            return None if isinstance(values, dict) else f"contains no mapping: {content[:40]!r}"
     except (ValueError, yaml.YAMLError) as error:
         return f"cannot be read ({one_line(error)})"
     return None
 
 
 def run_files(run: Path) -> dict[str, bytes]:
-    """Returns {name: content} of the run's current small files, without a partly written last line.
+    """Returns {name: content} of the run's small files, without an incomplete last line in metrics.jsonl.
 
-    Leaves out damaged files, because the mirror may still have them intact.
+    Skips damaged files, because the mirror may have intact copies.
     """
     found = {}
     for path in sorted(path for pattern in RUN_FILES for path in run.glob(pattern)):
@@ -343,22 +342,22 @@ def run_files(run: Path) -> dict[str, bytes]:
 
 
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
-    """Lists why a recipe's mirror is unusable, as far as this is visible without connecting."""
+    """Lists problems with `checkpoint.mirror` that can be found without connecting."""
     mirror = settings.mirror
     if mirror is None:
         return []
     if not mirror.strip():
-        return ["checkpoint.mirror: is empty; give a folder, a URL such as s3://BUCKET/runs, or null"]
+        return ["checkpoint.mirror: is empty; use a folder, a URL such as s3://BUCKET/runs, or null"]
     if not is_url(mirror):
         place = Path(os.path.abspath(mirror))
         run = Path(os.path.abspath(output))
         if place == run.parent or place.is_relative_to(run):
-            return [f"checkpoint.mirror: {mirror}: the copy would lie in {output} itself; give another disk or a URL"]
+            return [f"checkpoint.mirror: {mirror}: the copy would be in {output} itself; use another disk or a URL"]
         return []
     if shown(mirror) != mirror.rstrip("?#"):
         return [
-            f"checkpoint.mirror: {shown(mirror)}: holds secrets, which config.yaml would; put them into the "
-            "environment, as the store's own tools take them, and give the bare URL"
+            f"checkpoint.mirror: {shown(mirror)}: the URL contains secrets, which would be saved in config.yaml; set "
+            "them as environment variables, as for the store's own tools, and remove them from the URL"
         ]
     from fsspec.registry import get_filesystem_class
 
@@ -366,44 +365,43 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
     try:
         get_filesystem_class(protocol)
     except ValueError:
-        return [f"checkpoint.mirror: {mirror}: {protocol}:// is not known; give a folder, or s3://, gs://, hf://, ..."]
-    except ImportError as error:  # its text names the package to install
+        return [f"checkpoint.mirror: {mirror}: {protocol}:// is not known; use a folder, or s3://, gs://, hf://, ..."]
+    except ImportError as error:  # says which package to install
         return [f"checkpoint.mirror: {mirror}: {error}"]
     return []
 
 
 def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
-    """Opens a run's mirror. Raises InputError if its settings are wrong or its library is missing."""
+    """Returns the run's mirror. Raises InputError if the settings are invalid or a library is missing."""
     if problems := mirror_problems(run, settings):
         raise InputError(*problems)
     return MirrorStore(settings.mirror, Path(os.path.abspath(run)).name)
 
 
 def id_of_run(run: Path) -> str | None:
-    """Returns the ID of the run's first start; None before that."""
+    """Returns the run's ID, or None if the run hasn't started yet."""
     return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
 
 
 def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:
-    """Raises InputError if the mirror belongs to a run other than the folder's, and DamagedCopyError if that is
-    unknown.
+    """Raises InputError if the mirror belongs to a different run, and DamagedCopyError if that is unknown.
 
-    own: ID of the folder's run. None, for a folder without a run, accepts any mirror.
+    own: ID of the local run. None accepts any mirror.
     """
     if own is None:
         return
     if identity is None or (identity.run is None and identity.damage is not None):
         raise DamagedCopyError(
-            f"{IDENTITY_FILE} and {METRICS_FILE} there are damaged, so nothing says which run the mirror belongs to; "
-            "restore either file, or empty the mirror"
+            f"{IDENTITY_FILE} and {METRICS_FILE} on the mirror are damaged, so the mirror's run is unknown; restore "
+            "either file, or empty the mirror"
         )
     if identity.run not in (None, own):
         raise InputError(
-            f"checkpoint.mirror: {store.address} holds another run than {run}; choose another mirror or --output, or "
-            "remove what is there"
+            f"checkpoint.mirror: {store.address} belongs to a different run than {run}; choose another mirror or "
+            "--output, or remove the mirror's content"
         )
 
 
 def is_ahead(run: Path, state: Mapping[str, Any]) -> bool:
-    """Returns True if a checkpoint with this trainer_state.json contains all rollbacks of the run's folder."""
+    """Returns True if a checkpoint's trainer_state.json contains at least as many rollbacks as the run folder."""
     return len(state.get("state", {}).get("rollbacks", ())) >= len(recorded_rollbacks(run))

@@ -1,4 +1,4 @@
-"""State of a run apart from its tensors, and records that must survive a crash between two checkpoints."""
+"""State of a run without its tensors, requests to a run, and rollbacks.json."""
 
 import json
 import math
@@ -14,23 +14,23 @@ ROLLBACKS = "rollbacks.json"
 
 
 class Request(IntEnum):
-    """Request to a run from a signal or a user. If there are several, the largest one counts."""
+    """Request to a run from a signal or a user. The largest one takes precedence."""
 
     NONE = 0
     SAVE = 1
     """Save a checkpoint and continue."""
     SHORTEN = 2
-    """Halve the rest of a requested final decay, because the run's time budget is running out."""
+    """Halve the remaining steps of a requested final decay, because the time budget is running out."""
     ANNEAL = 3
     """Start the final decay of the learning rate."""
     PREEMPT = 4
-    """Save and exit, to be resumed: SIGTERM, or a scheduler's time limit."""
+    """Save and exit, because of SIGTERM or a scheduler's time limit."""
     INTERRUPT = 5
-    """Save and exit: Ctrl-C."""
+    """Save and exit, because of Ctrl-C."""
     PAUSE = 6
-    """Save and exit: `checkpoint.stop_at_step`."""
+    """Save and exit, because of `checkpoint.stop_at_step`."""
     STOP = 7
-    """Save and exit: `runs.py stop`."""
+    """Save and exit, because of `runs.py stop`."""
     ABORT = 8
     """Exit without saving."""
 
@@ -40,40 +40,40 @@ class RunState:
     """Contents of `state` in trainer_state.json."""
 
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     tokens: int = 0
-    """Training tokens seen."""
+    """Number of training tokens seen."""
     skipped_steps: int = 0
-    """Steps skipped because their gradient wasn't finite."""
+    """Number of steps skipped because of a non-finite gradient."""
     validation_loss: float | None = None
-    """Mean over the sources, if it was measured at exactly this step."""
+    """Mean validation loss over the sources, if it was measured at this step."""
     expert_counts: list[list[int]] | None = None
-    """For MoE models, the tokens routed to each expert in the checkpoint's step, by layer.
+    """Number of tokens routed to each expert in this step, per layer (MoE only).
 
-    Set when a checkpoint is saved. The next step's balancing loss needs them.
+    Set when a checkpoint is saved, because the next step's balancing loss needs it.
     """
     average: dict[str, Any] | None = None
-    """Metadata of the averaged weights, if there are any: kind, first_step, count."""
+    """Metadata of the averaged weights, if any: kind, first_step, count."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """All rollbacks, each with these entries: to_step; first_step and last_step of the bad range; samples (first,
-    count) skipped since; learning_rate_factor; reason; anneal_from and anneal_steps of a decay requested earlier.
+    """All rollbacks. Keys: to_step; first_step and last_step of the bad steps; samples (first, count) to skip;
+    learning_rate_factor; reason; anneal_from and anneal_steps, if a decay had been requested.
     """
     anneal_from: int | None = None
-    """Step at which a requested final decay begins, instead of the schedule's own step."""
+    """First step of a requested final decay."""
     anneal_steps: int | None = None
-    """Length of that decay in steps."""
+    """Number of steps in that decay."""
     seconds: float = 0.0
-    """Wall-clock time of all starts, if `budget.minutes` limits it."""
+    """Wall-clock time of all sessions, recorded only with `budget.minutes`."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints of other runs that this run started from, oldest first: run, step, tokens."""
+    """Checkpoints that this run was branched from, oldest first. Keys: run, step, tokens."""
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
-        """(first sample, number of samples) of each range that training skips, in the order of the rollbacks."""
+        """(first sample, number of samples) of each range that training skips."""
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":
-        """Returns this state with the recorded rollbacks, if they are more, and with a decay requested before them."""
+        """Returns this state, updated with newer rollbacks from rollbacks.json and the decay recorded with them."""
         if len(recorded) <= len(self.rollbacks):
             return self
         decay = {name: recorded[-1].get(name) for name in ("anneal_from", "anneal_steps")}
@@ -81,17 +81,17 @@ class RunState:
 
     @property
     def learning_rate_factor(self) -> float:
-        """Product of the learning-rate factors of all rollbacks."""
+        """Product of all rollbacks' learning-rate factors."""
         return math.prod(rollback["learning_rate_factor"] for rollback in self.rollbacks)
 
 
 def record_rollbacks(run: Path, rollbacks: list[dict[str, Any]]) -> None:
-    """Records the rollbacks now, so that a crash before the next checkpoint doesn't bring back the bad data."""
+    """Writes rollbacks.json, so that the run still skips the bad data if it crashes before the next checkpoint."""
     write_durably(run / ROLLBACKS, json.dumps(rollbacks, indent=1))
 
 
 def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
-    """Reads the file written by `record_rollbacks`; [] if there is none. Raises InputError if it is damaged."""
+    """Reads rollbacks.json. Returns [] if it doesn't exist. Raises InputError if it is damaged."""
     path = run / ROLLBACKS
     try:
         return parse_rollbacks(path.read_bytes())
@@ -99,14 +99,14 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
         return []
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged ({error}); it lists the data that the run's rollbacks skip. Restore it from a copy, "
-            "such as the mirror's, or remove it to continue with the rollbacks that the newest checkpoint records: a "
-            "later one then happens again if its cause recurs"
+            f"{path} is damaged ({error}); it lists the data that the run skips after rollbacks. Restore it from a "
+            "copy, such as the mirror's, or remove it to use only the rollbacks in the newest checkpoint. Data "
+            "skipped by later rollbacks is then used again"
         ) from None
 
 
 def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
-    """Parses the content of rollbacks.json. Raises ValueError for anything else."""
+    """Parses the content of rollbacks.json. Raises ValueError if it is invalid."""
     rollbacks = json.loads(content)
     used = {"samples", "learning_rate_factor"}
     if not isinstance(rollbacks, list) or not all(isinstance(one, dict) and used <= one.keys() for one in rollbacks):
@@ -115,12 +115,12 @@ def parse_rollbacks(content: bytes) -> list[dict[str, Any]]:
 
 
 class RunStoppedError(Exception):
-    """Raised on all ranks to end a run, with the reason."""
+    """Raised on all ranks to end a run. The message explains why."""
 
     exit_code = CRASHED
 
 
 class NumericStopError(RunStoppedError):
-    """Raised if training diverged and cannot recover."""
+    """Raised if training has diverged and can't recover."""
 
     exit_code = EXIT_NUMERIC

@@ -1,6 +1,6 @@
-"""Stores named tensors as safetensors files: assigns tensors to files and files to ranks, and reads them.
+"""Reads and writes named tensors as safetensors files, in parallel on all ranks.
 
-HostMemory buffers tensors in CPU memory, so that a thread can write them while the next steps change the originals.
+HostMemory stages tensors in CPU memory, so that a thread can write them while training continues.
 """
 
 import itertools
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of `<prefix>*.safetensors` in a folder, by name, read one at a time on access."""
+    """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access."""
 
     def __init__(self, folder: Path, prefix: str):
         self._file_of: dict[str, Path] = {}
@@ -37,10 +37,10 @@ class SavedTensors(Mapping[str, torch.Tensor]):
             return file.get_tensor(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns {name: shape}, from the files' headers."""
+        """Returns {name: shape} without reading the tensors."""
         return shapes_in_files(self._file_of.values())
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's default loads the tensor
         return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:
@@ -51,7 +51,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """Returns {file name: names of its tensors}, with HF's file names. Uses one file if everything fits."""
+    """Assigns tensors to files with HF's file names. Returns {file name: tensor names}."""
     bundles: list[list[str]] = [[]]
     room = max_file_bytes
     for name, shape in group.shapes.items():
@@ -72,7 +72,7 @@ def tensor_index(
     dtypes: Mapping[str, torch.dtype] | None = None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Returns {index file: contents} of HF's index from tensors to files; {} if there is only one file."""
+    """Returns {file name: contents} of HF's index file, or {} if there is only one safetensors file."""
     files = plan_files(group, prefix)
     if len(files) == 1:
         return {}
@@ -93,14 +93,13 @@ def shares(
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yields (file, name, tensor) for each tensor that this rank writes.
 
-    All ranks iterate over all tensors in the same order, because fetching a tensor may need all of them. Files are
-    assigned to ranks round-robin. The optimizer's files start at the last rank, so that different ranks write the
-    large files.
+    A collective call, because gathering a tensor may need all ranks. Files are assigned to ranks round-robin, starting
+    with different ranks for the model and the optimizer.
 
     Args:
-        beat: called for every tensor, whichever rank writes it.
-        on_host: copies tensors to CPU memory. Otherwise each tensor is on the device and may be the training tensor
-            itself.
+        beat: called for every tensor.
+        on_host: copies tensors to CPU memory. Otherwise, tensors stay on the device and may share memory with
+            parameters.
     """
     first = {"model": 0, "optimizer": ranks - 1}.get(prefix, (ranks - 1) // 2)
     for number, (file, names) in enumerate(plan_files(group, prefix).items()):
@@ -122,12 +121,12 @@ def write_group(
     beat: Callable[[], None] = lambda: None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Writes this rank's share of the files. Returns their {file: {bytes, sha256}}.
+    """Writes the files that are assigned to this rank. Returns {file: {bytes, sha256}} for them. A collective call.
 
     Args:
-        dtypes: dtypes of the tensors in the files. A tensor without an entry keeps its own.
-        beat: called for every tensor, because writing a large model to a slow disk takes longer than a step's timeout.
-        published: names and pieces to write instead of the group's. All pieces of a tensor are in the same file.
+        dtypes: {name: dtype to convert to}. Other tensors aren't converted.
+        beat: called for every tensor, so that a slow disk isn't reported as a hang.
+        published: splits tensors and renames them for the export.
     """
     written = {}
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
@@ -154,10 +153,10 @@ def bytes_of(group: TensorGroup, dtypes: Mapping[str, torch.dtype] | None = None
 
 
 class HostMemory:
-    """CPU memory for named tensors, contiguous, page-locked when the first tensor from a GPU arrives.
+    """Contiguous CPU memory for named tensors. It is page-locked when the first GPU tensor is copied to it.
 
-    A GPU copies to page-locked memory several times faster. This class locks its memory in one piece, because
-    pin_memory() rounds each tensor's size up to a power of two. A 155 MB tensor would take 268 MB.
+    Copies from a GPU to page-locked memory are several times faster. We don't use pin_memory(), because it rounds
+    sizes up to a power of two: a 155 MB tensor would need 268 MB.
     """
 
     def __init__(self, layout: dict[str, tuple[tuple[int, ...], torch.dtype]]):
@@ -176,7 +175,7 @@ class HostMemory:
         self._tried_to_lock = False
 
     def hold(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies the tensor into this memory and returns the copy. A copy from a GPU is valid after synchronizing."""
+        """Copies a tensor to this memory and returns the copy. For a GPU tensor, synchronize before reading it."""
         if tensor.is_cuda and not self._tried_to_lock:
             self._tried_to_lock = True
             if lock(self._bytes, tensor.device):
@@ -185,10 +184,10 @@ class HostMemory:
 
 
 def lock(memory: torch.Tensor, device: torch.device) -> bool:
-    """Locks CPU memory pages. Returns False if the system doesn't allow that much, which only makes copies slower."""
+    """Page-locks CPU memory. Returns False if the system doesn't allow that much locked memory."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
-    with suppress(RuntimeError):  # CUDA reports the error at the next kernel, which must not be in a training step
+    with suppress(RuntimeError):  # clears the error, which CUDA would otherwise report in a training step
         torch.ones(1, device=device)
     return False
 

@@ -15,17 +15,17 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
-"""Maximum root mean square of an update, per matrix if matrices are stacked (such as experts)."""
+"""Maximum RMS of an update. Stacked matrices, such as experts, are clipped separately."""
 DECAY_EXPONENT = 0.8
-"""Exponent in the second moment's decay at step t, 1 - t^-DECAY_EXPONENT."""
+"""The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 MIN_SQUARE = 1e-30
-"""Constant added to squared gradients."""
+"""Added to squared gradients."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's increment."""
 DRAWN_TOGETHER = 2**24
-"""Maximum number of elements to round together. Each element needs 24 bytes."""
+"""Maximum number of elements to round at once. Rounding needs 24 bytes per element."""
 
-# Reduced dimensions, counted from the end, for one value per row, per column or per matrix of a parameter.
+# Dimensions to reduce, to get one value per row, per column or per matrix.
 ROW = (-1,)
 COLUMN = (-2,)
 MATRIX = (-2, -1)
@@ -33,48 +33,45 @@ MATRIX = (-2, -1)
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """This rank's part of a parameter: a tile, or flat elements in a tensor that contains many parameters."""
+    """This rank's shard of a parameter: either a tile, or a slice of a flat tensor that contains many parameters."""
 
     parameter: torch.Tensor
-    """Parameter under which the optimizer keeps the state."""
+    """Key in the optimizer's state."""
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Unsharded shape of the parameter."""
     holders: Holders | None = None
-    """Ranks with the other parts. None means that this rank has the whole parameter."""
+    """Ranks that have shards of the parameter. None means that it isn't sharded."""
     tile: Tile | None = None
-    """The part's tile or, for flat elements, the tile of the rows that contain them.
-
-    None means the whole parameter.
-    """
+    """Tile of the shard. For a flat slice, tile of the rows that contain it. None means the whole parameter."""
     start: int = 0
-    """Index of the first flat element in the flattened parameter."""
+    """Index of the slice's first element in the flattened parameter."""
     offset: int | None = None
-    """Index of the first flat element in its tensor. None means that the tensor is the part."""
+    """Index of the slice's first element in the flat tensor. None means that the tensor itself is the shard."""
     elements: int = 0
-    """Number of flat elements."""
+    """Number of elements in the slice."""
     adds: bool = True
-    """False if a different holder has the same part and adds it to the sums."""
+    """False if a different rank has the same shard and includes it in the sums."""
 
     @classmethod
     def flat(
         cls, parameter: torch.Tensor, shape: tuple[int, ...], holders: Holders, start: int, offset: int, elements: int
     ) -> Self:
-        """Returns a part made up of these flat elements."""
+        """Creates a flat slice."""
         inner = math.prod(shape[1:])
         rows = ((start // inner, -(-(start + elements) // inner)),) if elements else ()
         return cls(parameter, shape, holders, (rows, *whole_tile(shape[1:])), start, offset, elements)
 
     @property
     def rows(self) -> Tile:
-        """Tile of `block`. A scalar has one dimension here."""
+        """Tile of `block`. A scalar has the shape (1,) here."""
         return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the part in the updated tensor, or in a tensor with the same layout."""
+        """Returns a view of the shard in a weight or gradient tensor."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the part as a tile. Flat elements are padded with zeros to fill whole rows."""
+        """Returns the shard as a tile. A flat slice is padded with zeros to fill complete rows."""
         if self.offset is None:
             return part
         block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)
@@ -82,40 +79,38 @@ class ParameterPart:
         return block
 
     def inside(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns the part within its block."""
+        """Returns a view of the shard in its block."""
         if self.offset is None:
             return block
         first = self.rows[0][0][0] if self.elements else 0
         return block.view(-1).narrow(0, self.start - first * math.prod(self.shape[1:]), self.elements)
 
     def share_of(self, sums: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns this rank's contribution to the sums over all holders."""
+        """Returns this rank's contribution to the sums over all ranks."""
         return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
 
     def tile_of(self, without: tuple[int, ...]) -> Tile:
-        """Returns the block's tile in a reduced version of the whole parameter.
+        """Returns the block's tile in the reduced parameter.
 
-        without: reduced dimensions, counted from the end, such as (-1,) for one value per row.
+        without: reduced dimensions as negative indices, such as (-1,) for one value per row.
         """
         missing = [len(self.shape) + dim for dim in without]
         return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with a given learning rate and no momentum.
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235) with an explicit learning rate and no momentum.
 
-    A matrix's second moment is stored as its row and column means. bf16 parameters are updated with stochastic
-    rounding, which rounds up or down at random with an exact expectation. Small updates therefore aren't lost, even
-    without an fp32 copy. The random bits depend on the seed, the step, the parameter's name and the element's position
-    in the parameter, so they don't change when a run resumes or uses different sharding.
+    The second moment of a matrix is factored into row and column means. bf16 parameters are updated with stochastic
+    rounding, so they don't need an fp32 copy. The random bits depend only on the seed, the step, the parameter's name
+    and the element's index, so resuming or resharding a run doesn't change them.
 
-    State is replicated on every rank. For sharded parameters, each step has two all-reduces: one for all rows and
-    columns, and one for the updates' squares. A step turns fp32 gradients into updates in place. `grad_scale` and
-    `found_inf` have the same meaning as in torch's fused optimizers.
+    State is replicated on every rank. Sharded parameters need two all-reduces per step. A step overwrites the
+    gradients. `grad_scale` and `found_inf` work as in torch's fused optimizers.
 
     Args:
-        lr: step size, relative to the clipped update, whose root mean square is at most CLIP.
-        names: names of the parameters, needed if any of them is in bf16.
+        lr: learning rate. Each update is clipped to an RMS of CLIP before it is multiplied by lr.
+        names: parameter names, required for bf16 parameters.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -134,7 +129,7 @@ class Adafactor(torch.optim.Optimizer):
         self.seed = seed
         self.names = names or {}
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """{tensor: its parts}, set by a strategy that shards parameters or updates many of them as one tensor."""
+        """{tensor: shards in it}, set by strategies that shard parameters or flatten them into one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
@@ -159,7 +154,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, name: str
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
-        """Updates the weight. Yields tensors to sum over the holders, and receives their sums."""
+        """Updates the weight. Yields tensors to all-reduce, and receives their sums."""
         state = self.state[part.parameter]
         skips = None
         for key, shape in factored_shapes(part.shape).items():
@@ -168,13 +163,13 @@ class Adafactor(torch.optim.Optimizer):
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
-            # Even with weight 0, a lerp toward an infinite mean would give NaN.
+            # A lerp with an infinite value gives NaN even if the weight is 0.
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
         new = new if skips is None else torch.where(skips, 0.0, new)
 
-        # Squares of bf16 gradients would lose most of their digits.
+        # Squares in bf16 would be too imprecise.
         block = part.block(gradient.float())
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
@@ -184,7 +179,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
-        # All updates wait here for a common collective; see `run_together`.
+        # `run_together` reduces the sums of all parameters in one collective.
         sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
@@ -202,7 +197,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
-            # Flat parts are inside larger blocks. Storing the update in the gradient's memory frees the block.
+            # The block of a flat slice is larger than the slice. We free it before waiting for the other updates.
             gradient.copy_(update)
             update = gradient
             del block
@@ -226,7 +221,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
-    """Runs updates in lockstep, and sums the tensors they yield over the ranks in one collective."""
+    """Runs updates in lockstep, and all-reduces the tensors that they yield in one collective."""
     asked = [next(update) for update in updates]
     while asked:
         if holders is not None:
@@ -243,34 +238,31 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns {name: shape} for Adafactor's state: {step, row, column} for a matrix, else {step, variance}."""
+    """Returns the state's {name: shape}: step, row and column for a matrix, otherwise step and variance."""
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
 
 
 def are_matrices(shape: tuple[int, ...]) -> bool:
-    """Returns True if a parameter is a stack of matrices, such as a layer's experts.
-
-    Per-channel filters don't count.
-    """
+    """Returns True for a stack of matrices, such as a layer's experts, but not for per-channel filters."""
     return len(shape) > 2 and min(shape[-2:]) > 1
 
 
 def draws_of(seed: int, name: str) -> int:
-    """Returns the seed for a parameter's random numbers, below 2^63."""
+    """Returns a parameter's random seed, below 2^63."""
     return int.from_bytes(hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def round_stochastically(
     values: torch.Tensor, seed: int, step: torch.Tensor, tile: Tile | None = None, shape: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Rounds fp32 to bf16 at random with an exact expectation, without waiting for the device.
+    """Rounds fp32 values to bf16 stochastically, so that the expectation is exact.
 
-    bf16 is the upper half of fp32's bits. Adding a uniform 16-bit number before truncation carries into the upper half
-    with exactly the right probability, for either sign.
+    bf16 is the upper half of an fp32 number. Adding a uniform 16-bit integer before truncation carries into the upper
+    half with exactly the right probability, for positive and negative numbers.
 
-    tile, shape: the values' tile in a parameter with this shape. None means the whole parameter.
+    tile, shape: the values' tile and the parameter's unsharded shape. None means the whole parameter.
     """
     if values.dim() == 0:
         return round_stochastically(values.view(1), seed, step).view(())
@@ -288,12 +280,12 @@ def round_stochastically(
 
 
 def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> torch.Tensor:
-    """Draws a random 16-bit number, as int32, for each element of a parameter's tile.
+    """Generates a random 16-bit integer, as int32, for each element of a parameter's tile.
 
-    Uses SplitMix64 (Steele et al. 2014). The generator's state depends only on the seed and the step, and its counter
-    is the element's position in the whole parameter, so the numbers don't depend on the sharding.
+    Uses SplitMix64 (Steele et al. 2014). The counter is the element's index in the unsharded parameter, so the numbers
+    don't depend on the sharding.
     """
-    numbers = mixed(step.long() + seed)  # the step number is on the device
+    numbers = mixed(step.long() + seed)
     stride = 1
     for dim, ranges in reversed(list(enumerate(tile))):
         places = torch.cat([torch.arange(first, end, device=step.device) for first, end in ranges or ((0, 0),)])
@@ -303,19 +295,19 @@ def draws(seed: int, step: torch.Tensor, tile: Tile, shape: tuple[int, ...]) -> 
 
 
 def mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Mixes the bits of 64-bit numbers in place."""
+    """Mixes the bits of int64 numbers in place with SplitMix64's output function."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers.bitwise_xor_(numbers >> shift).mul_(signed(factor))
     return numbers.bitwise_xor_(numbers >> 31)
 
 
 def signed(number: int) -> int:
-    """Returns the int64 that has a number's lower 64 bits."""
+    """Converts the lower 64 bits of a number to an int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 class AdafactorSpec(OptimizerSpec):
-    """Adafactor with row and column statistics replicated on every rank."""
+    """Adafactor, with its state replicated on every rank."""
 
     takes = ("whole", "sharded", "pieces")
     state_is_whole = True

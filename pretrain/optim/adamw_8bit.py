@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), using bitsandbytes' kernels.
+"""AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), using bitsandbytes kernels.
 
-Each block of 256 neighboring elements in the flattened tensor has its own scale for each moment. A shard gets exactly
-the same update as the whole tensor if its blocks are also blocks of the whole tensor (see `unit_rows`).
+Each moment has one scale per block of 256 consecutive elements in the flattened tensor. Sharding doesn't change the
+update if shard boundaries coincide with block boundaries (see `unit_rows`).
 """
 
 import math
@@ -15,15 +15,15 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor, sharded_like
 from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 
 BLOCK = 256
-"""Number of elements that share a scale."""
+"""Number of elements per scale."""
 MIN_ELEMENTS = 4096
-"""Minimum number of elements for 8-bit moments. The unsharded size counts, so that checkpoints fit every layout."""
+"""Minimum unsharded size of a tensor with 8-bit moments."""
 SCALES = ("absmax1", "absmax2")
-"""State names for the first and the second moment's scales."""
+"""State keys for the scales of the first and second moment."""
 
 
 def block_count(shape: Sequence[int]) -> int:
-    """Returns the number of blocks in a tensor. The last block may be shorter."""
+    """Returns the number of blocks in a tensor. The last block may be incomplete."""
     return -(-math.prod(shape) // BLOCK)
 
 
@@ -33,18 +33,18 @@ def has_blocks(shape: Sequence[int]) -> bool:
 
 
 def unit_rows(shape: Sequence[int]) -> int:
-    """Returns the smallest number of rows that fill whole blocks."""
+    """Returns the smallest number of rows that consists of complete blocks."""
     return BLOCK // math.gcd(BLOCK, math.prod(shape[1:]))
 
 
 def table_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the shape of the table of scales, (units of rows, blocks per unit), which is sharded as the rows are."""
+    """Returns the scale table's unsharded shape: (row units, blocks per unit). It is sharded like the parameter."""
     unit = unit_rows(shape)
     return -(-shape[0] // unit), unit * math.prod(shape[1:]) // BLOCK
 
 
 def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
-    """Returns True if a shard's blocks are blocks of the whole tensor. Its rows must start at a multiple of a unit."""
+    """Returns True if a shard consists of whole rows and starts at a multiple of `unit_rows`."""
     starts = [first for first, _ in tile[0]]
     return tile[1:] == whole_tile(shape[1:]) and len(starts) < 2 and all(row % unit_rows(shape) == 0 for row in starts)
 
@@ -52,13 +52,13 @@ def keeps_blocks(shape: Sequence[int], tile: Tile) -> bool:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW with 8-bit moments for large tensors.
 
-    A parameter's state consists of `step` and the moments `state1` and `state2`. A large parameter also has the value
-    of each 8-bit code (`qmap1`, `qmap2`) and the scales: (blocks,) or, for a DTensor, this rank's rows in their
-    `table_shape`. The kernels can't skip a step based on a flag on the device, so the caller of `step` must decide.
+    A parameter's state consists of `step` and the moments `state1` and `state2`. Large parameters also have the
+    dequantization tables `qmap1` and `qmap2`, and the scales named in SCALES (see `scales_for`). The kernels don't
+    support `found_inf`, so the caller must not call `step` if a gradient isn't finite.
 
     Args:
-        params: parameters, or groups of them. Raises RuntimeError if a DTensor's shards split a block.
-        lr: step size.
+        params: parameters or parameter groups. Raises RuntimeError if the shards of a DTensor split a block.
+        lr: learning rate.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class AdamW8bit(torch.optim.Optimizer):
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor) and has_blocks(shape) and not keeps_blocks(shape, tile_of(parameter)):
                 raise RuntimeError(
-                    f"{parameter.placements} of {shape} over {parameter.device_mesh} cuts blocks of {BLOCK} elements, "
-                    "which should have been rejected before the start"
+                    f"{parameter.placements} of {shape} over {parameter.device_mesh} splits blocks of {BLOCK} "
+                    "elements, which should have been rejected before the start"
                 )
         self._kernels = functional
         self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -92,7 +92,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weight = local_tensor(parameter)
         if not weight.numel():
             return
-        # The kernels take raw pointers and ignore strides.
+        # The kernels ignore strides.
         updated = weight.contiguous()
         gradient = local_tensor(parameter.grad).contiguous()
         first, second = (local_tensor(state[name]) for name in ("state1", "state2"))
@@ -136,7 +136,7 @@ def zeros_for(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scales_for(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns zero scales: (blocks,) or, for a DTensor, this rank's rows of the table."""
+    """Returns zero scales: (blocks,) or, for a DTensor, this rank's rows of the scale table."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return torch.zeros(block_count(shape), device=parameter.device)
@@ -146,7 +146,7 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments, using bitsandbytes' kernels on a GPU or a CPU."""
+    """AdamW with 8-bit moments, on a GPU or a CPU."""
 
     takes = ("whole", "sharded")
 
@@ -156,10 +156,10 @@ class AdamW8bitSpec(OptimizerSpec):
         except ImportError:
             return [
                 "optim.name: adamw_8bit needs bitsandbytes: pip install -r requirements-gpu.txt; "
-                "adamw, muon and adafactor run without it"
+                "adamw, muon and adafactor work without it"
             ]
         kernel = "optimizer_update_8bit_blockwise"
-        # torch has no public function to check if an operator has a kernel for a device.
+        # torch has no public function for this.
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
         exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
         if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):

@@ -1,15 +1,14 @@
-"""Keeps a running mean of the weights, which are noisy at a constant learning rate.
+"""Averages the weights during training, because they are noisy at a constant learning rate.
 
-With weights s_1, s_2, ... after every k-th step (k: averaging.every_steps), the mean m is
+Let s_1, s_2, ... be the weights after every k-th step (k = averaging.every_steps). Their running mean m is
 
     m_1 = s_1,    m_n = m_(n-1) + w_n (s_n - m_(n-1))
     tail:  w_n = 1 / n
     ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x steps of the run
 
 tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
-is the exponential mean with a decay per step of 2^(-1 / h), applied k steps at a time. It starts as a uniform mean
-instead of using a bias correction. As in Karras et al., arXiv 2312.02696, the half-life is relative to the run's
-length.
+is an exponential moving average with a half-life of h steps. It starts as a uniform mean instead of using a bias
+correction. The half-life is relative to the length of the run (Karras et al., arXiv 2312.02696).
 """
 
 from collections.abc import Mapping
@@ -21,19 +20,18 @@ from pretrain.config import Averaging
 from pretrain.optim.optimizers import local_tensor
 
 AverageState = dict[str, Any]
-"""An average's metadata: its `kind`, the `first_step` included, and the `count` of steps."""
+"""Metadata of an average: `kind`, `first_step`, and `count`, the number of steps averaged."""
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
-    """Returns the last step before the average begins."""
+    """Returns the last step before averaging starts."""
     return round((1 - settings.tail_fraction) * total_steps) if settings.kind == "tail" else 0
 
 
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
-    """Returns True if an average can continue.
+    """Returns True if a saved average can be continued with these settings.
 
-    Its kind must be the same. If the run was extended, the average must not contain weights from before the longer
-    run's tail.
+    A tail average can't if the run was extended and the average started before the new tail.
     """
     if before is None or before["kind"] != settings.kind:
         return False
@@ -43,9 +41,9 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """Returns the average's metadata after including `step`, and the weight w_n for the weights at that step.
+    """Returns the average's metadata after `step`, and w_n, which is 1 for a new average.
 
-    The metadata is None if there is no average yet. A weight of 1 starts an average.
+    The metadata is None if averaging hasn't started yet.
     """
     if step <= averages_after(settings, total_steps):
         return None, 0.0
@@ -61,7 +59,7 @@ def average_after_step(
 def averaging_problems(
     settings: Averaging, *, total_steps: int, exports_average: bool, rounds_stochastically: bool
 ) -> list[str]:
-    """Lists problems with the averaging settings in a run of `total_steps`."""
+    """Lists problems with the averaging settings."""
     if settings.kind == "none":
         if exports_average:
             return ["export.weights: average, but averaging.kind is none: set it to ema or tail, or export raw"]
@@ -83,7 +81,7 @@ def averaging_problems(
 
 
 class WeightAverage:
-    """Mean of this rank's weight shards, in fp32 and with the same layout."""
+    """Mean of the weights, in fp32 and sharded like the weights."""
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, torch.Tensor]):
@@ -91,16 +89,16 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
-        """Moves the mean toward the weights by `share`, without communication or waiting for the device."""
+        """Moves the mean toward the weights by `share`, without communication or device synchronization."""
         means = list(map(local_tensor, self.means.values()))
         torch._foreach_lerp_(means, list(map(local_tensor, weights.values())), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Swaps the mean and the weights bit for bit. A second call restores both."""
+        """Swaps the mean and the weights. A second call restores both bit for bit."""
         pairs = zip(self.means.values(), weights.values(), strict=True)
         for mean, weight in (map(local_tensor, pair) for pair in pairs):
-            # Swapping one tensor at a time avoids a third copy of the model.
+            # One tensor at a time, to avoid a third copy of the model.
             kept = weight.clone()
             weight.copy_(mean)
             mean.copy_(kept)

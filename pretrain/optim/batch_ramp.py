@@ -1,4 +1,4 @@
-"""Batch size as a pure function of the step, so that resuming needs no state."""
+"""Batch-size schedule, a pure function of the step."""
 
 import bisect
 import itertools
@@ -11,51 +11,48 @@ from pretrain.errors import InputError
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Sequences per optimizer step, constant within each level. Built by `batch_ramp`.
-
-    If a run's batch size changes, past levels stay as they were (see `after`).
-    """
+    """Batch-size schedule with a constant batch size per level. Create it with `batch_ramp`."""
 
     sequences_per_level: tuple[int, ...]
-    """Each level's global batch size in sequences."""
+    """Global batch size of each level, in sequences."""
     first_steps: tuple[int, ...]
-    """First step of each level, ascending from 0."""
+    """First step of each level, in ascending order from 0."""
     total_steps: int
     """Number of optimizer steps in the run."""
     first_sequences: tuple[int, ...] = ()
-    """Sequences trained before each level. () means that they are computed from the levels."""
+    """Number of sequences before each level. Computed if it is ()."""
 
     def __post_init__(self):
         if not self.first_sequences:
             steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
             per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
-            # The class is frozen, so this computed field can't be assigned directly.
+            # A frozen dataclass doesn't allow assignment.
             object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
     def total_sequences(self) -> int:
-        """Number of sequences in all steps: the budget, rounded up to whole steps."""
+        """Number of sequences in the run."""
         return self.sequences_before(self.total_steps)
 
     def sequences_at(self, step: int) -> int:
-        """Returns the global batch size at `step` in sequences."""
+        """Returns the global batch size at `step`, in sequences."""
         return self.sequences_per_level[self._level(step)]
 
     def sequences_before(self, step: int) -> int:
-        """Counts the sequences in all steps before `step`."""
+        """Returns the number of sequences trained before `step`."""
         level = self._level(step)
         sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
-        # If an old checkpoint hasn't recorded some levels, only their sum is known.
+        # An old checkpoint may not contain all levels, only their total.
         return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
-        """Returns the minimum number of steps to train on this many sequences."""
+        """Returns the number of steps needed to train on this many sequences."""
         level = max(0, bisect.bisect_left(self.first_sequences, sequences) - 1)
         missing = sequences - self.first_sequences[level]
         return self.first_steps[level] + max(0, -(-missing // self.sequences_per_level[level]))
 
     def after(self, past: "BatchRamp", step: int, sequences: int) -> "BatchRamp":
-        """Returns these batch sizes from `step` on, after those in `past`, which add up to `sequences`."""
+        """Returns a schedule that switches from `past` to this one at `step`, after `sequences` sequences."""
         earlier = [level for level, first in enumerate(past.first_steps) if first < step]
         later = [level for level, first in enumerate(self.first_steps) if first > step]
         levels = [
@@ -87,15 +84,15 @@ def batch_ramp(
     ramp_from: float = 1.0,
     ramp_over: float = 0.0,
 ) -> BatchRamp:
-    """Builds a run's batch sizes. Give either total_sequences or total_steps.
+    """Creates a batch-size schedule. Pass either total_sequences or total_steps.
 
-    With ramp_from = 1/n, the batch grows through 1/n, 2/n ... n/n of sequences_per_step, which must be a multiple of
-    n. The levels below the full batch divide the first `ramp_over` of the run's sequences equally, rounded up to whole
-    steps. The defaults give a constant batch size. Raises InputError if the batch isn't a multiple of n or the ramp
-    never ends.
+    With ramp_from = 1/n, the batch size increases in n levels: 1/n, 2/n, ..., n/n of sequences_per_step. The levels
+    below the full batch size cover the first `ramp_over` of the run's sequences in equal parts, rounded up to whole
+    steps. The default is a constant batch size. Raises InputError if sequences_per_step isn't a multiple of n, or if
+    ramp_over isn't below 1.
     """
     if not ramp_over < 1.0:
-        raise InputError(f"batch.ramp.over: {ramp_over} leaves no part of the run for the full batch; use less than 1")
+        raise InputError(f"batch.ramp.over: {ramp_over} leaves no steps for the full batch; use less than 1")
     parts = round(1.0 / ramp_from) if ramp_over else 1
     if rest := sequences_per_step % parts:
         below = sequences_per_step - rest
@@ -104,10 +101,10 @@ def batch_ramp(
             f"{sequences_per_step:,} sequences per step is not a multiple of {parts} ramp levels; nearest: {nearest}"
         )
     levels = [sequences_per_step * part // parts for part in range(1, parts + 1)]
-    # A rounding error could move the end of a level by a step, so we use exact fractions.
+    # With floats, a rounding error could move the end of a level by a step.
     over = Fraction(ramp_over).limit_denominator(10**6)
     if total_sequences is None:
-        # Sequences x steps per sequence = total_steps. Smaller batches take more steps per sequence.
+        # Smaller batches need more steps for the same number of sequences.
         steps_below = Fraction(sum(Fraction(sequences_per_step, level) for level in levels[:-1]))
         steps_per_full = 1 - over + (over * steps_below / (parts - 1) if parts > 1 else over)
         target = Fraction(total_steps * sequences_per_step) / steps_per_full

@@ -1,12 +1,11 @@
-"""Learning rate as a pure function of progress, so that resuming needs no state.
+"""Learning-rate schedules, which are pure functions of the step.
 
-Steps count from 0. During warmup, step s has the factor (s + 1) / warmup_steps, so the first step changes the weights
-and the last warmup step is at the peak. A decay reaches its floor at step == total_steps, one past the run's last step
-(as in nanoGPT's get_lr with lr_decay_iters == max_iters), so the last step is just above the floor. Beyond
-total_steps, the factor stays at the floor.
+Steps are counted from 0. During warmup, the factor at step s is (s + 1) / warmup_steps, so the first learning rate
+isn't 0 and the last warmup step uses the peak. A decay reaches its floor at step == total_steps, one after the last
+step, as in nanoGPT's get_lr with lr_decay_iters == max_iters.
 
 A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`.
-docs/learning_rate.md shows all schedules.
+docs/learning_rate.md describes all schedules.
 """
 
 import math
@@ -21,17 +20,15 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""{shape: function from a decay's progress (0 to 1) to the remaining share (1 to 0)}. sqrt is from Hägele et al.,
-arXiv 2405.18392.
-"""
+"""{shape: function from progress (0 to 1) to factor (1 to 0)}. sqrt is from Hägele et al., arXiv 2405.18392."""
 
 DECAYING = ("cosine", "linear", "wsd", "infinite")
-"""Schedules that decay to a floor at the end of the run. A longer budget may move the end."""
+"""Schedules that decay to a floor at the end of the run."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A run's learning-rate schedule. Raises InputError if its phases are longer than the run."""
+    """Learning-rate schedule. Raises InputError if its phases are longer than the run."""
 
     name: str
     """Key in SCHEDULES."""
@@ -40,28 +37,27 @@ class Schedule:
     warmup_steps: int = 0
     """Number of linear warmup steps, at most total_steps."""
     final_ratio: float = 0.1
-    """Floor of the decay, as a share of the peak."""
+    """Learning rate after the decay, as a fraction of the peak."""
     decay_steps: int | None = None
-    """Length of the final decay (wsd only). None means 20% of the run."""
+    """Number of steps in the final decay (wsd only). None means 20% of the run."""
     decay_shape: str = "linear"
     """Key in DECAY_SHAPES (wsd only)."""
     cooldown_steps: int | None = None
-    """Length of the cosine cooldown after the warmup (infinite only).
+    """Number of steps in the cosine cooldown after the warmup (infinite only). None means 70% of the run.
 
-    None means 70% of the run. Set it for a run that may be extended, because a default that grows with total_steps
-    would change learning rates that were already used.
+    Set it if the run may be extended. Otherwise an extension would change past learning rates.
     """
     constant_ratio: float = 7.5e-6 / 1.4e-5
-    """Plateau after the cooldown, as a share of the peak (infinite only)."""
+    """Learning rate after the cooldown, as a fraction of the peak (infinite only)."""
     anneal_steps: int = 0
-    """Length of the final annealing (infinite only). With 0, the run ends on the plateau and can be continued."""
+    """Number of steps in the final annealing (infinite only). With 0, the run ends at the constant learning rate."""
     first_step: int = 0
-    """First warmup step: 0, or the step at which an ongoing run switched to this schedule."""
+    """First warmup step: 0, or the step at which a run switched to this schedule."""
     decayed: tuple[int, int, float] | None = None
-    """(first step of the final decay, step at which the run's end was moved, the decay's progress at that step).
+    """(first decay step, step at which total_steps was changed, progress of the decay at that step).
 
-    The rest of the decay is stretched to total_steps, so that the learning rate doesn't jump. None means that the end
-    hasn't moved.
+    The rest of the decay is stretched to total_steps, so that the learning rate doesn't jump. None means that
+    total_steps wasn't changed during the decay.
     """
 
     def __post_init__(self):
@@ -70,13 +66,13 @@ class Schedule:
             raise InputError(*problems)
 
     def factor(self, step: int) -> float:
-        """Returns the share of the peak learning rate at `step`, counted from 0."""
+        """Returns the learning rate at `step`, as a fraction of the peak."""
         if step < self.warmup_end:
             return (step - self.first_step + 1) / self.warmup_steps
         return SCHEDULES[self.name](self, step)
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Returns the learning rate at `step`, counted from 0, for the given peak."""
+        """Returns the learning rate at `step`."""
         return peak * self.factor(step)
 
     @property
@@ -86,12 +82,12 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Number of steps from the schedule's first step to the end of the run."""
+        """Number of steps from first_step to the end of the run."""
         return self.total_steps - self.first_step
 
     @property
     def decays_from(self) -> int:
-        """First step of the final decay, or total_steps if there is no decay or the whole run decays."""
+        """First step of the final decay (wsd, infinite). Equal to total_steps for other schedules."""
         return self._decay_begin if self.name in ("wsd", "infinite") else self.total_steps
 
     @property
@@ -107,20 +103,19 @@ class Schedule:
         return self.warmup_end
 
     def progress(self, step: int) -> float:
-        """Returns the decay's progress before `step`, from 0 to 1."""
+        """Returns the progress of the decay at `step`, from 0 to 1."""
         if self.decayed is None:
             return _progress(step, self._decay_begin, self.total_steps)
         _, begin, progress = self.decayed
         return progress + (1.0 - progress) * _progress(step, begin, self.total_steps)
 
     def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
-        """Returns the schedule after the run's end has moved to `total_steps` at `step`.
+        """Returns the schedule after total_steps was changed at `step`. Past learning rates don't change.
 
-        Learning rates up to `step` don't change. If the decay has already begun, the rest of it stretches over the
-        remaining steps.
+        If the decay has already started, the rest of it is stretched over the remaining steps.
 
         Args:
-            planned: the recipe's schedule for a run with the new length.
+            planned: the recipe's schedule for the new total_steps.
         """
         kept = {"total_steps": total_steps, "first_step": self.first_step, "warmup_steps": self.warmup_steps}
         if self.name == "infinite":
@@ -136,12 +131,12 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """A schedule with an early end: the learning rate decays to the floor from `from_step` on."""
+    """Schedule that ends early, with a decay to the floor that starts at `from_step`."""
 
     schedule: Schedule
     from_step: int
     steps: int
-    """Length of the decay."""
+    """Number of steps in the decay."""
 
     @property
     def name(self) -> str:
@@ -149,11 +144,11 @@ class Annealing:
 
     @property
     def warmup_steps(self) -> int:
-        """Number of linear warmup steps in the schedule."""
+        """Number of linear warmup steps."""
         return self.schedule.warmup_steps
 
     def learning_rate(self, step: int, peak: float) -> float:
-        """Returns the learning rate at `step`; see `Schedule.learning_rate`."""
+        """Returns the learning rate at `step`."""
         if step < self.from_step:
             return self.schedule.learning_rate(step, peak)
         begin = self.schedule.factor(max(self.from_step - 1, 0))
@@ -163,12 +158,12 @@ class Annealing:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    """Follows half a cosine from the peak to the floor (Loshchilov & Hutter 2017, arXiv 1608.03983; no restarts)."""
+    """Decays from the peak to the floor with half a cosine (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
     return _decayed(schedule, "cosine", step)
 
 
 def linear(schedule: Schedule, step: int) -> float:
-    """Follows a straight line from the peak to the floor."""
+    """Decays linearly from the peak to the floor."""
     return _decayed(schedule, "linear", step)
 
 
@@ -178,15 +173,15 @@ def constant(schedule: Schedule, step: int) -> float:
 
 
 def warmup_stable_decay(schedule: Schedule, step: int) -> float:
-    """Stays at the peak, then decays to the floor over the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
+    """Stays at the peak, then decays to the floor in the last decay_steps (Hu et al. 2024, arXiv 2404.06395)."""
     return _decayed(schedule, schedule.decay_shape, step)
 
 
 def infinite(schedule: Schedule, step: int) -> float:
-    """Cools down along a cosine to a plateau, stays there, and finally anneals exponentially to the floor.
+    """Decays with a cosine to a constant learning rate, then anneals exponentially in the last anneal_steps.
 
-    The annealing takes the last anneal_steps (Ibrahim et al. 2024, arXiv 2403.08763). It starts from the current
-    learning rate, even during the cooldown.
+    From Ibrahim et al. 2024, arXiv 2403.08763. If the annealing starts during the cooldown, it replaces the rest of
+    the cooldown.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
     cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)
@@ -200,19 +195,12 @@ def infinite(schedule: Schedule, step: int) -> float:
 def cooldown_steps_of_infinite(
     total_steps: int, tokens_per_step: int, min_cooldown_tokens: int = 0, cooldown_fraction: float = 0.7
 ) -> int:
-    """Returns the infinite schedule's cooldown steps: max(min_cooldown_tokens, cooldown_fraction of the run).
-
-    A run shorter than min_cooldown_tokens stays near the peak, because half a cosine starts flat.
-    """
+    """Returns the number of cooldown steps: cooldown_fraction of the run, but at least min_cooldown_tokens."""
     return max(math.ceil(min_cooldown_tokens / tokens_per_step), round(cooldown_fraction * total_steps))
 
 
 def learning_rate_for_batch(learning_rate_per_sequence: float, sequences_per_step: int) -> float:
-    """Returns learning_rate_per_sequence times sqrt(global batch size in sequences).
-
-    Square-root scaling suits optimizers that divide by the gradient's magnitude (Malladi et al. 2022, arXiv
-    2205.10287).
-    """
+    """Scales the learning rate with the square root of the batch size (Malladi et al. 2022, arXiv 2205.10287)."""
     return learning_rate_per_sequence * math.sqrt(sequences_per_step)
 
 
@@ -226,7 +214,7 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Lists problems with combinations of settings. The recipe's types check individual settings."""
+    """Lists problems with combinations of settings. `pretrain.config` validates individual settings."""
     if schedule.steps < 1:
         return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
     problems = []

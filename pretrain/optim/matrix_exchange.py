@@ -1,8 +1,7 @@
-"""Exchanges sharded matrices: an owner gathers each matrix, works on it, and sends it back.
+"""Gathers each sharded matrix on one rank, updates it there, and sends the result back.
 
-A bucket's matrices are sent together, in one collective to the owners and one back. If every rank already has every
-matrix, one collective is enough. The number of collectives depends on the update's size in bytes, not on its number of
-matrices.
+Matrices are grouped into buckets. Each bucket needs one collective to gather the matrices and one to return the
+results. If the matrices are replicated, only the second is needed.
 """
 
 import math
@@ -17,16 +16,17 @@ import torch.distributed as dist
 from pretrain.optim.tiles import Tile, rectangles, shape_of
 
 BUCKET_ELEMENTS = 2**24
-"""Number of elements in a bucket per participating rank. A larger matrix has its own bucket."""
+"""Maximum number of elements per rank in a bucket. A larger matrix has its own bucket."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold the same matrices or parts of them. If there is no group, this rank is the only one."""
+    """Ranks that share matrices, either sharded or replicated."""
 
     group: dist.ProcessGroup | None
+    """Process group of these ranks. None means only this rank."""
     device: torch.device
-    """Device for computation and communication. The optimizer's tensors may be on a different device."""
+    """Device for computation and communication. The optimizer's tensors may be offloaded from it."""
 
     @property
     def size(self) -> int:
@@ -39,25 +39,25 @@ class Holders:
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """Shape and blocks of a matrix to update."""
+    """Shape of a matrix, and the blocks that are updated separately."""
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()
-    """Sizes of blocks that are updated as separate matrices, such as q, k and v. () means a single matrix."""
+    """Block sizes, for example of fused q, k and v. () means that the matrix isn't split."""
     block_dim: int = 0
     """Dimension along which the blocks are concatenated."""
     alternates: bool = False
-    """True if the blocks, which are equally large, are interleaved row by row along `block_dim`."""
+    """True if equally large blocks are interleaved along `block_dim`."""
     stacked: int = 1
-    """Number of matrices stacked in the parameter, such as a layer's experts."""
+    """Number of such matrices in the parameter, for example a layer's experts."""
 
     @property
     def elements(self) -> int:
-        """Number of elements per matrix."""
+        """Number of elements in one matrix."""
         return self.shape[0] * self.shape[1]
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns views of the blocks in a tensor with this shape."""
+        """Returns views of a matrix's blocks."""
         if self.alternates:
             views = whole.mT if self.block_dim else whole
             count = len(self.blocks)
@@ -68,19 +68,16 @@ class HiddenMatrix:
 
 @dataclass(frozen=True)
 class MatrixPiece:
-    """This rank's piece of a matrix, in one of its optimizer's tensors."""
+    """This rank's shard of a matrix."""
 
     matrix: HiddenMatrix
     holders: Holders
     tensor: int = 0
-    """Index of the optimizer's tensor."""
+    """Index of the tensor that contains the shard."""
     tiles: tuple[Tile, ...] = ()
-    """Each rank's part.
-
-    A one-dimensional tile refers to the flattened matrix. () means that every rank has the whole matrix.
-    """
+    """Tile of each rank. A 1D tile refers to the flattened matrix. () means that the matrix is replicated."""
     offset: int = 0
-    """Index of the piece's first element in the flattened tensor."""
+    """Index of the shard's first element in the flattened tensor."""
 
     @property
     def elements(self) -> int:
@@ -93,30 +90,30 @@ class MatrixPiece:
 
     @property
     def owner(self) -> int | None:
-        """Rank with the whole matrix, if all parts are on one rank."""
+        """Rank that has the whole matrix. None if the matrix is sharded or replicated."""
         return next((rank for rank, count in enumerate(self.counts) if count == self.elements), None)
 
     @property
     def is_alone(self) -> bool:
-        """True if a single rank updates the matrix without communication."""
+        """True if the update needs no communication."""
         return self.holders.size == 1 or self.owner is not None
 
     @property
     def is_here(self) -> bool:
-        """True if this rank holds any part of the matrix."""
+        """True if this rank's shard isn't empty."""
         return not self.tiles or self.counts[self.holders.rank] > 0
 
     def part(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns this rank's elements in its tile's shape."""
+        """Returns a view of the shard, in its tile's shape."""
         shape = shape_of(self.tiles[self.holders.rank]) if self.tiles else self.matrix.shape
         return tensors[self.tensor].view(-1).narrow(0, self.offset, math.prod(shape)).view(shape)
 
     def whole(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the whole matrix, if it is on this rank."""
+        """Returns a view of the whole matrix, which must be on this rank."""
         return self.part(tensors).view(self.matrix.shape)
 
     def places(self, rank: int, whole: torch.Tensor, part: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (view of the whole matrix, view of a rank's flat part) for each of the rank's rectangles."""
+        """Returns (view of the whole matrix, view of a rank's flat shard) for each rectangle in the rank's tile."""
         tile = self.tiles[rank]
         whole = whole.view(-1) if len(tile) == 1 else whole
         part = part.view(shape_of(tile))
@@ -126,12 +123,11 @@ class MatrixPiece:
 def pieces_of(
     matrix: HiddenMatrix, holders: Holders, tiles: tuple[Tile, ...] = (), held: int | None = None
 ) -> list[MatrixPiece]:
-    """Returns a matrix's piece, or one piece for each matrix in a stack.
+    """Returns a list with this rank's shard of a matrix, or of each matrix in a stack.
 
     Args:
-        holders: the ranks with parts or replicas of the same matrices. They share the work.
-        tiles: each holder's tile of a matrix. () means that every rank has the whole matrix.
-        held: number of the stack's matrices with a part on this rank. None means all of them.
+        tiles: each rank's tile of a matrix. () means that the matrix is replicated.
+        held: number of matrices in this rank's part of the stack. None means all.
     """
     one = replace(matrix, stacked=1)
     elements = math.prod(shape_of(tiles[holders.rank])) if tiles else matrix.elements
@@ -145,14 +141,14 @@ def replace_whole_matrices(
     dtype: Callable[[torch.device], torch.dtype],
     replace_all: Callable[[list[tuple[torch.Tensor, HiddenMatrix]]], None],
 ) -> None:
-    """Replaces matrices with a function of them, in the tensors that contain their pieces.
+    """Updates matrices in place with a function that needs whole matrices.
 
-    All of a group's ranks must call it, with the same pieces in the same order.
+    A collective call. All ranks must pass the same pieces in the same order.
 
     Args:
-        tensors: this rank's tensors with the pieces.
-        dtype: returns the dtype for sending and computing on a device.
-        replace_all: overwrites whole matrices with their results.
+        tensors: this rank's tensors, which contain the shards.
+        dtype: returns the dtype for communication and computation on a device.
+        replace_all: updates whole matrices in place.
     """
     shared: dict[Holders, list[MatrixPiece]] = {}
     here = []
@@ -177,19 +173,18 @@ def replace_whole_matrices(
 
 
 Bucket = list[tuple[MatrixPiece, int]]
-"""Pieces, each with its owner's rank."""
+"""List of (piece, rank that updates the matrix)."""
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
-    """Groups the pieces into buckets, and balances the owners' work within each bucket and in total."""
+    """Groups pieces into buckets and assigns them to ranks so that the work is balanced."""
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Sharded and replicated matrices use different collectives, so we keep them apart. Largest first, with equal
-    # shapes together.
+    # Sharded and replicated matrices need different collectives, so they are in different buckets.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
-        # Proportional to the FLOPs for the matmul X X^T.
+        # Proportional to the FLOPs of X X^T.
         work[owner] += piece.elements * min(piece.matrix.shape)
         if not buckets or piece.elements > room or bool(buckets[-1][0][0].tiles) != bool(piece.tiles):
             buckets.append([])
@@ -200,13 +195,13 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fills a flat tensor with equal parts from all ranks, in rank order. All ranks must call it."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    """All-gathers equally large flat tensors from all ranks."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(whole, part, group=group)
 
 
 def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates replicated matrices. All ranks receive the owners' results in one collective."""
+    """Updates replicated matrices, each on one rank, and all-gathers the results."""
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in range(holders.size)]
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
@@ -219,7 +214,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    # A collective must not read the memory that it writes, so we clone.
+    # Cloned, because input and output of the collective must not overlap.
     gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
@@ -227,7 +222,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
 
 
 def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype, replace_all) -> None:
-    """Updates sharded matrices, with one collective to the owners and one back."""
+    """Updates sharded matrices, each on one rank, with one all-to-all before the update and one after it."""
     processes = range(holders.size)
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[holders.rank]
@@ -245,7 +240,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
     flat = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
     wholes = [view.view(piece.matrix.shape) for view, piece in zip(flat, mine, strict=True)]
-    # The collective delivers parts by rank, then by piece.
+    # all_to_all_single orders the received shards by rank.
     arrived = iter(consecutive_views(received, [piece.counts[rank] for rank in processes for piece in mine]))
     places = [
         pair
@@ -257,7 +252,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     received_parts = [part for _, part in places]
     copy_all(in_wholes, received_parts)
     replace_all([(whole, piece.matrix) for whole, piece in zip(wholes, mine, strict=True)])
-    # The results are sent back from the same memory, in the same layout.
+    # The results are sent back in the same layout.
     copy_all(received_parts, in_wholes)
 
     dist.all_to_all_single(sent, received, outgoing, incoming, group=holders.group)
@@ -265,12 +260,12 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
 
 def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Returns consecutive views with these sizes, from the beginning of a flat tensor."""
+    """Splits a flat tensor into views with these sizes."""
     return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
-    """Splits the values into groups of the same lengths as `groups`."""
+    """Splits the values into groups with the same lengths as `groups`."""
     return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
 
 

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in the device's fast matmul dtype.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for sharded and fused weights.
 
-The math and state names match torch.optim.Muon, which always uses bf16 matmuls. A CPU without bf16 instructions
-emulates them and is 50 times slower than with fp32.
+The math and state names match torch.optim.Muon. That class always uses bf16 matmuls, which are 50 times slower than
+fp32 on a CPU without bf16 instructions.
 """
 
 import math
@@ -19,15 +19,12 @@ from pretrain.optim.optimizers import AdamWSpec, local_tensor
 EPS = 1e-7
 """Minimum Frobenius norm to divide by."""
 BATCH_ELEMENTS = 2**22
-"""Maximum number of elements in a batch of matrices with the same shape.
-
-Batches keep all cores busy. The memory for an update is bounded by this number or the largest matrix.
-"""
+"""Maximum number of elements in a batch of equally shaped matrices. Limits the memory for an update."""
 
 Quintic = tuple[float, float, float]
 """Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Polar Express's safety margin, for singular values that bf16 rounding pushes above the bound."""
+"""Polar Express's safety factor, for singular values above 1 due to bf16 rounding."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -47,36 +44,35 @@ def divided(quintic: Quintic, by: float) -> Quintic:
 
 
 COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
-    # The steepest slope at zero that keeps singular values within about 0.7 to 1.2.
+    # Maximizes the slope at zero. The singular values end up between about 0.7 and 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # All polynomials except the last include the margin. The first includes it twice, because of the division by the
-    # norm.
+    # The first polynomial includes the safety factor twice, because it also applies to the division by the norm.
     "polar_express": (
         divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
         *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: quintics for the iterations}. Further iterations repeat the last quintic."""
+"""{name: one quintic per iteration}. Further iterations repeat the last quintic."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon, which updates each matrix with its orthogonalized momentum.
+    """Updates each matrix with its orthogonalized Nesterov momentum.
 
     B <- m B + (1 - m) G;  U = NS((1 - m) G + m B);  W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(rows, columns)) U.
-    The factor gives updates AdamW's root mean square of about 0.2 (Liu et al., arXiv 2502.16982).
+    The factor 0.2 sqrt(max(rows, columns)) gives updates an RMS of about 0.2, like AdamW (Liu et al., arXiv
+    2502.16982).
 
-    A step turns gradients into updates in place. `grad_scale` and `found_inf` have the same meaning as in torch's
-    fused optimizers: a divisor for the gradients, and 1 to skip the update. Both are read on the device. `copies` are
-    the ranks with replicas of the same whole matrices, which share the work.
+    A step overwrites the gradients. `grad_scale` and `found_inf` work as in torch's fused optimizers. `copies` are the
+    ranks with replicas of the matrices. They share the work.
 
     Args:
-        params: matrices; raises ValueError for any other shape.
-        lr: step size, on AdamW's scale.
-        momentum: m, applied twice by the update (Nesterov).
-        ns_steps: number of iterations in `orthogonalized`.
+        params: matrices. Raises ValueError for other shapes.
+        lr: learning rate, on the same scale as AdamW's.
+        momentum: m in the formulas above.
+        ns_steps: number of Newton-Schulz iterations.
         coefficients: key in COEFFICIENTS.
-        matrices: splits of parameters into separately updated blocks. All other parameters are one matrix each.
+        matrices: descriptions of split or stacked parameters. Each other parameter is updated as one matrix.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -101,7 +97,7 @@ class Muon(torch.optim.Optimizer):
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
             raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """{tensor: its pieces}, set by a strategy that shards parameters or updates many of them as one tensor."""
+        """{tensor: shards in it}, set by strategies that shard parameters or flatten them into one tensor."""
         self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
 
     @torch.no_grad()
@@ -131,7 +127,6 @@ class Muon(torch.optim.Optimizer):
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
-        # Pieces are grouped by holders, because a group's ranks must exchange the same pieces in the same order.
         pieces = self._pieces_in(parameters)
         coefficients = iterations(group["coefficients"], group["ns_steps"])
         replace_whole_matrices(pieces, updates, product_dtype, lambda wholes: orthogonalize_all(wholes, coefficients))
@@ -144,7 +139,7 @@ class Muon(torch.optim.Optimizer):
                 piece.part(weights).add_(piece.part(updates), alpha=-factor)
 
     def _pieces_in(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
-        """Returns the pieces in these tensors, and caches the result."""
+        """Returns this rank's shards of matrices in these tensors. The result is cached."""
         key = tuple(parameters)
         if key not in self._pieces:
             found = []
@@ -159,11 +154,9 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Combines Muon for hidden matrices and AdamW for all other parameters into one optimizer.
+    """Combines Muon for hidden matrices and AdamW for all other parameters in one optimizer.
 
-    Muon's update is scaled to AdamW's root mean square (Liu et al., arXiv 2502.16982), so both can use the same
-    learning rate. param_groups and state concatenate the two optimizers' groups and state. A step uses the current
-    groups.
+    `param_groups` and `state` contain both optimizers' groups and state.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -179,7 +172,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            # Strategies and checkpoints replace this optimizer's groups and state, so every step passes them on.
+            # Strategies and checkpoints may replace this optimizer's groups and state.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -188,7 +181,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """Returns the factor for an orthogonalized matrix, or the largest factor among its blocks."""
+    """Returns the scale of a matrix's update. If the matrix is split, returns the largest scale among its blocks."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -196,7 +189,7 @@ def update_scale(matrix: HiddenMatrix) -> float:
 
 
 def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coefficients: Sequence[Quintic]) -> None:
-    """Orthogonalizes matrices, or each of their blocks, in place. Smaller blocks get a smaller factor."""
+    """Orthogonalizes matrices or their blocks in place, and scales each block relative to `update_scale`."""
     blocks = []
     relative = []
     for whole, matrix in matrices:
@@ -204,7 +197,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
             blocks.append(block)
             relative.append(0.2 * math.sqrt(max(block.shape)) / update_scale(matrix))
     for batch in batches_of_one_shape(blocks):
-        # The iteration computes X X^T, which is smallest if the rows are the shorter side.
+        # Transposing tall matrices makes X X^T smaller.
         wide = [block.mT if block.size(0) > block.size(1) else block for block in (blocks[index] for index in batch)]
         if len(batch) == 1:
             results = [orthogonalized(wide[0].to(product_dtype(wide[0].device)), coefficients)]
@@ -219,7 +212,7 @@ def orthogonalize_all(matrices: list[tuple[torch.Tensor, HiddenMatrix]], coeffic
 
 
 def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Yields indices of matrices in batches with the same shape (or its transpose), up to BATCH_ELEMENTS."""
+    """Yields batches of indices. A batch's matrices have the same shape, up to transposition."""
     alike: dict[tuple, list[int]] = {}
     for index, matrix in enumerate(matrices):
         alike.setdefault((matrix.device, *sorted(matrix.shape)), []).append(index)
@@ -229,24 +222,23 @@ def batches_of_one_shape(matrices: Sequence[torch.Tensor]) -> Iterator[list[int]
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """Returns bf16 if the device has bf16 matmul instructions, and otherwise fp32."""
+    """Returns bf16 if the device has bf16 matmul instructions, otherwise fp32."""
     return torch.float32 if missing_bf16(device.type) else torch.bfloat16
 
 
 def iterations(name: str, steps: int) -> list[Quintic]:
-    """Returns the polynomials for this many iterations."""
+    """Returns one polynomial per iteration."""
     quintics = COEFFICIENTS[name]
     return [quintics[min(step, len(quintics) - 1)] for step in range(steps)]
 
 
 def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
-    """Maps a matrix U S V^T (its singular value decomposition) to U S' V^T, with S' close to one.
+    """Approximately orthogonalizes matrices: maps U S V^T (the SVD) to U S' V^T with S' close to 1.
 
-    Shapes: (..., R, C), R <= C. The function divides by the Frobenius norm, which bounds the largest singular value by
-    one. It then runs Newton-Schulz iterations X <- a X + (b A + c A^2) X with A = X X^T in the matrices' dtype.
+    Divides by the Frobenius norm, so that no singular value exceeds 1. Then runs Newton-Schulz iterations
+    X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype. Shapes: (..., R, C) with R <= C.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
-    # A spectral norm would need an SVD.
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for a, b, c in coefficients:
         gram = x @ x.mT
@@ -288,13 +280,17 @@ class MuonSpec(AdamWSpec):
         return problems
 
     def outputs(self, name: str) -> int:
-        """Returns a matrix's number of outputs."""
+        """Returns the number of outputs of a weight matrix."""
         rows, columns = self.model.shapes[name][-2:]
         halves_dim, _ = self.model.stacks.get(name, (None, False))
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Returns the matrix with this name, split by the first matching pattern. Fused gate and up are two blocks."""
+        """Describes a matrix. It is split by the first matching pattern, or into gate and up projections if these are
+        fused.
+
+        blocks_of: `optim.muon.split_matrices`.
+        """
         *stack, rows, columns = self.model.shapes[name]
         halves_dim, alternates = self.model.stacks.get(name, (None, False))
         dim = 1 if name in self.model.transposed or halves_dim == 1 else 0
@@ -333,10 +329,10 @@ class MuonSpec(AdamWSpec):
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Returns the given block sizes, or computes the sizes from a number of equal blocks."""
+    """Returns block sizes. `blocks` is either a list of sizes or the number of equal blocks."""
     return [total // blocks] * blocks if isinstance(blocks, int) else blocks
 
 
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
-    """Returns the first pattern that matches the name, or None."""
+    """Returns the first matching pattern, or None."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

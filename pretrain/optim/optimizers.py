@@ -1,4 +1,4 @@
-"""Optimizer declarations, optimizer state by name, weight decay, parameter groups, and the gradient norm."""
+"""Optimizer interface, AdamW, parameter groups, saving and loading of optimizer state, and the gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,33 +25,28 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MAX_SERIAL_SUM = 2**16
 """Maximum number of squares to sum sequentially in fp32 on a CPU.
 
-The error is 2e-7 with this many squares, and 1e-5 with a million.
+The error is 2e-7 for this number of squares, and 1e-5 for a million.
 """
 
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """Unsharded shapes and kinds of a model's parameters, by name.
-
-    With ZeRO-3, the trained parameters themselves are empty.
-    """
+    """Unsharded shapes and types of a model's parameters, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     embeddings: frozenset[str]
     transposed: frozenset[str] = frozenset()
-    """Names of weights with outputs as columns, such as GPT-2's."""
+    """Names of weights with the shape (inputs, outputs), as in GPT-2."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
-    """Roles that determine each parameter's learning rate. If empty, all parameters have the same learning rate."""
+    """Roles for muP, which determine each parameter's learning rate. Empty without muP."""
     width_ratio: float = 1.0
-    """Ratio of the model's width to the width at which the learning rate was tuned."""
+    """Model width divided by `optim.mup_base_width`."""
     group_rates: Mapping[str, float] = field(default_factory=dict)
-    """{group, as returned by `group_of`: its learning rate relative to the run's}, for groups with their own learning
-    rate.
-    """
+    """{group: learning rate relative to the run's}, from `optim.group_learning_rates`."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """{name of a parameter with a layer's stacked experts: number of experts}"""
+    """{name of a parameter with stacked experts: number of experts}"""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
-    """Experts' matrices; see `routers.expert_matrices`."""
+    """Expert matrices, from `routers.expert_matrices`."""
 
     @classmethod
     def of(
@@ -61,12 +56,12 @@ class ModelShapes:
         learning_rate: float | None = None,
         loss_terms: nn.Module | None = None,
     ) -> "ModelShapes":
-        """Reads the shapes from a whole model, which may be on the meta device.
+        """Reads the shapes from an unsharded model, which may be on the meta device.
 
-        Raises InputError as `width_roles` does.
+        Raises InputError if muP doesn't support the model.
 
         Args:
-            learning_rate: the run's peak learning rate, the reference for the groups' rates. None ignores those.
+            learning_rate: the run's peak learning rate. None ignores `optim.group_learning_rates`.
             loss_terms: modules trained by the loss terms, as in `LossTerms.trained`.
         """
         whole = nn.Module()
@@ -97,12 +92,12 @@ class ModelShapes:
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
-        """Returns this parameter's learning-rate factor."""
+        """Returns the muP learning-rate factor of a parameter."""
         role = self.roles.get(name)
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
     def group_of(self, name: str) -> str:
-        """Returns the parameter's group in `optim.group_learning_rates`."""
+        """Returns a parameter's group in `optim.group_learning_rates`."""
         if name in self.embeddings:
             return "embedding"
         if is_output_head(name):
@@ -110,12 +105,12 @@ class ModelShapes:
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
-        """Returns True if weight decay applies: only to matrices, and not to embeddings, norms and biases."""
+        """Returns True if weight decay applies to a parameter: not for embeddings, norms and biases."""
         is_vectors = name.endswith("_bias")  # stacked expert biases
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
     def is_hidden_matrix(self, name: str) -> bool:
-        """Returns True if a parameter is a hidden matrix, or a stack with one per expert."""
+        """Returns True if a parameter is a hidden matrix, or a stack of them (experts)."""
         is_matrix = len(self.shapes[name]) == 2 or name in self.stacks
         return self.decays(name) and is_matrix and not is_output_head(name)
 
@@ -126,42 +121,40 @@ def is_output_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """Describes an optimizer without building it: unsupported settings, its state, and supported parameters.
+    """Interface of an optimizer: builds it and describes its state and what it supports.
 
-    Each optimizer is a subclass registered in `registry.OPTIMIZERS`. Its inner class `Options`, a config.Section,
-    declares the allowed `optim.options`.
+    Each optimizer is a subclass registered in `registry.OPTIMIZERS`. Its `Options` declares the allowed
+    `optim.options`.
     """
 
     model: ModelShapes
 
     takes = ("whole",)
-    """Supported parameter forms. Each strategy has one of these forms, its `parameter_form`.
+    """Supported values of a strategy's `parameter_form`.
 
-    whole: for single and ddp. sharded: DTensors sharded along any mesh dimensions. pieces: any part of a flat tensor
-    that contains many parameters, for ZeRO.
+    whole: unsharded tensors (single, ddp). sharded: DTensors. pieces: slices of flat tensors that contain many
+    parameters (ZeRO).
     """
     state_is_whole = False
-    """True if each rank keeps the whole state instead of only its own shard."""
+    """True if the state is replicated on every rank instead of sharded."""
     shares_work = False
     """True if ranks with parameter replicas share the work of an update (`Muon.copies`)."""
     runs_from_disk = False
-    """True if the optimizer is tested with its state on NVMe, as in DeepSpeed's offload."""
+    """True if the optimizer supports DeepSpeed's NVMe offload."""
     relative_learning_rate = 1.0
     """Usual peak learning rate relative to AdamW's."""
     min_batch_factor = MIN_BATCH_FACTOR
-    """Minimum of the factor by which the batch size changes the peak learning rate; see
-    `scaling_law_learning_rate`.
-    """
+    """Lower limit for the batch-size factor in `scaling_law_learning_rate`."""
     updates_in_bf16 = False
-    """True if the update uses bf16 with any precision, provided that the device has bf16 matmuls."""
+    """True if the update uses bf16 whenever the device has bf16 matmuls, even if `precision` is fp32."""
     clips_heads = False
-    """True if `optim.muon.qk_clip` may bound the attention logits after this optimizer's update."""
+    """True if the optimizer supports `optim.muon.qk_clip`."""
 
     Options = None
-    """Class for `optim.options`, a config.Section. None means that there are no options."""
+    """Class for `optim.options`, derived from config.Section. None means that there are no options."""
 
     def options(self, settings: Optim) -> Any:
-        """Returns `optim.options` with their defaults."""
+        """Returns the validated `optim.options`."""
         return self.Options.model_validate(settings.options)
 
     @classmethod
@@ -170,30 +163,27 @@ class OptimizerSpec(ABC):
         return scaling_law_learning_rate(parameters, tokens_per_step, cls.relative_learning_rate, cls.min_batch_factor)
 
     def problems(self, settings: Optim, device_type: str) -> list[str]:
-        """Lists the reasons why the optimizer can't train this model with these settings or run on this device."""
+        """Lists reasons why the optimizer doesn't support this model, these settings or this device."""
         return []
 
     @abstractmethod
     def make(
         self, parameters: NamedParameters, settings: Optim, learning_rate: float, seed: int, device_type: str
     ) -> torch.optim.Optimizer:
-        """Builds the optimizer for these parameters, in `groups` with their decay.
-
-        seed: seed for the optimizer's random numbers.
-        """
+        """Creates the optimizer, usually with parameter groups from `groups`."""
 
     @abstractmethod
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns {name: shape} for a parameter's state after its first step, with () for a scalar."""
+        """Returns {key: unsharded shape} for a parameter's state. Scalars have the shape ()."""
 
     def placed(self, key: str, value: torch.Tensor, parameter: torch.Tensor, group: dict) -> torch.Tensor | int:
-        """Moves saved state to the right device: the parameter's for moments, and the CPU for `step` unless fused."""
+        """Moves saved state to the parameter's device. `step` stays on the CPU unless the optimizer is fused."""
         if key == "step" and not group.get("fused"):
             return value.clone()
         return value.to(parameter.device, copy=True)
 
     def groups(self, parameters: NamedParameters, weight_decay: float) -> list[dict]:
-        """Builds parameter groups: first those with weight decay, then the rest, each split by learning rate."""
+        """Creates parameter groups, one for each combination of weight decay and learning rate."""
         decayed = [(name, parameter) for name, parameter in parameters if self.model.decays(name)]
         others = [(name, parameter) for name, parameter in parameters if not self.model.decays(name)]
         return [*self.groups_by_rate(decayed, weight_decay), *self.groups_by_rate(others, 0.0)]
@@ -201,16 +191,15 @@ class OptimizerSpec(ABC):
     def groups_by_rate(
         self, parameters: NamedParameters, weight_decay: float, *, orthogonalized: bool = False
     ) -> list[dict]:
-        """Builds one group per learning-rate scale.
+        """Creates one parameter group per learning-rate scale.
 
-        A width-dependent scale doesn't change the decay per step. A group's own learning rate does, just like the
-        run's.
+        Each step decays a weight by learning rate x weight decay. The weight decay is divided by the muP scale, so
+        that muP doesn't change the decay per step. Learning rates from `optim.group_learning_rates` do change it.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
             by_width = self.model.rate_scale(name, orthogonalized=orthogonalized)
             scale = by_width * self.model.group_rates.get(self.model.group_of(name), 1.0)
-            # A step decays by learning rate x weight decay, and the learning rate includes the scale.
             own = {"params": [], "weight_decay": weight_decay / by_width}
             groups.setdefault((by_width, scale), own | ({"learning_rate_scale": scale} if scale != 1 else {}))
             groups[by_width, scale]["params"].append(parameter)
@@ -218,7 +207,7 @@ class OptimizerSpec(ABC):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), fused if the device has a fused kernel."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101), with torch's fused kernel on CPU and CUDA."""
 
     takes = ("whole", "sharded", "pieces")
     runs_from_disk = True
@@ -239,7 +228,7 @@ class AdamWSpec(OptimizerSpec):
 
 @dataclass(frozen=True)
 class OptimizerBuilder:
-    """Builds the recipe's optimizer for a strategy's (name, parameter) pairs."""
+    """Creates the recipe's optimizer for (name, parameter) pairs."""
 
     spec: OptimizerSpec
     settings: Optim
@@ -260,11 +249,10 @@ def optimizer_builder(
     device_type: str,
     loss_terms: nn.Module | None = None,
 ) -> OptimizerBuilder:
-    """Prepares the recipe's optimizer. Raises InputError with the optimizer's `problems`.
+    """Returns a builder for the recipe's optimizer. Raises InputError if the optimizer has `problems`.
 
     Args:
-        causal_lm: the whole model, on the meta device.
-        device_type: the optimizer's device, which determines if it uses fused kernels.
+        causal_lm: the unsharded model, which may be on the meta device.
         loss_terms: modules trained by the loss terms. Their parameter names start with "loss_terms.".
     """
     spec = OPTIMIZERS[settings.name](ModelShapes.of(causal_lm, settings, learning_rate, loss_terms))
@@ -274,7 +262,7 @@ def optimizer_builder(
 
 
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
-    """Lists the reasons why the recipe's optimizer can't train this model or run on this device."""
+    """Lists reasons why the recipe's optimizer doesn't support this model or this device."""
     try:
         shapes = ModelShapes.of(build_meta_model(model_config), settings)
     except InputError as error:
@@ -294,12 +282,12 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
 
 
 def parameter_dtype(settings: Optim) -> torch.dtype:
-    """Returns the dtype of the updated parameters: fp32 for master weights, or bf16 with stochastic rounding."""
+    """Returns the dtype of the trained parameters: bf16 with stochastic rounding, otherwise fp32."""
     return torch.bfloat16 if settings.stochastic_rounding else torch.float32
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Describes an optimizer, as in 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
+    """Describes an optimizer, for example 'AdamW (fused), weight decay on 5,933,000 of 5,934,300 parameters'."""
     inner = getattr(optimizer, "optimizer", optimizer)
     decayed = others = 0
     for group in inner.param_groups:
@@ -315,7 +303,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
 ) -> dict[str, torch.Tensor]:
-    """Returns {'<parameter>.<state>': tensor} for all optimizer state. Numbers become 0-dimensional tensors."""
+    """Returns {'<parameter>.<key>': tensor} for all optimizer state. Numbers are converted to 0-dim tensors."""
     return {
         f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
         for parameter, state in optimizer.state.items()
@@ -331,13 +319,12 @@ def load_optimizer_state(
     tensors: Mapping[str, torch.Tensor],
     groups: Sequence[Mapping] | None = None,
 ) -> None:
-    """Loads saved state bit for bit into an optimizer before its first step.
+    """Loads saved state into an optimizer that hasn't taken a step.
 
-    Moments go to their parameter's device. `step` stays on the CPU unless a kernel needs it on the device. A
-    checkpoint from before the first update has no state, so nothing is loaded. Raises InputError before changing
-    anything if state is missing, unexpected or has the wrong shape.
+    Does nothing if `tensors` is empty, as in a checkpoint from before the first update. Raises InputError if state is
+    missing, unexpected or has the wrong shape.
 
-    groups: groups of the parameters with this state, if the strategy has replaced the optimizer's own groups.
+    groups: parameter groups to use instead of the optimizer's own.
     """
     if not tensors:
         return
@@ -350,7 +337,7 @@ def load_optimizer_state(
                     name = f"{name_of[parameter]}.{key}"
                     shapes[name] = shape
                     places[name] = (parameter, group, key)
-    # We check first, because an optimizer with only half of its state would keep training silently.
+    # Otherwise, a parameter without saved state would silently start from zero.
     check_state(type(optimizer).__name__, shapes, tensors)
     for name, (parameter, group, key) in places.items():
         value = tensors[name] if spec.state_is_whole else divided_like(parameter, tensors[name])
@@ -360,26 +347,23 @@ def load_optimizer_state(
 def check_state(
     optimizer_name: str, wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises an InputError that lists any state that is missing, unexpected or has the wrong shape."""
+    """Raises InputError if any state is missing, unexpected or has the wrong shape."""
     missing = sorted(wanted.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - wanted.keys())
     reshaped = [n for n in wanted.keys() & tensors.keys() if tuple(tensors[n].shape) != wanted[n]]
-    found = {"missing": missing, "unexpected": unexpected, "of another shape": sorted(reshaped)}
+    found = {"missing": missing, "unexpected": unexpected, "with the wrong shape": sorted(reshaped)}
     problems = [f"{len(names)} {kind} ({', '.join(names[:4])})" for kind, names in found.items() if names]
     if problems:
         raise InputError(
             f"this optimizer state does not fit {optimizer_name} on this model: {'; '.join(problems)}; "
-            "resume with the optimizer and the model that saved it"
+            "resume with the same optimizer and model"
         )
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the L2 norm of all gradients together as an fp32 scalar (a DTensor if the gradients are DTensors).
-
-    A CPU sums a large tensor's squares sequentially in fp32. With 25 million elements, the error is 1e-3 and depends
-    on the sharding, so we reduce rows first. A GPU reduces in a tree, with few kernels for all tensors. We set the
-    dtype because the norms of bf16 gradients would otherwise be in bf16, with an error of 1%.
-    """
+    """Returns the L2 norm of all gradients as an fp32 scalar (a DTensor if the gradients are DTensors)."""
+    # A CPU sums the squares of a large tensor sequentially, with an error of 1e-3 for 25 million elements. Reducing
+    # rows first avoids this. The norm of a bf16 gradient must be in fp32, because bf16 has an error of 1%.
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
@@ -393,12 +377,12 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard as a plain tensor with the same storage."""
+    """Returns this rank's shard as a plain tensor that shares the storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of unsharded state. State isn't sharded if its shape differs from the parameter's."""
+    """Returns this rank's shard of `whole`, which isn't sharded if its shape differs from the parameter's."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     from pretrain.optim.tiles import local_part
@@ -408,7 +392,10 @@ def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Wraps this rank's shard in a DTensor with this shape and the parameter's placements, if it has any."""
+    """Wraps this rank's shard in a DTensor with the parameter's placements, if the parameter is a DTensor.
+
+    shape: unsharded shape.
+    """
     if not isinstance(parameter, DTensor):
         return local
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

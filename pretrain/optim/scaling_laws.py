@@ -1,61 +1,60 @@
-"""Computes values for `auto` settings: learning rate, batch size, weight decay and warmup.
+"""Computes `auto` settings (learning rate, batch size, weight decay, warmup) from published scaling laws.
 
-The values depend only on the recipe, never on the number of ranks, and follow published scaling laws. docs/quality.md
-compares them with sweeps.
+docs/quality.md compares the results with sweeps.
 """
 
 REFERENCE_PARAMETERS = 108e6
 REFERENCE_RATE = 0.0047 / 2
 RATE_EXPONENT = -1 / 3
-"""AdamW's peak learning rate (from OLMo-core's model ladder, after Porian et al., arXiv 2406.19146, halved)."""
+"""AdamW's peak learning rate: half of the value in OLMo-core's model ladder, which is from Porian et al., arXiv
+2406.19146.
+"""
 REFERENCE_BATCH = 160 * 2048
 REFERENCE_BATCH_EXPONENT = 2 / 3
-"""Tokens per step in that ladder for the reference parameters, and the exponent for other parameter counts."""
+"""Batch size in the same ladder: tokens per step at REFERENCE_PARAMETERS, and exponent of the parameter count."""
 MIN_PARAMETERS = 3e6
 """Smaller models use the learning rate for this size.
 
-At 0.8M parameters, the law's learning rate was twice the best one in sweeps (docs/quality.md).
+In sweeps with 0.8M parameters, the scaling law's learning rate was twice the best one (docs/quality.md).
 """
 BATCH_EXPONENT = 0.5
-"""Exponent with which the learning rate depends on the batch size (Malladi et al., arXiv 2205.10287)."""
+"""The learning rate is proportional to (batch size)^BATCH_EXPONENT (Malladi et al., arXiv 2205.10287)."""
 MIN_BATCH_FACTOR = 0.35
 MAX_BATCH_FACTOR = 2.0
-"""Bounds for the factor by which the batch size changes AdamW's learning rate.
+"""Limits for the learning rate's batch-size factor.
 
-In sweeps with batches of 1/30 to 1/280 of the reference, 0.30 to 0.38 were best (docs/quality.md).
+In sweeps with 1/30 to 1/280 of the reference batch size, the best factors were 0.30 to 0.38 (docs/quality.md).
 """
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
-"""Timescale of AdamW's weights, as a share of the run and a function of tokens per parameter (Bergsma et al., arXiv
-2505.13738).
+"""AdamW's timescale as a fraction of the run: TIMESCALE (tokens per parameter)^TIMESCALE_EXPONENT (Bergsma et al.,
+arXiv 2505.13738).
 """
 MIN_DECAY = 0.01
 MAX_DECAY = 0.2
 WARMUP_SHARE = 0.05
-"""Maximum share of the run for warmup."""
+"""Maximum warmup, as a fraction of the run."""
 
 
 def scaling_law_batch(tokens: float) -> float:
-    """Returns tokens per step for a run of D tokens: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
+    """Returns the number of tokens per step for a run with D tokens: 0.58 D^0.571 (Li et al., arXiv 2503.04715).
 
-    The result doesn't depend on the model. The critical batch size, above which tokens are wasted, doesn't either. It
-    is two to four times larger: 22.9 D^0.47 (Zhang et al., arXiv 2410.21676).
+    The critical batch size, 22.9 D^0.47 (Zhang et al., arXiv 2410.21676), is two to four times larger.
     """
     return 0.58 * tokens**0.571
 
 
 def tokens_of_steps(steps: int) -> float:
-    """Returns a run's total tokens D from its steps and scaling_law_batch(D), by solving D = steps x 0.58 D^0.571."""
+    """Returns the number of tokens D in a run with this many steps, by solving D = steps x scaling_law_batch(D)."""
     return (0.58 * steps) ** (1 / (1 - 0.571))
 
 
 def scaling_law_learning_rate(
     parameters: float, tokens_per_step: float, relative: float = 1.0, min_batch_factor: float = MIN_BATCH_FACTOR
 ) -> float:
-    """Returns the peak learning rate. relative: the optimizer's usual learning rate relative to AdamW's.
+    """Returns the peak learning rate. It doesn't depend on the length of the run, so a run can be extended.
 
-    The result doesn't depend on the run's length, so a longer budget doesn't change learning rates that were already
-    used.
+    relative: the optimizer's usual learning rate relative to AdamW's.
     """
     size = max(parameters, MIN_PARAMETERS) / REFERENCE_PARAMETERS
     batch = tokens_per_step / (REFERENCE_BATCH * size**REFERENCE_BATCH_EXPONENT)
@@ -64,10 +63,10 @@ def scaling_law_learning_rate(
 
 
 def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
-    """Returns the weight decay that gives the scaling law's timescale: lr x decay x tokens x timescale = batch.
+    """Returns the weight decay for the optimal timescale, limited to MIN_DECAY and MAX_DECAY.
 
-    The weights average the updates over 1 / (learning rate x decay) steps. As a share of the run, the optimal number
-    of steps decreases with tokens per parameter. The result is between MIN_DECAY and MAX_DECAY.
+    AdamW averages its updates over about 1 / (learning rate x decay) steps. The scaling law gives this number as a
+    fraction of the run.
     """
     timescale = TIMESCALE * (tokens / parameters) ** TIMESCALE_EXPONENT
     decay = tokens_per_step / (learning_rate * tokens * timescale)
@@ -75,5 +74,7 @@ def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: 
 
 
 def scaling_law_warmup(parameters: float, tokens: float, tokens_per_step: float) -> int:
-    """Returns the warmup steps for one token per parameter (Porian et al., arXiv 2406.19146), at most WARMUP_SHARE."""
+    """Returns the number of warmup steps: one token per parameter (Porian et al., arXiv 2406.19146), but at most
+    WARMUP_SHARE of the run.
+    """
     return max(1, round(min(parameters, WARMUP_SHARE * tokens) / tokens_per_step))

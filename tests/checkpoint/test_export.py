@@ -101,11 +101,11 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     result = check(exported, trained=TrainingLosses(trained, readers, window))
     assert not result.problems
     assert result.loss_difference < 5e-3
-    assert "each document alone" in result.in_words()
+    assert "one document at a time" in result.in_words()
 
     # What the checkpoint and the export have both wrong shows against the model that trained alone.
     wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
-    assert "rounding explains 0.05 at most" in wrong.in_words() and "NOT the model" in wrong.in_words()
+    assert "rounding explains at most 0.05" in wrong.in_words() and "NOT the model" in wrong.in_words()
     assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, window)).problems
     unmasked = check(exported, trained=TrainingLosses(trained, readers, WindowSpec(64, False)))
     assert unmasked.loss_difference != result.loss_difference
@@ -131,8 +131,8 @@ def add_a_tensor(weights):
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (swap_two_layers, "its logits are up to"),
-        (change_one_number, "its logits are up to"),
+        (swap_two_layers, "logits differ by up to"),
+        (change_one_number, "logits differ by up to"),
         (lose_a_tensor, "has 1 missing weights, the first is model.layers.1.mlp.up_proj.weight"),
         (add_a_tensor, "has 1 unexpected weights, the first is model.layers.2"),
     ],
@@ -161,7 +161,7 @@ def test_a_missing_checkpoint_is_reported(exported):
 
 def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert "of memory in fp32" in check(exported).in_words()
+    assert "GB of memory, but only" in check(exported).in_words()
 
 
 def test_a_card_that_fails_does_not_cost_the_model(tmp_path):

@@ -91,7 +91,7 @@ def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "did not arrive with the sha256")]
+    ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "has the wrong sha256 after")]
 )
 def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
@@ -152,7 +152,7 @@ def test_the_mirror_of_another_run_is_left_alone(tmp_path):
     mirror = tmp_path / "mirror"
     copy_all(copier_of(write_run(tmp_path / "a/run", (4,)), mirror))
     copier = copier_of(write_run(tmp_path / "b/run", (8,), start_id="two"), mirror)
-    assert copier.attempt(everything=False) and "another run" in copier.status["problem"]
+    assert copier.attempt(everything=False) and "a different run" in copier.status["problem"]
     assert steps_there(mirror) == [4]
 
 
@@ -190,7 +190,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     identity.unlink() if content is None else identity.write_bytes(content)
     write_checkpoint(run, 8)
     assert not copier.attempt(everything=True)
-    assert "run.json" in copier.status["problem"] and "it is written again" in copier.status["problem"]
+    assert "run.json" in copier.status["problem"] and "writing it again" in copier.status["problem"]
     copy_all(copier)
     assert steps_there(mirror) == [4, 8] and json.loads(identity.read_text())["run"] == "one"
     for path in (identity, mirror / "run/metrics.jsonl"):
@@ -198,7 +198,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     write_checkpoint(run, 12)
     assert not copier.attempt(everything=True)
     assert copier.attempt(everything=True) and copier.status["is_over"]
-    assert "nothing says which run the mirror belongs to" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+    assert "so the mirror's run is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
 def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):

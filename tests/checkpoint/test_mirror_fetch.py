@@ -82,7 +82,7 @@ def test_a_damaged_copy_is_passed_over_and_made_again(lost):
     path.write_bytes(b"x" + path.read_bytes()[1:])
     fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [4] and steps_there(mirror) == [4]
-    assert "model.safetensors does not have the sha256" in claim_of(run)["damaged"]["checkpoints/step-00000008"]
+    assert "model.safetensors has the wrong sha256" in claim_of(run)["damaged"]["checkpoints/step-00000008"]
     write_checkpoint(run, 8)
     copy_all(copier_of(run, mirror))
     assert damage(mirror / "run/checkpoints/step-00000008") == [] and steps_there(mirror) == [4, 8]
@@ -131,7 +131,7 @@ def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
 def test_another_run_under_the_same_name_is_refused(lost):
     run, _, settings = lost
     write_run(run, (2,), start_id="two")
-    with pytest.raises(InputError, match="another run"):
+    with pytest.raises(InputError, match="a different run"):
         fetch_from_mirror(run, settings, Ranks())
 
 

@@ -51,7 +51,7 @@ def test_it_is_the_divergence_from_the_teacher_within_documents(teacher):
 
 def test_a_teacher_that_does_not_fit_is_refused(teacher):
     made = LOSS_TERMS["distillation"]
-    with pytest.raises(InputError, match="both need the same tokenizer"):
+    with pytest.raises(InputError, match="both must use the same tokenizer"):
         made(made.Options(teacher=teacher[1]), AutoConfig.for_model(**TINY_LLAMA | {"vocab_size": 999}))
     with pytest.raises(InputError, match=r"distillation: \./nowhere"):
         made(made.Options(teacher="./nowhere"), CONFIG)

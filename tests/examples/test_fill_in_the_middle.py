@@ -78,9 +78,9 @@ def test_rates_are_kept(special, options, kinds):
 
 
 def test_a_tokenizer_without_the_tokens_is_refused(special, tokenizer):
-    with pytest.raises(InputError, match=r"no special tokens .*; give tokens: .PREFIX, SUFFIX, MIDDLE. by its own"):
+    with pytest.raises(InputError, match=r"special tokens .*; set tokens: .PREFIX, SUFFIX, MIDDLE. to the tokenizer"):
         made(tokenizer)
-    with pytest.raises(InputError, match="has no special tokens <A>, <B>, <C>;"):
+    with pytest.raises(InputError, match="doesn't have the special tokens <A>, <B>, <C>;"):
         made(special, tokens=["<A>", "<B>", "<C>"])
 
 

@@ -135,7 +135,7 @@ def test_it_keeps_documents_apart_resumes_and_loads_again(own, tmp_path):
     told = run_script("train.py", "--config", own).stdout
     assert "GatedRecurrence with each document in a separate row" in told
     # Of the last check of final/, by the library's own forward pass.
-    assert "each document alone" in told
+    assert "one document at a time" in told
     run_script(
         "train.py", "--config", own, "--output", tmp_path / "resumed", "--checkpoint.stop_at_step", "2", check=False
     )

@@ -180,7 +180,7 @@ def test_a_budget_in_steps_is_kept_exactly(ramp_from, ramp_over):
 
 
 def test_a_ramp_that_never_ends_is_refused():
-    with pytest.raises(InputError, match=r"batch\.ramp\.over: 1\.0 leaves no part of the run for the full batch"):
+    with pytest.raises(InputError, match=r"batch\.ramp\.over: 1\.0 leaves no steps for the full batch"):
         batch_ramp(64, total_sequences=10_000, ramp_from=0.5, ramp_over=1.0)
 
 
