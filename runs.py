@@ -172,7 +172,9 @@ def add_merge(commands: Commands) -> None:
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
-    text = "merge raw weights, or the averaged weights stored in checkpoints; average also exports a single model (default: raw)"
+    text = (
+        "weights to merge: raw, or the averages stored in checkpoints; average also exports one model (default: raw)"
+    )
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument(
         "--output", type=Path, metavar="FOLDER", help="output folder (default: merged-FIRST-LAST in the run folder)"

@@ -65,7 +65,7 @@ def run_sweep(
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
         if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
-            print(f"interrupted; run the same command again to resume {request.output}", file=sys.stderr)
+            print(f"interrupted; run the same command to resume {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
 

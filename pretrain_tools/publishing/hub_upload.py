@@ -93,5 +93,5 @@ def hub_api(repository: str) -> Iterator["HfApi"]:
             raise InputError(f"the Hub rejected the model card: {why}; see --license and --language") from None
         raise PublishError(
             f"publishing to {repository} at {constants.ENDPOINT} failed: {type(error).__name__}: {text or 'no reason'}"
-            "\nThe run is unchanged, and uploaded files are kept. Run the same command again to resume."
+            "\nThe run is unchanged, and uploaded files are kept; run the same command to resume."
         ) from error

@@ -44,7 +44,7 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
         record(arguments, problem="; ".join(error.problems))
         raise
     except KeyboardInterrupt:
-        print("\ninterrupted; run the same command again to resume", file=sys.stderr)
+        print("\ninterrupted; run the same command to resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
@@ -108,7 +108,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if file.exists():
         problems.append(f"--gguf {file}: already exists; use another name")
     if not file.parent.is_dir():
-        problems.append(f"--gguf {file}: {file.parent} isn't a folder; create it, or use another")
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another")
     models = find_models(arguments, problems)
     if len(models) > 1:
         problems.append("--gguf FILE: accepts only one model; use --checkpoint with a single step, or --final")
@@ -175,7 +175,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"{folder} isn't writable, but models are staged there for upload ({error}); free up disk space, or "
+            f"{folder} is not writable, but models are staged there for upload ({error}); free up disk space, or "
             "publish a copy of the run from another disk"
         ) from error
 

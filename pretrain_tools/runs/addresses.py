@@ -103,7 +103,7 @@ def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
         if not (problems := checkpoint_damage(folder)):
             yield step, folder
         elif is_first_on_machine():
-            print(f"warning: skipped damaged checkpoint {folder}: {'; '.join(problems)}", file=sys.stderr)
+            print(f"warning: {folder} cannot be used: {'; '.join(problems)}", file=sys.stderr)
 
 
 def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:

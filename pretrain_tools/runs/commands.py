@@ -49,7 +49,7 @@ def new_request(run: Path, command: str) -> dict:
     start = last_start(run)
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
-        raise InputError(f"{run}: the run hasn't started yet; wait for the first line in metrics.jsonl")
+        raise InputError(f"{run}: the run has not started yet; wait for the first line in metrics.jsonl")
     return {
         "id": uuid.uuid4().hex,
         "command": command,
@@ -67,7 +67,7 @@ def send(run: Path, request: dict) -> None:
         write_durably(run / REQUEST_FILE, json.dumps(request))
     except OSError as error:
         raise InputError(
-            f"{run / REQUEST_FILE}: not writable ({error.strerror}); send commands as a user with write access"
+            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
         ) from None
 
 

@@ -28,9 +28,9 @@ def require_writable(path: Path) -> None:
     """Raises InputError if a file can't be created at this path."""
     folder = path.parent
     if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} isn't a folder; create it, or use another path")
+        raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
     if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: {folder} isn't writable; use another path")
+        raise InputError(f"--output {path}: {folder} is not writable; choose another path")
     if path.is_dir():
         raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot'}")
 

@@ -73,7 +73,7 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     if lacks_origins:
         lines += [
             "",
-            "Some shards don't record the source file and line of each document; search for the text instead.",
+            "Some shards do not record the source file and line of each document; search for the text instead.",
         ]
     return "\n".join(lines)
 

@@ -99,7 +99,7 @@ def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
     assert expected["low"] < truth < expected["high"]
     assert expected["loss"] == pytest.approx(truth, rel=0.05)
-    assert "times the compute of its largest run, if the scaling law holds that far" in expected["source"]
+    assert "times the compute of its largest run, if the scaling law still holds there" in expected["source"]
 
 
 def test_ladders_that_predict_nothing_are_refused(tmp_path):
