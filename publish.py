@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
-    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, publish the GGUF file too"
+    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, also publish the GGUF file"
     add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
     add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
     add(

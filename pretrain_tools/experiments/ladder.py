@@ -144,7 +144,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
 
 
 def unusable(history: History) -> str | None:
-    """Returns the reason why a run can't be used for the fit, or None if it can."""
+    """Returns why a run can't be used for the fit, or None if it can."""
     if end_of(history.events).get("code") != 0:
         return "it has not finished"
     if not history.last("validation"):
@@ -168,7 +168,7 @@ def ladder_run(history: History, count: str) -> LadderRun | None:
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
     losses = losses_by_step(history.events)
     last = max(losses)
-    # Stored with the settings so that they are compared, too.
+    # Stored with the settings so that they are compared as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     loss = statistics.fmean(losses[last].values())
@@ -247,7 +247,7 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
 
 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
-    """Fits and back-tests a scaling law, and predicts the runs in `asked`: (name, parameters, tokens).
+    """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
 
     Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
     """
@@ -271,7 +271,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         )
     backtest = None
     if len(sizes) >= LEAST_SIZES:
-        # Hold out every rung of about the largest size, because each would reveal its loss.
+        # Hold out all rungs close to the largest size, because they would leak its loss.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
@@ -320,7 +320,7 @@ def cautions_of(ladder: Ladder) -> list[str]:
 
 
 def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
-    """Parses sizes like 'parameters=30M,tokens=600M', or recipes, to (name, parameters, tokens). Raises InputError."""
+    """Parses --predict arguments to (name, parameters, tokens). Raises InputError."""
     problems = Problems()
     found = [problems.attempt(read_prediction, text, count) for text in texts]
     problems.stop_if_any()
@@ -328,7 +328,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """Parses one --predict argument. A recipe's shards don't have to exist."""
+    """Parses 'parameters=30M,tokens=600M' or a recipe, whose shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run

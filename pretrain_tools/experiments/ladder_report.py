@@ -39,7 +39,7 @@ from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_pane
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
-"""Ratio of posterior to prior standard deviation above which an estimate is reported as mostly the prior."""
+"""Estimates whose standard deviation exceeds this fraction of the prior's are marked as mostly the prior."""
 COUNTED = {
     "matrix": "N: parameters in matmuls, including the head but not the embedding tables",
     "total": "N: all parameters (active parameters in an MoE model)",
@@ -94,7 +94,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
                 f"{residual:+.2%}",
             ]
         )
-    fits = [["", "fit", "90 % interval", ""]]
+    fits = [["", "fit", "90% interval", ""]]
     for name, value in law.coefficients.items():
         low, high = law.coefficient_intervals[name]
         note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
@@ -110,7 +110,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
             "interval"
         )
     if ladder.predictions:
-        rows = [["prediction", "N", "tokens", "compute", "loss", "90 % interval", ""]]
+        rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval", ""]]
         for one in ladder.predictions:
             low, high = one.interval
             sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]

@@ -129,7 +129,7 @@ def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
     y_mean = y.mean(axis=0)
     x = x - x_mean
     y = y - y_mean
-    # Scaled by the number of runs, so that a strength means the same for any number.
+    # Scaled by the number of runs so that the strength doesn't depend on it.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return lambda weights: np.exp(np.log(weights) @ slopes.T + (y_mean - slopes @ x_mean))
 

@@ -58,7 +58,7 @@ class StrategyOutcome:
 
 
 def strategy_names() -> list[str]:
-    """Lists the files in accelerate_configs/ without their suffix, REFERENCE first."""
+    """Returns the names of the files in accelerate_configs/, REFERENCE first."""
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
 
@@ -75,7 +75,7 @@ def sizes_called(name: str) -> Sizes | None:
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Resolves --mesh to names of meshes: all meshes for this number of processes, or a single one.
+    """Resolves --mesh to mesh names: all meshes for this number of processes, or a single one.
 
     dp_shard defaults to the remaining factor, as in accelerate_configs/mesh.yaml. Raises InputError for invalid sizes.
     """

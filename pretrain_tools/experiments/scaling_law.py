@@ -84,9 +84,7 @@ class ScalingLaw:
 
     @property
     def prior_shares(self) -> dict[str, float]:
-        """Posterior divided by prior standard deviation of the exponents. A value near 1 means the runs don't
-        determine them.
-        """
+        """Posterior / prior standard deviation of the exponents; near 1 if the runs don't determine them."""
         spreads = self.refits.std(axis=0) / EXPONENT_SD
         return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
 
@@ -100,14 +98,14 @@ class ScalingLaw:
 
 
 def law_values(law: ScalingLaw) -> dict[str, Any]:
-    """Converts a law to JSON values, without its residuals."""
+    """Converts a scaling law to JSON values, without its residuals."""
     fields = {"theta": law.theta, "refits": law.refits, "refit_noise": law.refit_noise}
     values = {name: np.round(array, 6).tolist() for name, array in fields.items()}
     return {"reference": list(law.reference), "noise": law.noise, **values}
 
 
 def law_of(values: Mapping[str, Any]) -> ScalingLaw:
-    """Restores a law from the output of `law_values`."""
+    """Restores a scaling law from the output of `law_values`."""
     arrays = {name: np.array(values[name], float) for name in ("theta", "refits", "refit_noise")}
     return ScalingLaw(**arrays, reference=tuple(values["reference"]), noise=values["noise"], residuals=np.zeros(0))
 

@@ -137,7 +137,7 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """Returns environment variables for each parallel run. The default is one run per GPU, or one on the CPU.
 
-    If there are more runs than GPUs, they share them. CPU runs share the cores.
+    If there are more runs than GPUs, they share the GPUs. Runs on the CPU share the cores.
     """
     import torch
 
@@ -178,10 +178,10 @@ def train_runs(
     next_run: Callable[[set[str]], SmallRun | None],
     ended: Callable[[SmallRun, int | None], None],
 ) -> int:
-    """Trains until `next_run` returns None and all runs have ended. Returns 0, or the exit status after an
-    interruption.
+    """Trains until `next_run` returns None and all runs have ended.
 
-    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop.
+    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status after such
+    a signal.
 
     Args:
         runs: runs by name. A search adds more later.
@@ -210,7 +210,7 @@ def train_runs(
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
-    """Returns {slot: run} of an earlier call's runs that are still training."""
+    """Returns the runs of an earlier call that are still training, by slot."""
     found = {}
     # The slot file may be outdated; only the lock on the log shows that a run is still training.
     for folder in {run.folder for run in runs.values()}:

@@ -1,7 +1,7 @@
 """Trains a recipe with every combination of settings, or with settings chosen by a search (runs.py sweep).
 
-FOLDER/plan.json      the request; the same command resumes the sweep FOLDER/trials.json    settings chosen by a search
-so far
+FOLDER/plan.json      the request; the same command resumes the sweep
+FOLDER/trials.json    settings chosen by a search so far
 
 FOLDER also contains the runs (see small_runs).
 """
@@ -183,7 +183,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
 
 
 def value_of(axis: Axis, text: str) -> float | str:
-    """Parses a value for Optuna, clamped to the range because it was rounded to three digits."""
+    """Parses a value for Optuna, clamped to the range because rounding may have moved it outside."""
     if not axis.is_range:
         return text
     low, high = axis.ends

@@ -190,7 +190,7 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
-    """Returns one run's recipe, without uploads. Keeps only one checkpoint unless the command line changes this."""
+    """Returns one run's recipe, without uploads. Keeps one checkpoint unless checkpoint settings are overridden."""
     # With None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
     kept = {}
@@ -253,7 +253,7 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the settings that cause a problem, such as 'with optim.learning_rate 1e-3: '; '' if all do."""
+    """Formats the settings with a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():

@@ -1,6 +1,6 @@
 """Collects facts about a model from its run folder, for the model card and other records.
 
-Missing facts (for example, no evaluation) are omitted.
+Missing facts are omitted.
 """
 
 import math
@@ -47,7 +47,7 @@ class Publication:
     dtype: str | None = None
     """Dtype of the weights (export.dtype in the recipe)."""
     trust_remote_code: bool = False
-    """True to run code from the checkpoint."""
+    """Allows running code from the checkpoint."""
     gguf: tuple[str, str] | None = None
     """Name of the GGUF file, and a sentence comparing it with the model."""
 
@@ -176,8 +176,8 @@ class Facts:
     def training_flops(self) -> tuple[float | None, bool]:
         """Training FLOPs (counted as for MFU), and True if the run recorded the FLOPs per token.
 
-        Repeated steps count once. The training of a pretrained model isn't included. None if the token count or the
-        model size is unknown.
+        Repeated steps count once, and the training of a pretrained initial model isn't included. None if the token
+        count or model size is unknown.
         """
         if self.tokens is None:
             return None, False
@@ -234,7 +234,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: the run's record of its manifest}. For other folders, the manifest itself is read.
+    records: {folder: manifest data recorded by the run}. For other folders, reads the manifest itself.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]

@@ -73,11 +73,11 @@ def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> s
 def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     """Returns the number of tokens compared and the largest logit difference.
 
+    Raises InputError if the tokens differ, or if the logits differ by more than rounding can explain.
+
     Args:
         folder: the model, for transformers.
         file: the same weights as GGUF, in fp32.
-
-    Raises InputError if the tokens differ, or if the logits differ by more than rounding can explain.
     """
     import llama_cpp
     from tokenizers import Tokenizer
@@ -93,7 +93,7 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     if found != ids:
         same = next((n for n, pair in enumerate(zip(ids, found, strict=False)) if pair[0] != pair[1]), len(ids))
         raise InputError(
-            f"--gguf: llama.cpp's tokens differ from token {same} on "
+            f"--gguf: llama.cpp's tokens differ, starting at token {same} "
             f"({found[same : same + 5]} instead of {ids[same : same + 5]}), so the file isn't equivalent"
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -106,7 +106,7 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     limit = LARGEST_SHARE * float(ours_TV.std()) if model.config.model_type == "gpt2" else LARGEST_DIFFERENCE
     if not largest <= limit:  # nan included
         raise InputError(
-            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, but rounding explains "
-            f"only {limit:.3g}, so the file isn't equivalent"
+            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, but rounding can "
+            f"explain only {limit:.3g}, so the file isn't equivalent"
         )
     return len(ids), largest

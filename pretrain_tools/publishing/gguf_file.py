@@ -22,7 +22,7 @@ from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain_tools.preparation.tokenizer_training import SPLIT_PATTERN
 
-NEEDS_GGUF = "--gguf: needs the gguf package: pip install gguf"
+NEEDS_GGUF = "--gguf: requires the gguf package: pip install gguf"
 FILE_TYPES = {"bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "fp32": "ALL_F32"}
 FAMILY_KEYS = {
     "llama": {

@@ -1,4 +1,4 @@
-"""Uploads models with huggingface_hub. It skips uploaded files, so repeating the call resumes an upload.
+"""Uploads models with huggingface_hub, which skips files that are already uploaded.
 
 During training, this module runs in a separate process.
 """
@@ -24,7 +24,7 @@ REPLACED_ON_HUB = (
 
 
 class PublishError(Exception):
-    """Raised if the disk, the network or the Hub fails. Running the same command again resumes."""
+    """Raised if the disk, the network or the Hub fails. The same command resumes the upload."""
 
 
 def open_repository(repository: str, *, private: bool) -> str:

@@ -52,7 +52,7 @@ def write_materials(facts: Facts, folder: Path) -> None:
 
 
 def known(value: Any) -> Any:
-    """Copies values without dict entries that are None or empty."""
+    """Removes None and empty values from dicts, recursively."""
     if isinstance(value, dict):
         return {key: found for key, item in value.items() if (found := known(item)) not in (None, "", [], {})}
     return [known(item) for item in value] if isinstance(value, list) else value
@@ -205,9 +205,7 @@ def score_entry(score: Score) -> Entry:
 
 
 def environment_entry(facts: Facts) -> Entry:
-    """Describes the training energy, and its CO2 if the carbon intensity is known. Returns {} if the energy is
-    unknown.
-    """
+    """Describes the training energy and CO2 emissions. Returns {} if the energy is unknown."""
     if facts.history.joules is None:
         return {}
     kilowatt_hours = facts.history.joules / JOULES_PER_KWH

@@ -29,7 +29,7 @@ def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> Non
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
-    # Hash the text with zeros as a placeholder, then replace the first occurrence by the hash.
+    # Hash the text with zeros as a placeholder, then replace the first occurrence with the hash.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 

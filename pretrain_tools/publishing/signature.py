@@ -63,7 +63,7 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
         if names := re.findall(r"Hash mismatch for \\*'(.+?)\\*': Expected", str(error)):
             return [f"{name} was changed after it was signed" for name in names]
         if missing := re.search(r"Cannot use '(.+)' as file or directory", str(error)):
-            return [f"{Path(missing[1]).name} was signed and is missing"]
+            return [f"{Path(missing[1]).name} was signed but is missing"]
         reason = " ".join(str(error).split())[:200]
         return [f"{SIGNATURE_FILE} was changed, or doesn't match the key ({type(error).__name__}: {reason})"]
     return []

@@ -103,10 +103,10 @@ def checkpoint_model(folder: Path, step: int) -> Model:
 def stage(
     run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
 ) -> Path:
-    """Writes the files to upload to `target`, atomically. Returns `target`.
+    """Atomically writes the files to publish to `target`, and returns it.
 
     Converts a checkpoint's fp32 weights to the export dtype, names them as in final/, and omits optimizer and trainer
-    state. Raises InputError if a file contains a secret from the environment variables.
+    state. Raises InputError if a file contains the value of a secret environment variable.
 
     Args:
         key: PEM private key to sign the folder with.

@@ -1,8 +1,10 @@
 """Resolves a model address to a folder: a run, one of its steps, a Hugging Face model folder, or a Hub ID.
 
-runs/x            the run's final/, or its newest valid checkpoint runs/x@500        the run's checkpoint at step 500
-runs/x@best       the run's checkpoint with the lowest validation loss runs/x@all        all valid checkpoints of the
-run, oldest first, plus final/ if no checkpoint has its step some/folder       a folder that from_pretrained can load
+runs/x            the run's final/, or its newest valid checkpoint
+runs/x@500        the run's checkpoint at step 500
+runs/x@best       the run's checkpoint with the lowest validation loss
+runs/x@all        all valid checkpoints of the run, oldest first, plus final/ if no checkpoint has its step
+some/folder       a folder that from_pretrained can load
 owner/name@rev    a Hub model at a branch, tag or commit
 """
 

@@ -38,7 +38,7 @@ def require_writable(path: Path) -> None:
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
 
-    Lists that contain dicts or lists are flattened by index; other lists are kept.
+    Lists of dicts or lists are flattened by index; other lists are left unchanged.
     """
     if isinstance(values, dict) and values:
         return {
@@ -133,7 +133,7 @@ def comparison_text(folders: list[Path]) -> str:
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns the runs' folder names, or their paths where names are ambiguous."""
+    """Returns the runs' folder names, or their paths if the names aren't unique."""
     names = [run.name for run in runs]
     return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 

@@ -40,7 +40,7 @@ class RunCurves:
     diagnostics: dict[str, Columns]
     """{layer: columns of MEASURES}, in model order."""
     happened: dict[str, Columns]
-    """{event name: columns of the steps at which it occurred}, without measurement events."""
+    """{event name: positions of these events}, except for measurement events."""
 
 
 def curves_of(history: History) -> RunCurves:

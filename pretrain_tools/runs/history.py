@@ -1,8 +1,7 @@
 """Reads metrics.jsonl, or only its end, and drops lines superseded by repeated steps.
 
 A run that resumes from a checkpoint or rolls back repeats steps. The old lines stay in the file, but only the last
-attempt produced the model. `start` records the step from which a process resumed, and `rollback` the step it went back
-to.
+attempt produced the model. `start` records the step a process resumed from, `rollback` the step it went back to.
 """
 
 import json

@@ -108,7 +108,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
     end = ended if ended.get("event") == "end" else None
     logged = (run / METRICS_FILE).stat().st_mtime
-    # Without a lock or heartbeat, assume that a recently written log has a live process.
+    # Without a lock or heartbeat, assume that the run is alive if its log was written recently.
     if alive is None:
         alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
@@ -157,7 +157,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     """Estimates the time left from the speed since the last start, rollback or stage.
 
     Includes validation and checkpoints, but not the time before the first log line, such as compilation. If a stage
-    has fewer than two log lines, earlier stages are used, too.
+    has fewer than two log lines, earlier stages are included.
     """
     for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
         since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)

@@ -20,7 +20,7 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or the part of it in a sequence."""
+    """A document, or the part of it that is in a sequence."""
 
     number: int
     """1-based index of the document in the shard file in which the sequence begins."""
@@ -39,8 +39,7 @@ class Sequence:
     offset: int
     """Offset of its first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,); the last one is only a target. With best-fit packing, the IDs of a
-    piece."""
+    """Token IDs, shape (sequence_length + 1,), the last one only as a target; with best-fit packing, a piece's IDs."""
     inside: np.ndarray
     """Token IDs without the last one if it is only a target."""
     documents: list[Document]
@@ -111,7 +110,7 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
-    # Samples that a rollback skipped shift all later samples.
+    # Samples skipped by a rollback shift all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, skipped=left_out, passed=passed, origin=origin)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)

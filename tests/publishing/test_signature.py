@@ -65,7 +65,7 @@ def test_whatever_is_changed_is_named(folder, keys):
         assert problem.startswith(f"{path.name} was changed")
         path.unlink()
         (problem,) = problems()
-        assert problem in (f"{path.name} was signed and is missing", "model.sig is missing")
+        assert problem in (f"{path.name} was signed but is missing", "model.sig is missing")
         assert f"{path.name} is missing" in provenance_problems(folder)[0]
         path.write_bytes(content)
 
