@@ -74,7 +74,7 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     first, second = values["predictions"]
     assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
     assert first["name"] == asked and f"{first['loss']:.4f}" in said
-    assert "not_ended: left out: it has not finished" in said and "1 run of the same size" in said
+    assert "not_ended: left out: it has not finished" in said and "left out: 1 run with worse settings" in said
     assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
     assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
     assert "back-test: without the largest size" in said and "within the interval" in said

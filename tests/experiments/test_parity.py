@@ -96,7 +96,9 @@ def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, ca
     assert status == 1 and re.search(r"zero3 +1.0e-01 +0.0e\+00 +DIFFERENT", out)
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
     status, out = compare(ddp=EQUAL, zero3=StrategyOutcome(None))
-    assert status == 1 and f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
+    assert (
+        status == 1 and f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 strategies that can run" in out
+    )
     status, out = compare(tp=refused)
     assert status == 1 and "Nothing was compared." in out
 

@@ -126,8 +126,14 @@ def finished_point(folder, loss, **settings):
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ({"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2}, "rate: 1e-4 is the smallest value tried, so the best may be lower"),
-        ({"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2}, "rate: 1e-3 is the largest value tried, so the best may be higher"),
+        (
+            {"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2},
+            "rate: 1e-4 is the smallest value tried, so the optimum may be lower",
+        ),
+        (
+            {"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2},
+            "rate: 1e-3 is the largest value tried, so the optimum may be higher",
+        ),
         ({"3e-4": 3.0, "1e-3": math.inf, "1e-4": 3.2}, None),
         ({"0": 3.0, "0.1": 3.1}, None),
         ({"cosine": 3.0, "wsd": 3.1}, None),

@@ -154,7 +154,7 @@ def test_a_repository_is_verified(run, hub, home):
         "config.json was changed",
     ]
     out = verify("me/none")
-    assert out.returncode == 2 and "--verify me/none: not a folder here" in out.stderr
+    assert out.returncode == 2 and "--verify me/none: not a local folder" in out.stderr
 
 
 def test_an_upload_that_was_killed_is_completed(run, hub, home):
