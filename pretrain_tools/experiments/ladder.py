@@ -67,7 +67,7 @@ class Rung:
     """Standard deviation across seeds; None with a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Number of runs with the same size and tokens that were dropped because of worse settings."""
+    """Number of runs dropped because their settings gave a higher loss."""
     tokens_per_step: int | None = None
     """Global batch size in tokens; None if not recorded."""
 

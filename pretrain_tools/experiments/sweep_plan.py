@@ -36,7 +36,7 @@ BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
 
 @dataclass(frozen=True)
 class Axis:
-    """A varied setting."""
+    """A setting to vary."""
 
     path: str
     values: tuple[str, ...]

@@ -40,7 +40,7 @@ class RunCurves:
     diagnostics: dict[str, Columns]
     """{layer: columns of MEASURES}, in model order."""
     happened: dict[str, Columns]
-    """{event name: positions of these events}, except for measurement events."""
+    """{event name: columns}, without measurement events."""
 
 
 def curves_of(history: History) -> RunCurves:

@@ -39,7 +39,7 @@ class Sequence:
     offset: int
     """Offset of its first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,), the last one only as a target; with best-fit packing, a piece's IDs."""
+    """Token IDs, shape (sequence_length + 1,), including the final target. With best-fit packing, a piece's IDs."""
     inside: np.ndarray
     """Token IDs without the last one if it is only a target."""
     documents: list[Document]
