@@ -3,10 +3,10 @@
     python publish.py --run runs/x --repo me/llama-125m-base --license apache-2.0          # final/ as main
     python publish.py --run runs/x --repo me/llama-125m-base --checkpoint 5000             # as revision step-5000
     python publish.py --run runs/x --repo me/llama-125m-base --milestones --final --private
-    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # only writes the files
-    python publish.py --run runs/x --gguf x.gguf                                           # a file for llama.cpp
-    python publish.py --verify me/llama-125m-base                                          # or a folder
-    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # also signs it
+    python publish.py --run runs/x --repo me/llama-125m-base --dry_run --output DIR        # only write the files
+    python publish.py --run runs/x --gguf x.gguf                                           # write a file for llama.cpp
+    python publish.py --verify me/llama-125m-base                                          # also accepts a folder
+    python publish.py --run runs/x --repo me/llama-125m-base --sign key.pem                # also sign it
 
 Log in once with `hf auth login`, or set HF_TOKEN. Run the same command again to resume an interrupted upload.
 Repository, license and language can be set in the recipe (hub.repository, publish.license, publish.language).
@@ -48,9 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--message", metavar="TEXT", help="commit message [step and tokens]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
-    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, publish the GGUF file too"
+    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, also publish the GGUF file"
     add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
-    add("--attempts", default="1", metavar="N", help="number of upload attempts; the wait doubles after each one [1]")
+    add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
     add(
         "--first_wait",
         default="30",
@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--beside_training", action="store_true", help=text)
     text = "with --checkpoint: run Python code from its folder (off by default)"
     add("--trust_remote_code", action="store_true", help=text)
-    text = "verify all files in a published folder or OWNER/NAME[@REVISION]; no other options except --public_key"
+    text = "verify all files in a published folder or OWNER/NAME[@REVISION]; can only be combined with --public_key"
     add("--verify", metavar="PLACE", help=text)
     add(
         "--sign",
@@ -74,10 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line. Returns it, and the problems that can be found without the run."""
+    """Parses the command line. Also returns all problems that can be found without the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
-    # argparse has no public list of its options.
+    # argparse has no public API to list its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown]
     steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
@@ -89,21 +89,23 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if text.isdecimal() and int(text) >= least:
             setattr(arguments, name, int(text))
         else:
-            problems.append(f"--{name} {text}: must be a whole number from {least}")
+            problems.append(f"--{name} {text}: must be an integer of at least {least}")
     if arguments.verify is not None:
         given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
-        problems += [f"{flag}: not with --verify" for flag in given if flag not in ("--verify", "--public_key")]
+        problems += [
+            f"{flag}: can't be combined with --verify" for flag in given if flag not in ("--verify", "--public_key")
+        ]
         return arguments, problems
     if isinstance(arguments.gguf, Path):
         given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
         allowed = ("--gguf", "--run", "--checkpoint", "--final")
-        problems += [f"{flag}: not with --gguf FILE, which uploads nothing" for flag in given if flag not in allowed]
+        problems += [f"{flag}: can't be combined with --gguf FILE" for flag in given if flag not in allowed]
     if arguments.public_key is not None:
         problems.append("--public_key: only valid with --verify")
     if arguments.dry_run and arguments.output is None:
-        problems.append("--dry_run: give --output DIR, the folder for the files that would be uploaded")
+        problems.append("--dry_run: requires --output DIR, the folder to write the files to")
     if arguments.output is not None and not arguments.dry_run:
-        problems.append("--output: only valid with --dry_run; without it everything is uploaded to the Hub")
+        problems.append("--output: only valid with --dry_run; otherwise files are uploaded to the Hub")
     return arguments, problems
 
 

@@ -1,17 +1,17 @@
 """Inspects runs and controls live ones.
 
-python runs.py list [FOLDER]                 # all runs under a folder: state, step, loss, speed, time left
-python runs.py status RUN                    # one run: progress, loss, last events
-python runs.py plot RUN...                   # plot the curves to a PNG
-python runs.py compare RUN...                # results and the settings that differ, side by side
-python runs.py summary RUN                   # one-page summary of a run
-python runs.py documents RUN --step N        # documents that step N trained on
+python runs.py list [FOLDER]                 # list all runs in a folder: state, step, loss, speed, time left
+python runs.py status RUN                    # show a run's progress, loss and last events
+python runs.py plot RUN...                   # plot curves as a PNG
+python runs.py compare RUN...                # compare results and settings side by side
+python runs.py summary RUN                   # show a one-page summary of a run
+python runs.py documents RUN --step N        # show the documents used in step N
 python runs.py merge RUN --last 5            # average its last 5 checkpoints into a model folder
-python runs.py save|stop|abort|anneal RUN    # control a live run, from any machine that shares its disk
+python runs.py save|stop|abort|anneal RUN    # control a live run from any machine that shares its disk
 python runs.py parity --config recipes/NAME.yaml --steps 50     # compare losses across strategies
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # predict a larger run's loss
-python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # find source weights with small runs
+python runs.py mixture --config recipes/NAME.yaml --output sweeps/y  # optimize data mixture weights with small runs
 """
 
 import argparse
@@ -29,7 +29,7 @@ from pretrain_tools.runs.history import require_run
 from pretrain_tools.runs.status import print_list, print_status
 
 Commands = argparse._SubParsersAction
-"""Return type of `add_subparsers`, for which argparse has no public name."""
+"""Return type of `add_subparsers`, which has no public name."""
 ROOT_OF_RUNS = {"nargs": "?", "default": Path("runs")}
 RUN = {"metavar": "RUN"}
 SEVERAL_RUNS = {"nargs": "+", "metavar": "RUN"}
@@ -37,7 +37,7 @@ ANY_SETTING = "Override any recipe setting, as in train.py, for example"
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
-    # Imported here, as in the functions below, so that `list` and `status` start without heavy libraries.
+    # Imported here so that `list` and `status` don't load heavy libraries.
     from pretrain_tools.runs.plots import plot_runs
 
     print(plot_runs(runs, output))
@@ -87,7 +87,7 @@ def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | Non
 
 
 def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
-    """Trains on many data mixtures and proposes source weights."""
+    """Trains on many data mixtures and proposes weights."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
@@ -105,7 +105,7 @@ def positive(text: str, kind: type = float) -> float:
     """Parses a positive number for argparse. Commas may separate thousands."""
     value = kind(text.replace(",", ""))
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        raise argparse.ArgumentTypeError(f"must be greater than 0, got {text}")
     return value
 
 
@@ -115,7 +115,7 @@ def natural(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Builds the command line, with one subcommand for each of the functions above."""
+    """Builds the command line, with a subcommand for each function above."""
     root = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     add_readers(commands)
@@ -138,9 +138,9 @@ def add_command(
     epilog: str = "",
     **given: dict[str, Any],
 ) -> argparse.ArgumentParser:
-    """Adds a subcommand that calls a function with its arguments and options, by name.
+    """Adds a subcommand that passes its arguments to a function by name.
 
-    given: {positional argument: options for argparse}. An argument is a Path unless its options set a different type.
+    given: {positional argument: argparse options}. The type is Path unless set in the options.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(function=function)
@@ -150,16 +150,16 @@ def add_command(
 
 
 def add_readers(commands: Commands) -> None:
-    add_command(commands, "list", print_list, "list all runs under a folder (default: runs)", folder=ROOT_OF_RUNS)
+    add_command(commands, "list", print_list, "list all runs in a folder (default: runs)", folder=ROOT_OF_RUNS)
     default = {**ROOT_OF_RUNS, **RUN}
     add_command(commands, "status", print_status, "show the state and progress of a run", folder=default)
     command = add_command(commands, "plot", plot, "plot the curves of one or more runs", runs=SEVERAL_RUNS)
     text = "output file (default: plot.png in the run folder, or in the folder that contains the runs)"
     command.add_argument("--output", type=Path, metavar="FILE.png", help=text)
-    text = "show results and the settings that differ, side by side"
+    text = "compare results and settings side by side"
     add_command(commands, "compare", compare, text, runs=SEVERAL_RUNS)
     add_command(commands, "summary", summary, "show a one-page summary of a run", run=RUN)
-    command = add_command(commands, "documents", documents, "show the documents that a step trained on", run=RUN)
+    command = add_command(commands, "documents", documents, "show the documents used in a training step", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
     command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
     command.add_argument(
@@ -172,7 +172,9 @@ def add_merge(commands: Commands) -> None:
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
-    text = "merge raw weights, or each checkpoint's stored average; with one model, average exports it (default: raw)"
+    text = (
+        "weights to merge: raw, or the averages stored in checkpoints; average also exports one model (default: raw)"
+    )
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument(
         "--output", type=Path, metavar="FOLDER", help="output folder (default: merged-FIRST-LAST in the run folder)"
@@ -183,7 +185,7 @@ def add_merge(commands: Commands) -> None:
 
 def add_parity(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
-    text = "check that a recipe gives the same losses under every strategy"
+    text = "check that a recipe has the same losses with every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
@@ -236,7 +238,7 @@ def add_ladder(commands: Commands) -> None:
     command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = "parameters to count: matrix (in matmuls, without embedding tables) or total (default: matrix)"
+    text = "how to count parameters: matrix (in matmuls, without embedding tables) or total (default: matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = (
         "output path without suffix (default: ladder in the given folder, or in the current one if you give several)"
@@ -245,7 +247,7 @@ def add_ladder(commands: Commands) -> None:
 
 
 def main() -> int:
-    # For commands that train, the remaining arguments are recipe settings.
+    # In commands that train, the remaining arguments are recipe settings.
     arguments, changes = parser().parse_known_args(sys.argv[1:])
     options = vars(arguments)
     function = options.pop("function")

@@ -1,5 +1,5 @@
-"""The tools: all scripts except train.py, and train.py's `--text`, `--check`, `--smoke` and `--profile`.
+"""Implements all scripts except train.py, and train.py's `--text`, `--check`, `--smoke` and `--profile`.
 
-They import the trainer, pretrain, which never imports them (tests/test_closure.py). Each package imports only from
-earlier ones in this order: preparation, runs, publishing, planning, profiling, evaluation, experiments.
+This package imports pretrain, never the other way around (tests/test_closure.py). Each subpackage may only import from
+the ones before it: preparation, runs, publishing, planning, profiling, evaluation, experiments.
 """

@@ -1,12 +1,12 @@
 """Experiments that train many runs: runs.py parity, sweep, mixture and ladder (docs/sweeps.md).
 
-Each run is a separate train.py process with its own run folder, so all tools for runs also work here.
+Each run is a separate train.py process with its own run folder.
 
-    parity: one recipe with every strategy, or every mesh
-    small_runs: trains many runs, in parallel on several devices; recovers after a kill
-    sweep, sweep_plan: grid or search over settings; all runs are checked before any starts
-    sweep_report: table, JSON, figure and best recipe of a sweep
-    mixture: proposes weights for data sources from runs on many data mixtures
+    parity: compares losses across strategies and meshes
+    small_runs: trains many runs in parallel and resumes them after a kill
+    sweep, sweep_plan: grid search and Optuna search over settings
+    sweep_report: sweep results as a table, JSON and the best recipe
+    mixture: proposes data mixture weights based on small runs
     scaling_law: fits the loss as a function of parameters and tokens
-    ladder, ladder_report: fit a scaling law to runs of several sizes, predict larger runs, report
+    ladder, ladder_report: fit a scaling law to runs of several sizes and predict larger runs
 """

@@ -1,4 +1,4 @@
-"""Fits a scaling law to runs of several sizes and predicts the loss of other runs (runs.py ladder)."""
+"""Fits a scaling law to runs of several sizes and predicts the loss of larger runs (runs.py ladder)."""
 
 import itertools
 import json
@@ -22,20 +22,20 @@ from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import History, find_runs, read_history
 
 LEAST_SIZES = 4
-"""Minimum number of distinct sizes for a prediction."""
+"""Minimum number of model sizes for a prediction."""
 SIZES_DIFFER = 1.1
-"""Ratio of parameters below which two sizes count as one."""
+"""Two model sizes count as distinct if their ratio exceeds this."""
 MOST_NOISE = 0.02
-"""Relative noise around the scaling law above which no predictions are made."""
+"""Maximum relative noise around the scaling law for a prediction."""
 FAR_COMPUTE = 8.0
-"""Compute, as a multiple of the largest run's, above which a prediction gets a warning."""
+"""Predictions beyond this multiple of the largest run's compute get a warning."""
 SAME_DIRECTION = 0.98
-"""Correlation of log N and log D above which alpha and beta can't be told apart."""
+"""Correlation of log N and log D above which alpha and beta can't be separated."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
-"""Settings that affect the final loss too little to make two runs different experiments."""
+"""Settings that barely affect the final loss and are ignored when comparing runs."""
 
 
 def compute_of(parameters: float, tokens: float) -> float:
@@ -45,31 +45,31 @@ def compute_of(parameters: float, tokens: float) -> float:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """A run's size, tokens and validation loss."""
+    """A finished run's size, token count and validation loss."""
 
     folder: Path
     parameters: int
     tokens: int
     loss: float
     settings: Mapping[str, Any] = field(repr=False)
-    """The settings that affect the loss, by dotted path."""
+    """Settings that affect the loss, keyed by dotted path."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """Runs with the same size and number of tokens that differ only in their seed."""
+    """A data point for the fit: runs that differ only in their seed."""
 
     parameters: int
     tokens: int
     loss: float
     """Mean validation loss, in nats per token."""
     spread: float | None
-    """Standard deviation over the seeds; None for a single seed."""
+    """Standard deviation across seeds; None with a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Number of runs with this size and budget, but with different settings and a higher loss."""
+    """Number of runs dropped because their settings gave a higher loss."""
     tokens_per_step: int | None = None
-    """Tokens per step over all ranks; None if not recorded."""
+    """Global batch size in tokens; None if not recorded."""
 
     @property
     def compute(self) -> float:
@@ -78,7 +78,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted loss of a run of a different size."""
+    """Predicted loss of a run."""
 
     name: str
     parameters: int
@@ -86,7 +86,7 @@ class Prediction:
     loss: float
     interval: tuple[float, float]
     times_compute: float
-    """Compute, as a multiple of the largest run's."""
+    """Compute relative to the largest run."""
 
     def holds(self, loss: float) -> bool:
         """Returns True if a measured loss is within the interval."""
@@ -100,20 +100,20 @@ class Ladder:
     rungs: list[Rung]
     law: ScalingLaw
     count: str
-    """Parameters counted as N: matrix (non-embedding) or total."""
+    """How N is counted: matrix (non-embedding parameters) or total."""
     backtest: Prediction | None
-    """Prediction for the largest rung from a fit without its size; None for fewer than LEAST_SIZES sizes."""
+    """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
 
     @property
     def measured(self) -> float:
-        """Measured loss of the rung that the back-test predicts."""
+        """Measured loss of the back-tested rung."""
         asked = (self.backtest.parameters, self.backtest.tokens)
         return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
 
 def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
-    """Reads the finished runs in the folders. Returns their losses, and the reasons for skipping other runs.
+    """Reads the finished runs in these folders. Also returns a message for each run it skips.
 
     Raises InputError if no run is usable, or if the runs aren't comparable.
     """
@@ -123,11 +123,11 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
     for folder in folders:
         found = [folder] if (folder / METRICS_FILE).is_file() else find_runs(folder) if folder.is_dir() else []
         if not found:
-            problems.append(f"{folder}: contains no runs; give runs, or folders of sweeps")
+            problems.append(f"{folder}: contains no runs; pass run folders or sweep folders")
         runs += found
     problems.stop_if_any()
     points = []
-    # A run may be given both directly and through its sweep's folder.
+    # Deduplicate: a run may be given both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)
@@ -144,16 +144,18 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
 
 
 def unusable(history: History) -> str | None:
-    """Returns why a run's loss can't be used in a fit; None if it can."""
+    """Returns why a run can't be used for the fit, or None if it can."""
     if end_of(history.events).get("code") != 0:
         return "it has not finished"
     if not history.last("validation"):
         return "it has no validation loss"
-    return "it began with pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
+    return (
+        "it started from pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
+    )
 
 
 def ladder_run(history: History, count: str) -> LadderRun | None:
-    """Returns a run's final loss; None if it isn't a number."""
+    """Reads a run's size, token count and final loss. Returns None if the loss isn't finite."""
     from pretrain.model.build import active_parameters, matrix_parameters
     from pretrain.model.model_config import load_model_config
 
@@ -166,7 +168,7 @@ def ladder_run(history: History, count: str) -> LadderRun | None:
     tokenizers = {source.get("tokenizer", {}).get("sha256") for source in data.values() if isinstance(source, dict)}
     losses = losses_by_step(history.events)
     last = max(losses)
-    # Stored as settings, so that `comparability_problems` and `rungs_of` also compare them.
+    # Stored with the settings so that they are compared as well.
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     loss = statistics.fmean(losses[last].values())
@@ -176,7 +178,7 @@ def ladder_run(history: History, count: str) -> LadderRun | None:
 
 
 def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
-    """Lists the differences that make the runs' losses incomparable."""
+    """Lists differences between the runs that make their losses incomparable."""
     problems = []
     for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
         values: dict[str, list[str]] = {}
@@ -184,21 +186,23 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
             values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
         if len(values) > 1:
             shown = "; ".join(f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in values.items())
-            problems.append(f"the runs differ in {name}, so losses aren't comparable: {shown}; use one value")
+            problems.append(
+                f"the runs differ in {name}, so losses aren't comparable: {shown}; use the same value for all runs"
+            )
     return problems
 
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
-    """Groups runs into rungs, sorted by N, then D. A rung has its size's best settings, averaged over seeds."""
+    """Groups runs into rungs, sorted by N and D. Keeps only the best settings for each size and token count."""
     groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
     for run in runs:
-        # Budgets are rounded to whole steps, so treat token counts within 2% as the same budget.
+        # Budgets are rounded to whole steps, so token counts within 2% count as equal.
         near = round(math.log(run.tokens) / math.log(1.02))
         key = json.dumps(run.settings, sort_keys=True, default=str)
         groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
     rungs = []
     for settings in groups.values():
-        # A scaling law describes the best settings at each size. Runs with worse settings would bias it upward.
+        # A scaling law describes the best settings at each size. Worse ones would bias it upward.
         best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
         losses = [run.loss for run in best]
         rungs.append(
@@ -216,7 +220,7 @@ def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
 
 
 def distinct_sizes(parameters: Iterable[int]) -> list[int]:
-    """Returns the distinct sizes, ascending. Of sizes within a factor of SIZES_DIFFER, keeps only the smallest."""
+    """Returns the distinct model sizes in ascending order. Merges sizes within a factor of SIZES_DIFFER."""
     sizes: list[int] = []
     for size in sorted(parameters):
         if not sizes or size > SIZES_DIFFER * sizes[-1]:
@@ -225,7 +229,7 @@ def distinct_sizes(parameters: Iterable[int]) -> list[int]:
 
 
 def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
-    """Fits the scaling law to the rungs. Its noise is at least the seeds' noise."""
+    """Fits the scaling law to the rungs. The noise across seeds is a lower bound for the fit's noise."""
     relative = [(rung.spread / rung.loss) ** 2 / len(rung.folders) for rung in rungs if rung.spread is not None]
     return fit_scaling_law(
         [rung.parameters for rung in rungs],
@@ -236,38 +240,38 @@ def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
 
 
 def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
-    """Predicts the loss of one run."""
+    """Predicts the loss of a run."""
     times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
     loss = float(law.loss(parameters, tokens))
     return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
 
 
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
-    """Fits the scaling law, back-tests it, and predicts the runs in `asked`: (name, parameters, tokens).
+    """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
 
-    Raises InputError if all runs have one size, or if there are too few sizes or too much noise for a prediction.
+    Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
     shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
-            f"all runs have the same size, {shown} parameters; a ladder needs several sizes, "
-            f"and {LEAST_SIZES} to predict"
+            f"all runs have the same size, {shown} parameters; a ladder needs several sizes, and a prediction needs "
+            f"at least {LEAST_SIZES}"
         )
     if asked and len(sizes) < LEAST_SIZES:
         raise InputError(
-            f"--predict: {len(sizes)} sizes ({shown}) are too few to predict others; add runs up to "
-            f"{LEAST_SIZES} sizes, each twice the last"
+            f"--predict: {len(sizes)} model sizes ({shown}) aren't enough for a prediction; train at least "
+            f"{LEAST_SIZES} sizes, for example by doubling the size each time"
         )
     law = fit_rungs(rungs)
     if asked and law.noise > MOST_NOISE:
         raise InputError(
-            f"--predict: the losses scatter by {law.noise:.1%} around the scaling law, more than {MOST_NOISE:.0%}; "
-            "remove outliers (runs.py ladder without --predict lists them), or train more seeds"
+            f"--predict: the noise around the scaling law is {law.noise:.1%}, more than the allowed {MOST_NOISE:.0%}; "
+            "remove outliers (run without --predict to see the residuals), or train more seeds"
         )
     backtest = None
     if len(sizes) >= LEAST_SIZES:
-        # Hold out all rungs of nearly the largest size, because they would give away its loss.
+        # Hold out all rungs close to the largest size, because they would leak its loss.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
@@ -275,36 +279,40 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
 
 
 def cautions_of(ladder: Ladder) -> list[str]:
-    """Lists warnings about quantities that the runs can't determine."""
+    """Returns warnings about the fit and the predictions."""
     said = []
     sizes = len(distinct_sizes(rung.parameters for rung in ladder.rungs))
     if sizes < LEAST_SIZES:
-        said.append(f"{sizes} sizes don't determine a scaling law; the fit below is mostly its priors")
+        said.append(
+            f"{sizes} model sizes aren't enough to determine a scaling law; the fit mostly reflects the priors"
+        )
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
     flat = logs.std(axis=1) < 1e-3
     if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
-        how = "tokens did not vary" if flat[1] else "tokens grew with size"
+        how = "all runs have the same token count" if flat[1] else "tokens grow with model size"
         said.append(
-            f"{how}, so the runs can't separate alpha from beta, and the priors decide. This doesn't affect "
-            "predictions at the same tokens per parameter, but it affects others"
+            f"{how}, so the runs can't separate alpha from beta, which mostly reflect the priors. Predictions at the "
+            "same tokens per parameter aren't affected, but others are"
         )
     if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
         said.append(
-            f"the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the smaller ones' law, "
-            "outside their interval: the ladder bends, or its settings aren't equally good at every size"
+            f"the loss at the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the prediction "
+            "from the smaller sizes, outside its interval: the losses don't follow one scaling law, or the settings "
+            "aren't equally good at every size"
         )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
         fewer, steps = (round(rung.tokens / rung.tokens_per_step) for rung in (more, less))
         if fewer < steps:
             said.append(
-                f"{count_text(more.parameters)} parameters had {fewer:,} steps of {more.tokens_per_step:,} tokens, "
-                f"{count_text(less.parameters)} with less compute {steps:,} of {less.tokens_per_step:,}: this "
-                "ladder bends; give all sizes the same --batch.tokens_per_step"
+                f"the {count_text(more.parameters)} model trained for {fewer:,} steps of {more.tokens_per_step:,} "
+                f"tokens, but the {count_text(less.parameters)} model, with less compute, for {steps:,} steps of "
+                f"{less.tokens_per_step:,}. This distorts the scaling law; use the same --batch.tokens_per_step for "
+                "all sizes"
             )
     said += [
-        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times, "
-        "intervals hold only if the scaling law does"
+        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times, the "
+        "interval is only valid if the scaling law still holds"
         for one in ladder.predictions
         if one.times_compute > FAR_COMPUTE
     ]
@@ -312,7 +320,7 @@ def cautions_of(ladder: Ladder) -> list[str]:
 
 
 def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
-    """Parses each 'parameters=30M,tokens=600M' or recipe to (name, parameters, tokens). Raises InputError."""
+    """Parses --predict arguments to (name, parameters, tokens). Raises InputError."""
     problems = Problems()
     found = [problems.attempt(read_prediction, text, count) for text in texts]
     problems.stop_if_any()
@@ -320,7 +328,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """Parses an argument of --predict (see `read_predictions`). A recipe's shards don't have to exist."""
+    """Parses 'parameters=30M,tokens=600M' or a recipe, whose shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run
@@ -331,5 +339,5 @@ def read_prediction(text: str, count: str) -> tuple[str, int, int]:
     given = dict(part.partition("=")[::2] for part in text.split(","))
     numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):
-        raise InputError(f"--predict {text}: give parameters=30M,tokens=600M, or a recipe")
+        raise InputError(f"--predict {text}: must be a recipe, or sizes such as parameters=30M,tokens=600M")
     return text, numbers["parameters"], numbers["tokens"]

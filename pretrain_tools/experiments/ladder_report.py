@@ -1,4 +1,4 @@
-"""Writes a ladder as text, JSON and a figure, and reads the JSON back."""
+"""Writes a ladder as text, JSON and a figure, and reads the JSON."""
 
 import json
 import math
@@ -39,26 +39,26 @@ from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_pane
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
-"""Ratio of a parameter's spread to its prior's spread above which the report says that it is mostly the prior."""
+"""Estimates whose standard deviation exceeds this fraction of the prior's are marked as mostly the prior."""
 COUNTED = {
-    "matrix": "N: parameters in matmuls, with the head and without embedding tables",
-    "total": "N: all parameters, in an MoE model the active ones",
+    "matrix": "N: parameters in matmuls, including the head but not the embedding tables",
+    "total": "N: all parameters (active parameters in an MoE model)",
 }
 HOW = (
-    f"90% intervals come from {REFITS} refits with resampled losses, noise levels and priors. The priors: alpha and "
-    f"beta {EXPONENT} +- {EXPONENT_SD}; E {SHARE_OF_E:.0%} of the lowest loss, within a factor of "
-    f"{math.exp(LOG_E_SD):.1f}; equal terms, within a factor of {math.exp(LOG_BALANCE_SD):.1f}."
+    f"90% intervals come from {REFITS} refits with resampled losses, noise levels and priors. Priors: alpha and "
+    f"beta are {EXPONENT} +- {EXPONENT_SD}; E is {SHARE_OF_E:.0%} of the lowest loss, within a factor of "
+    f"{math.exp(LOG_E_SD):.1f}; the size and token terms are equal, within a factor of {math.exp(LOG_BALANCE_SD):.1f}."
 )
 
 
 def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str, output: Path | None) -> None:
-    """Fits a ladder to the runs in these folders, prints it, and writes it as JSON and PNG.
+    """Fits a scaling law to the runs in these folders, prints it, and writes it as JSON and PNG.
 
     Raises InputError listing all problems.
 
     Args:
         predict: see `read_predictions`.
-        count: definition of N: matrix (non-embedding parameters) or total.
+        count: how N is counted: matrix (non-embedding parameters) or total.
         output: path without a suffix. None means `ladder` in the given folder, or in the current one if several are
             given.
     """
@@ -94,7 +94,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
                 f"{residual:+.2%}",
             ]
         )
-    fits = [["", "fit", "90 % interval", ""]]
+    fits = [["", "fit", "90% interval", ""]]
     for name, value in law.coefficients.items():
         low, high = law.coefficient_intervals[name]
         note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
@@ -104,13 +104,13 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     if told := ladder.backtest:
         low, high = told.interval
         lines.append(
-            f"back-test: fitted without the largest size, predicted {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
+            f"back-test: without the largest size, the fit predicts {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
             f"{told.times_compute:.3g} times the compute; measured {ladder.measured:.4f}, "
             f"{ladder.measured / told.loss - 1:+.2%}, {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
             "interval"
         )
     if ladder.predictions:
-        rows = [["prediction", "N", "tokens", "compute", "loss", "90 % interval", ""]]
+        rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval", ""]]
         for one in ladder.predictions:
             low, high = one.interval
             sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]
@@ -119,12 +119,12 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         lines += ["", table(rows, right={1, 2, 3, 4})]
     lines += ["", HOW, *left_out]
     if worse := sum(rung.left_out for rung in ladder.rungs):
-        lines.append(f"{counted(worse, 'run')} of the same size and tokens with worse settings left out")
+        lines.append(f"left out: {counted(worse, 'run')} with worse settings at the same size and tokens")
     return "\n".join([*lines, *(f"warning: {caution}" for caution in cautions_of(ladder))])
 
 
 def ladder_values(ladder: Ladder) -> dict[str, Any]:
-    """Returns the contents of ladder.json. Losses are in nats per token. Predictions need only `law`."""
+    """Returns the contents of ladder.json, with losses in nats per token."""
     law = ladder.law
     return {
         **LADDER_FORMAT,
@@ -146,15 +146,15 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
 
 
 def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, float, str]]:
-    """Reads a ladder.json. Raises InputError if runs.py ladder didn't write it, or if it doesn't allow predictions.
+    """Reads a ladder.json. Raises InputError if the file is invalid or its fit doesn't allow predictions.
 
-    Returns a function of parameters in matmuls, all parameters and tokens that predicts a run as (loss, low end and
-    high end of the 90% interval, note), with losses in nats per token.
+    Returns a function (matrix parameters, total parameters, tokens) -> (loss, low, high, note), with the 90% interval
+    in nats per token.
     """
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
         if {name: values.get(name) for name in LADDER_FORMAT} != LADDER_FORMAT:
-            raise ValueError("another format")
+            raise ValueError("unknown format or version")
         law = law_of(values["law"])
         rungs = values["rungs"]
         sizes = distinct_sizes(rung["parameters"] for rung in rungs)
@@ -165,19 +165,22 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
     if len(sizes) < LEAST_SIZES:
-        raise InputError(f"--ladder {path}: has {len(sizes)} sizes; {LEAST_SIZES} are needed to predict others")
+        raise InputError(
+            f"--ladder {path}: contains {len(sizes)} model sizes; a prediction needs at least {LEAST_SIZES}"
+        )
     if law.noise > MOST_NOISE:
         raise InputError(
-            f"--ladder {path}: its losses scatter by {law.noise:.1%} around the law; at most {MOST_NOISE:.0%}"
+            f"--ladder {path}: the noise around the scaling law is {law.noise:.1%}, but must be at most "
+            f"{MOST_NOISE:.0%}"
         )
 
     def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
         size = matrix_parameters if counts_matrices else parameters
         times = compute_of(size, tokens) / largest_compute
-        far = ", if the scaling law holds that far" if times > FAR_COMPUTE else ""
+        far = ", if the scaling law still holds there" if times > FAR_COMPUTE else ""
         known = (
-            f"90% by {path}, {times:.3g} times the compute of its largest run{far}; on its text, with its tokenizer "
-            "and settings"
+            f"90% interval from {path}, at {times:.3g} times the compute of its largest run{far}; for the same data, "
+            "tokenizer and settings"
         )
         return float(law.loss(size, tokens)), *law.interval(size, tokens), known
 
@@ -185,21 +188,21 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
 
 
 def draw_ladder(ladder: Ladder, path: Path) -> None:
-    """Draws the loss by compute: the runs, the scaling law with its interval along the ladder, and the predictions."""
+    """Plots loss against compute: the runs, the scaling law with its interval, and the predictions."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panel = figure.add_subplot()
     law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
-    # The curve follows the ladder: tokens as a power of N, fitted to the rungs.
+    # Along the curve, tokens are a power of N, fitted to the rungs.
     slope, offset = np.polyfit(*logs, 1)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))
     tokens = np.exp(slope * np.log(sizes) + offset)
     low, high = np.array([law.interval(n, d) for n, d in zip(sizes, tokens, strict=True)]).T
     compute = compute_of(sizes, tokens)
-    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval of a run")
+    panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval for one run")
     panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="scaling law, along the ladder")
     measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
     panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
@@ -209,7 +212,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
         label = "predicted" if number == 0 else None
         panel.errorbar(*place, ends, fmt="*", color=COLORS[1], markersize=11, capsize=4, label=label)
         panel.annotate(f"{one.loss:.3f}", place, xytext=(8, 6), textcoords="offset points", fontsize=9)
-    style_panel(panel, "Validation loss (nats per token) by compute")
+    style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")
     panel.yaxis.set_major_formatter(axis_text)

@@ -1,8 +1,8 @@
-"""Proposes weights for data sources from small runs on many data mixtures (runs.py mixture).
+"""Proposes data mixture weights based on small runs with many mixtures (runs.py mixture).
 
-Follows RegMix (Liu et al., arXiv 2407.01492) with a simpler regression: the log of each validation source's loss is
-linear in the logs of the weights, so that a source's first percent helps more than its last and the best mixture lies
-inside the simplex. The fit is a ridge regression whose strength minimizes the leave-one-out error.
+Follows RegMix (Liu et al., arXiv 2407.01492) with a simpler regression: the log of each validation loss is linear in
+the logs of the weights. Increasing a source's weight therefore has diminishing returns, and the optimum lies inside
+the simplex. The ridge penalty is chosen by leave-one-out error.
 """
 
 import json
@@ -24,35 +24,35 @@ from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
-"""Minimum weight of a source in a candidate, because a weight of 0 has no logarithm."""
+"""Minimum source weight in a candidate, because log(0) is undefined."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
-"""Candidate strengths of the ridge penalty."""
+"""Candidate ridge penalties."""
 PROPOSALS = 20_000
-"""Number of random mixtures from which the fit picks the best."""
+"""Number of random mixtures to choose the best from."""
 RESAMPLES = 300
-"""Number of bootstrap resamples for the gain's interval."""
+"""Number of bootstrap resamples for the confidence interval."""
 
 
 Fit = Callable[[NDArray], NDArray]
-"""Predicts the losses of v validation sources, shape (..., v), for weights of shape (..., k)."""
+"""Predicts v validation losses, shape (..., v), from weights of shape (..., k)."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Proposed weights and their expected gain over the recipe's own weights."""
+    """Proposed weights and their expected gain."""
 
     weights: NDArray[np.float64]
     losses: NDArray[np.float64]
-    """Predicted loss of each validation source."""
+    """Predicted loss on each validation source."""
     gain: float
-    """Predicted reduction of the mean loss, compared with the recipe's own weights."""
+    """Predicted reduction of the mean loss relative to the recipe's own weights."""
     gain_interval: tuple[float, float]
     """90% bootstrap interval of the gain."""
     error: float
-    """Relative root-mean-square error of the mean loss in leave-one-out predictions."""
+    """Relative RMS error of the mean loss in leave-one-out predictions."""
     agreement: float
-    """Spearman rank correlation of the leave-one-out predictions with the measured losses."""
+    """Spearman correlation between leave-one-out predictions and measured losses."""
 
 
 def run_mixture(
@@ -64,9 +64,9 @@ def run_mixture(
     output: Path,
     parallel: int | None = None,
 ) -> int:
-    """Trains the unfinished runs of `count` mixtures, the recipe's own first, and proposes weights.
+    """Trains the unfinished runs of `count` mixtures and proposes weights. The first mixture is the recipe's own.
 
-    Returns the exit status. Raises InputError if there is nothing to mix, or too few runs are requested.
+    Returns the exit status. Raises InputError if the recipe can't be mixed or `count` is too small.
     """
     sources = sources_to_mix(read_run_config(recipe, changes), count)
     candidates = candidate_weights(np.array([source.weight for source in sources]), count)
@@ -77,36 +77,38 @@ def run_mixture(
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
-    """Returns the recipe's sources. Raises InputError if they can't be mixed, or if `count` is too small for them."""
+    """Returns the recipe's training sources. Raises InputError if they can't be mixed or `count` is too small."""
     if config.data.stages:
-        raise InputError("data.stages: a curriculum has several mixtures; give data.train, for one stage at a time")
+        raise InputError(
+            "data.stages: can't optimize several mixtures at once; use a recipe with data.train, for one stage at a "
+            "time"
+        )
     sources = config.data.train
     if len(sources) < 2:
-        raise InputError(f"data.train: {len(sources)} source isn't a mixture; name two or more")
+        raise InputError(f"data.train: a mixture needs at least two sources, got {len(sources)}")
     least = LEAST_RUNS_PER_SOURCE * len(sources)
     if count < least:
-        raise InputError(f"--runs {count}: too few to fit {len(sources)} sources; give {least} or more")
+        raise InputError(f"--runs {count}: too few to fit {len(sources)} sources; use at least {least}")
     return sources
 
 
 def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
-    """Returns candidate weights, shape (count, k): the recipe's own first, then random ones with a fixed seed."""
-    # The seed is fixed because the same command must continue with the same mixtures.
+    """Returns weights of shape (count, k): the recipe's own, then random ones from a fixed seed."""
+    # A resumed command must generate the same mixtures.
     random = np.random.default_rng(0)
     own = own / own.sum()
     candidates = [own]
     for number in range(1, count):
-        # Half are uniform on the simplex, half near the recipe. The proposal must lie within the range that was tried.
+        # Half are uniform on the simplex, half near the recipe's own weights.
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
         candidates.append(random.dirichlet(spread))
-    # Raise weights of 0, which have no logarithm, to the minimum.
     floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
     rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
     return rounded / rounded.sum(axis=1, keepdims=True)
 
 
 def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
-    """Returns copies of the sources with these weights, rounded to four digits."""
+    """Copies the sources with new weights, rounded to four digits."""
     return [
         source.model_copy(update={"weight": round(float(weight), 4)})
         for source, weight in zip(sources, weights, strict=True)
@@ -120,30 +122,30 @@ def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
 
 
 def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
-    """Fits log losses (n, v) to log weights (n, k) by ridge regression. The offset isn't penalized."""
+    """Fits log losses (n, v) to log weights (n, k) by ridge regression with an unpenalized intercept."""
     x = np.log(weights)
     y = np.log(losses)
     x_mean = x.mean(axis=0)
     y_mean = y.mean(axis=0)
     x = x - x_mean
     y = y - y_mean
-    # The penalty grows with the number of runs, so that a strength means the same for any number.
+    # Scaled by the number of runs so that the strength doesn't depend on it.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return lambda weights: np.exp(np.log(weights) @ slopes.T + (y_mean - slopes @ x_mean))
 
 
 def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
-    """Predicts each run's mean loss with a fit to all other runs (leave-one-out), shape (n,)."""
+    """Predicts each run's mean loss from a fit to the other runs (leave-one-out), shape (n,)."""
     rows = np.arange(len(weights))
     fits = [fit_mixture(weights[rows != n], losses[rows != n], strength) for n in rows]
     return np.stack([fit(own) for fit, own in zip(fits, weights, strict=True)]).mean(axis=1)
 
 
 def propose(weights: NDArray, losses: NDArray) -> Proposal:
-    """Returns the best of many random mixtures according to the fit, within the range of the weights tried.
+    """Fits the losses and returns the random mixture with the lowest predicted mean loss.
 
     Args:
-        weights: shape (n, k), the recipe's own weights first.
+        weights: shape (n, k), starting with the recipe's own weights.
         losses: shape (n, v), one column per validation source.
     """
     measured = losses.mean(axis=1)
@@ -160,7 +162,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
-        # A resample may contain so few distinct runs that the system is singular without a ridge penalty.
+        # Without a penalty, the system is singular if a resample contains too few distinct runs.
         own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4))(both).mean(axis=1)
         gains.append(own - found)
     own, found = fit(both).mean(axis=1)
@@ -177,26 +179,26 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
 
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
-    """Returns {source: last validation loss, averaged over seeds} for sources that every seed measured."""
+    """Returns the final validation loss per source, averaged over seeds."""
     last = [outcome.losses[outcome.step] for outcome in result.outcomes]
     shared = set.intersection(*map(set, last))
     return {source: float(np.mean([losses[source] for losses in last])) for source in shared}
 
 
 def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the candidates and the proposal, and writes mixture.json and mixture.yaml.
+    """Prints all mixtures and the proposal, and writes mixture.json and mixture.yaml.
 
-    Returns the exit status, which is 1 if too few runs finished.
+    Returns the exit status: 1 if too few runs finished.
     """
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     config = read_run_config(request.recipe, list(request.changes))
     sources = config.data.train
     named = [Path(source.shards).name for source in sources]
-    # The recipe's own mixture is the baseline of the gain, so it must have finished.
+    # The gain is relative to the recipe's own mixture, so that run must have finished.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
-            f"{len(finished)} of {len(results)} mixtures finished; the recipe's own mixture and "
-            f"{LEAST_RUNS_PER_SOURCE * len(sources)} in total are needed. The same command retries failed runs."
+            f"{len(finished)} of {len(results)} mixtures finished; a proposal needs the recipe's own mixture and at "
+            f"least {LEAST_RUNS_PER_SOURCE * len(sources)} in total. Run the same command again to retry failed runs."
         )
         return 1
     weights = np.array([[s["weight"] for s in parse_yaml(r.settings["data.train"])] for r in finished])
@@ -238,18 +240,18 @@ def mixture_text(
     rows.append(row("proposed", found.weights, found.losses))
     low, high = found.gain_interval
     sure = (
-        "so at this size it is better than the recipe's own mixture"
+        "so it is better than the recipe's own mixture at this model size"
         if low > 0
-        else "which doesn't show that it is better; train more runs or more seeds"
+        else "so it may not be better; train more mixtures or more seeds"
     )
     return "\n".join(
         [
             table(rows, right=set(range(1, len(rows[0])))),
             "",
-            f"The predicted mean loss of the proposed weights is {found.gain:.4f} below the recipe's own, 90% "
-            f"interval {low:.4f} to {high:.4f}, {sure}.",
+            f"The predicted mean loss of the proposed mixture is {found.gain:.4f} below the recipe's own (90% "
+            f"interval {low:.4f} to {high:.4f}), {sure}.",
             f"Leave-one-out predictions have an error of {found.error:.2%} and a rank correlation of "
-            f"{found.agreement:.2f}. Small runs see few epochs of small sources, so train both mixtures once at the "
-            "size you need before you rely on this.",
+            f"{found.agreement:.2f}. Small runs repeat small sources less often than large runs, so compare both "
+            "mixtures at full size before you rely on this.",
         ]
     )

@@ -1,4 +1,4 @@
-"""Checks that a recipe has the same losses with every strategy, by running each one and comparing every step.
+"""Trains a recipe with several strategies and compares the losses at every step.
 
 A strategy is a file in accelerate_configs/, or a mesh such as dp_shard2-tp2.
 """
@@ -28,20 +28,20 @@ from pretrain.units import counted, table
 
 REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
-"""Tolerances by precision: (absolute for the loss, relative for the gradient norm). In half precision, strategies
-round in different places, so gradient norms can differ by a few percent although the losses agree. fp8 has 3 bits of
-mantissa, bf16 has 7."""
+"""{precision: (absolute tolerance for the loss, relative tolerance for the gradient norm)}. Strategies round
+differently, so in half precision gradient norms can differ by a few percent even if the losses agree. fp8 has 3
+mantissa bits, bf16 has 7."""
 
 RESOLVED = (
     "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
     "optim.learning_rate",
 )  # fmt: skip
-"""Settings that may depend on the number of processes if set to `auto`."""
+"""Settings whose `auto` value may depend on the number of processes."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses and gradient norms by step."""
+    """A run's losses and gradient norms, by step."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -49,12 +49,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class StrategyOutcome:
-    """Outcome of one strategy."""
+    """Outcome of training with one strategy."""
 
     curve: Curve | None
-    """Losses and gradient norms; None if the run did not train to the end."""
+    """Losses and gradient norms; None if training failed."""
     refusals: tuple[str, ...] = ()
-    """Messages with which the strategy rejected the recipe or this machine before training."""
+    """Error messages if the strategy can't run this recipe on this machine."""
 
 
 def strategy_names() -> list[str]:
@@ -64,20 +64,20 @@ def strategy_names() -> list[str]:
 
 
 def named(sizes: Sizes) -> str:
-    """Names a mesh. Its folder has this name."""
+    """Returns a mesh's name, such as dp_shard2-tp2."""
     return "-".join(f"{dimension}{size}" for dimension, size in sizes.named().items())
 
 
 def sizes_called(name: str) -> Sizes | None:
-    """Parses a mesh's name to its sizes. Returns None for other names."""
+    """Parses a mesh's name. Returns None for other names."""
     found = [re.fullmatch(rf"({'|'.join(DIMENSIONS)})([1-9]\d*)", word) for word in name.split("-")]
     return Sizes(**{match[1]: int(match[2]) for match in found}) if all(found) else None
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Returns the names of the meshes that `--mesh` requests: all for this many processes, or one.
+    """Resolves --mesh to mesh names: all meshes for this number of processes, or a single one.
 
-    As in accelerate_configs/mesh.yaml, dp_shard takes the remaining factor. Raises InputError for impossible sizes.
+    dp_shard defaults to the remaining factor, as in accelerate_configs/mesh.yaml. Raises InputError for invalid sizes.
     """
     from pretrain_tools.planning.layouts import products
 
@@ -88,16 +88,15 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
         dimension, _, size = word.strip().partition("=")
         if dimension not in DIMENSIONS or not re.fullmatch(r"[1-9]\d*", size):
             raise InputError(
-                f"--mesh: {word} is not a dimension's size; give all, or sizes of {', '.join(DIMENSIONS)}, such as "
-                "dp_shard=2,tp=2"
+                f"--mesh: {word} is invalid; use all, or sizes for {', '.join(DIMENSIONS)}, such as dp_shard=2,tp=2"
             )
         sizes[dimension] = int(size)
     given = Sizes(**sizes)
     if "dp_shard" not in sizes and processes % given.world == 0:
         given = Sizes(**sizes, dp_shard=processes // given.world)
-    works = f"--processes {given.world}, sizes with the product {processes}, or --mesh all"
+    works = f"--processes {given.world}, sizes whose product is {processes}, or --mesh all"
     if given.world != processes:
-        raise InputError(f"--mesh: {mesh} is {given.world} processes, but --processes is {processes}; use {works}")
+        raise InputError(f"--mesh: {mesh} needs {given.world} processes, but --processes is {processes}; use {works}")
     if (exchange := given.fsdp * given.tp) % given.ep:
         raise InputError(
             f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
@@ -118,15 +117,15 @@ def compare_strategies(
     mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
 ) -> int:
-    """Trains with each strategy into output/NAME, compares the losses with `single`, and prints the result.
+    """Trains with each strategy into output/NAME, and prints how the losses compare with `single`.
 
     Returns 0 if at least one strategy ran and all that ran are within tolerance, otherwise 1. Raises InputError for an
-    unknown strategy, an output folder that already contains runs, or a recipe that `single` rejects.
+    unknown strategy, for existing output folders, or if `single` can't train the recipe.
 
     Args:
-        strategies: comma-separated names; None for all files in accelerate_configs/, or for none if `mesh` is given.
+        strategies: comma-separated names. None means all files in accelerate_configs/, or none if `mesh` is set.
         mesh: see `products_asked_for`.
-        changes: pairs (dotted path, value) that override the recipe.
+        changes: recipe overrides as (dotted path, value).
     """
     names = strategies.split(",") if strategies else [] if mesh else strategy_names()
     if mesh:
@@ -140,7 +139,7 @@ def compare_strategies(
     ]
     if problems:
         raise InputError(*problems)
-    # Resolved before the launches, because each would resolve `auto` for its own number of processes.
+    # Otherwise each launch would resolve `auto` for its own number of processes.
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
@@ -149,10 +148,9 @@ def compare_strategies(
         on = counted(count, "process")
         print(f"[{number}/{len(names)}] {name}, {on}, {steps} steps ...", file=sys.stderr, flush=True)
         outcomes[name] = train_under(name, count, recipe, output / name, overrides)
-        # Without the reference, there is nothing to compare the other strategies with.
         if outcomes[REFERENCE].curve is None:
             raise InputError(
-                *(outcomes[REFERENCE].refusals or [f"{recipe} does not train; see {output / REFERENCE}.log"])
+                *(outcomes[REFERENCE].refusals or [f"training {recipe} failed; see {output / REFERENCE}.log"])
             )
     optimizer = read_run_config(recipe, changes).optim.name
     if precision == "fp32" and updates_in_bf16(optimizer):
@@ -173,7 +171,7 @@ def trains_experts(recipe: Path, changes: Sequence[tuple[str, str]]) -> bool:
 
 
 def updates_in_bf16(optimizer: str) -> bool:
-    """Returns True if the optimizer always computes its updates in bf16 on this machine. Imports torch."""
+    """Returns True if the optimizer computes its updates in bf16 on this machine. Imports torch."""
     from pretrain.hardware import missing_bf16
     from pretrain.optim.optimizers import OPTIMIZERS
     from pretrain.parallel.strategy import device_type
@@ -182,10 +180,7 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Resolves the recipe's `auto` settings to numbers for all launches. Imports torch if there are any.
-
-    Otherwise each launch would resolve `auto` for its own number of processes, and the runs would differ.
-    """
+    """Resolves the recipe's `auto` settings for this number of processes. Imports torch if there are any."""
     config = read_run_config(recipe, changes)
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
@@ -198,8 +193,8 @@ def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes
 
 
 def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """Returns command-line overrides: `changes` and a short run's settings. Batch, data and model don't change."""
-    # Warmup takes at most 10% of the short run, so that most steps are at the full learning rate.
+    """Returns command-line overrides for a short run, including `changes`."""
+    # Warm up for at most 10% of the short run, so that most steps use the full learning rate.
     warmup = read_run_config(recipe, changes).optim.warmup_steps
     warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
     return [
@@ -211,9 +206,9 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """Trains with one strategy and returns the outcome. The console output goes to output.log.
+    """Trains with one strategy. The console output goes to `output` with the suffix .log.
 
-    If there is only one GPU, several processes share it. They are slow because NCCL uses the loopback interface.
+    With a single GPU, all processes share it. This is slow, because NCCL communicates over the loopback interface.
     """
     command = launch_command(name, processes, recipe, output, overrides)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +218,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
             status = run_on_one_gpu(command, processes, file)
         else:
             status = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT).returncode
-    # A launch that silently fell back to one process would match the reference and prove nothing.
+    # A launch that silently falls back to one process would match the reference.
     if status == 0 and (mistake := mistaken_launch(output, name, processes)):
         with open(log, "a", encoding="utf-8") as file:
             file.write(mistake + "\n")
@@ -235,7 +230,7 @@ def train_under(name: str, processes: int, recipe: Path, output: Path, overrides
 
 
 def launch_command(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> list[str]:
-    """Returns the command that trains a recipe with a strategy."""
+    """Builds the command that trains a recipe with a strategy."""
     sizes = sizes_called(name)
     options = [(f"--{setting(dimension)}", str(size)) for dimension, size in (sizes.named() if sizes else {}).items()]
     return [
@@ -248,16 +243,16 @@ def launch_command(name: str, processes: int, recipe: Path, output: Path, overri
 
 
 def gpu_count() -> int:
-    """Returns the number of GPUs that torch sees. Imports torch."""
+    """Returns the number of GPUs visible to torch. Imports torch."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
-    """Runs a launch with all processes on one GPU. Returns the first exit status other than 0, otherwise 0.
+    """Launches all processes on one GPU. Returns the first nonzero exit status, otherwise 0.
 
-    NCCL rejects two ranks on the same GPU of a machine, so each process is launched as a separate machine.
+    NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -294,7 +289,7 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
 
 
 def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
-    """Describes a run that didn't use the requested strategy or number of processes; None if it did."""
+    """Returns an error message if a run used a different strategy or number of processes, otherwise None."""
     record = read_json(run / "strategy.json")
     trained = (record.get("strategy"), record.get("ranks"))
     if sizes_called(name):
@@ -302,26 +297,26 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
     # With one process, the run always records `single`.
     if trained == (name, processes) or processes == 1:
         return None
-    return f"{run}: trained under {trained[0]} on {trained[1]} processes, not under {name} on {processes}"
+    return f"{run}: trained with {trained[0]} on {trained[1]} processes instead of {name} on {processes}"
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """Extracts the messages of an input error from a failed run's log; [] for other failures.
+    """Extracts the messages of an input error from a failed run's log. Returns [] for other failures.
 
-    Launchers replace a process's exit status with their own, and print the original one in their last lines.
+    Launchers exit with their own status and print the original one at the end of the log.
     """
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
         return []
-    # The launcher's own traceback follows the messages of the run.
+    # The run's messages are followed by the launcher's own traceback.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Skips other output. Libraries' lines begin with a location, time or spaces, and progress lines end in dots.
+    # Drop library output, which begins with a location, time or spaces, and progress lines, which end in dots.
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
     return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
 
 def read_curve(run: Path) -> Curve:
-    """Reads a run's losses and gradient norms. Non-finite values become NaN."""
+    """Reads a run's losses and gradient norms, with non-finite values as NaN."""
     train = [event for event in read_metrics(run) if event["event"] == "train"]
 
     def by_step(key: str) -> dict[int, float]:
@@ -331,7 +326,7 @@ def read_curve(run: Path) -> Curve:
 
 
 def distance(found: float, expected: float, relative: bool) -> float:
-    """Computes |found - expected|, divided by |expected| if relative; 0 if both are NaN, inf if only one is."""
+    """Computes |found - expected|, divided by |expected| if relative. Two NaNs have distance 0, one NaN gives inf."""
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     difference = abs(found - expected) / (abs(expected) if relative else 1.0)
@@ -339,7 +334,7 @@ def distance(found: float, expected: float, relative: bool) -> float:
 
 
 def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
-    """Returns the largest distance over all steps; inf if one curve has a step that the other lacks."""
+    """Returns the largest distance over all steps, or inf if the curves have different steps."""
     if curve.keys() != reference.keys():
         return math.inf
     return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
@@ -348,10 +343,10 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
 ) -> dict[str, dict]:
-    """Prints a table of the strategies, writes parity.json and returns its contents: {strategy: result}.
+    """Prints a table of the strategies, and writes parity.json. Returns {strategy: result}.
 
-    A result has the largest distances (loss, grad_norm) and `same` (True if they are within the tolerances), or the
-    strategy's messages (refused), or its log (failed).
+    A result contains either the largest distances (loss, grad_norm) and `same`, or `refused` (error messages), or
+    `failed` (path of the log).
     """
     loss_tolerance, norm_tolerance = tolerances
     reference = outcomes[REFERENCE].curve
@@ -379,8 +374,8 @@ def report_parity(
     refused = sum("refused" in result for result in results.values())
     ran = len(results) - refused
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
-    end = f"; {refused} rejected it, which proves nothing about them." if refused else "."
-    print(f"\n{same} of the {ran} that can run this recipe here match {REFERENCE} ({bounds}){end}")
+    end = f"; {refused} can't run it and were not compared." if refused else "."
+    print(f"\n{same} of the {ran} strategies that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")
     return results

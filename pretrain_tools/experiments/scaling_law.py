@@ -1,11 +1,10 @@
 """Fits L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3).
 
-As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs cannot determine five
-parameters, especially in a compute-optimal ladder: tokens grow with size, so alpha and beta have the same effect. Weak
-priors from published fits constrain the rest. Each refit redraws the centers of the priors, so a parameter that the
-runs don't determine gets an interval as wide as its prior.
+As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs can't determine five
+parameters: in a compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated. Weak priors
+from published fits constrain the rest. Intervals come from refits with resampled losses and prior means.
 
-All refits are vectorized in numpy. Shapes: R refits, n points, 5 parameters.
+All refits are vectorized in numpy. Shapes: R refits, n runs, 5 parameters.
 """
 
 import itertools
@@ -23,50 +22,50 @@ EXPONENT = 0.35
 EXPONENT_SD = 0.1
 """Prior standard deviation of alpha and beta."""
 SHARE_OF_E = 0.5
-"""Prior median of E, as a share of the lowest loss."""
+"""Prior median of E, as a fraction of the lowest loss."""
 LOG_E_SD = 0.5
 """Prior standard deviation of log E, a factor of 1.6."""
 LOG_BALANCE_SD = 1.0
 """Prior standard deviation of log(size term / token term) at the reference, a factor of 2.7.
 
-The prior mean is 0, because both terms are equal at the compute-optimal point if alpha equals beta.
+The prior mean is 0, because the two terms are equal at the compute-optimal point if alpha equals beta.
 """
 ASSUMED_NOISE = 0.003
-"""Assumed relative noise of a loss before any residuals are known."""
+"""Initial estimate of the relative noise of a loss."""
 ASSUMED_COUNT = 2
-"""Weight of the assumed noise, as a number of residuals."""
+"""Weight of the initial noise estimate, as a number of residuals."""
 HUBER_WIDTH = 1.345
 """Huber threshold in units of the noise; 1.345 is 95% efficient for Gaussian noise."""
 REFITS = 500
 QUANTILES = (0.05, 0.95)
-"""Ends of the 90% intervals."""
+"""Bounds of the 90% intervals."""
 MOST_ITERATIONS = 60
 LAW_COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted scaling law, with the refits from which its intervals are computed."""
+    """A fitted scaling law, with refits for its confidence intervals."""
 
     theta: NDArray[np.float64]
     """Fitted parameters, shape (5,): log E, logs of the size and token terms at the reference, alpha, beta."""
     refits: NDArray[np.float64]
     """Parameters of the refits, shape (R, 5)."""
     refit_noise: NDArray[np.float64]
-    """Noise of each refit, shape (R,). It is sampled, because a few residuals leave it uncertain."""
+    """Sampled noise of each refit, shape (R,)."""
     reference: tuple[float, float]
-    """Reference point: geometric means of N and D."""
+    """Geometric means of N and D."""
     noise: float
-    """Relative standard deviation of a measured loss around the fit."""
+    """Relative standard deviation of measured losses around the fit."""
     residuals: NDArray[np.float64]
     """log(measured loss / fitted loss), shape (n,)."""
 
     def loss(self, parameters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Predicts the loss in nats per token. Broadcasts the arguments."""
+        """Predicts the loss in nats per token. Broadcasts its arguments."""
         return np.exp(log_loss(self.theta, *self._scaled(parameters, tokens)))
 
     def interval(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """Returns the 90% interval of a single run's loss, from the refits and the noise of one run."""
+        """Returns the 90% interval for a single run's loss."""
         logs = log_loss(self.refits.T, *self._scaled(parameters, tokens))
         logs = logs + self.refit_noise * np.random.default_rng(1).standard_normal(len(logs))
         low, high = np.quantile(np.exp(logs), QUANTILES)
@@ -74,18 +73,18 @@ class ScalingLaw:
 
     @cached_property
     def coefficients(self) -> dict[str, float]:
-        """Coefficients E, A, alpha, B and beta of the formula, by name."""
+        """Coefficients E, A, alpha, B and beta."""
         return dict(zip(LAW_COEFFICIENTS, map(float, self._as_formula(self.theta)), strict=True))
 
     @cached_property
     def coefficient_intervals(self) -> dict[str, tuple[float, float]]:
-        """90% intervals of the coefficients, by name."""
+        """90% intervals of the coefficients."""
         low, high = np.quantile(self._as_formula(self.refits.T), QUANTILES, axis=-1)
         return {name: (float(a), float(b)) for name, a, b in zip(LAW_COEFFICIENTS, low, high, strict=True)}
 
     @property
     def prior_shares(self) -> dict[str, float]:
-        """Ratio of the refits' spread to the prior's, for both exponents. Near 1, the runs don't determine them."""
+        """Posterior / prior standard deviation of the exponents; near 1 if the runs don't determine them."""
         spreads = self.refits.std(axis=0) / EXPONENT_SD
         return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
 
@@ -99,14 +98,14 @@ class ScalingLaw:
 
 
 def law_values(law: ScalingLaw) -> dict[str, Any]:
-    """Returns JSON values from which `law_of` restores the law, without its residuals."""
+    """Converts a scaling law to JSON values, without its residuals."""
     fields = {"theta": law.theta, "refits": law.refits, "refit_noise": law.refit_noise}
     values = {name: np.round(array, 6).tolist() for name, array in fields.items()}
     return {"reference": list(law.reference), "noise": law.noise, **values}
 
 
 def law_of(values: Mapping[str, Any]) -> ScalingLaw:
-    """Restores a law from the output of `law_values`."""
+    """Restores a scaling law from the output of `law_values`."""
     arrays = {name: np.array(values[name], float) for name in ("theta", "refits", "refit_noise")}
     return ScalingLaw(**arrays, reference=tuple(values["reference"]), noise=values["noise"], residuals=np.zeros(0))
 
@@ -114,7 +113,10 @@ def law_of(values: Mapping[str, Any]) -> ScalingLaw:
 def log_loss(theta: NDArray, n: NDArray, d: NDArray) -> NDArray:
     """Computes log(exp(e) + exp(p - alpha n) + exp(q - beta d)).
 
-    theta: e, p, q, alpha, beta, shape (5, ...). n, d: log N and log D relative to the reference.
+    Args:
+        theta: e, p, q, alpha, beta, shape (5, ...).
+        n: log N relative to the reference.
+        d: log D relative to the reference.
     """
     e, p, q, alpha, beta = theta
     return np.logaddexp(np.logaddexp(e, p - alpha * n), q - beta * d)
@@ -126,7 +128,7 @@ def fit_scaling_law(
     """Fits the scaling law to n runs.
 
     Args:
-        least_noise: lower bound of the relative noise, such as the spread over seeds.
+        least_noise: lower bound for the relative noise, such as the spread across seeds.
     """
     n, d, y = (np.log(np.asarray(values, float)) for values in (parameters, tokens, losses))
     reference = float(np.exp(n.mean())), float(np.exp(d.mean()))
@@ -136,7 +138,7 @@ def fit_scaling_law(
     centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
     starts = starting_points(float(np.exp(y.min())))
     noise = assumed
-    for _ in range(3):  # alternates, because the priors' weight depends on the noise, and the noise on the residuals
+    for _ in range(3):  # alternate between the fit and the noise, which depend on each other
         rows = (len(starts), 1)
         same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
         fits, objectives = _fit(starts, same)
@@ -144,14 +146,14 @@ def fit_scaling_law(
         starts = theta[None]
         residuals = y - log_loss(theta, n, d)
         freedom = max(0.0, len(y) - _parameters_used(theta, n, d, noise))
-        # Huber weights, so that an outlier does not inflate the noise.
+        # Use Huber weights, so that outliers don't inflate the noise.
         counted = np.minimum(np.abs(residuals), HUBER_WIDTH * noise) * np.abs(residuals)
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
     random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
-    # A few residuals determine the noise poorly, so it is sampled from a scaled inverse chi-square distribution.
+    # The noise is uncertain with few residuals, so sample it from a scaled inverse chi-square distribution.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
-    # With few degrees of freedom this distribution has no mean, and its tail would dominate the intervals.
+    # With few degrees of freedom, the tail of this distribution would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)
     noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
@@ -160,7 +162,7 @@ def fit_scaling_law(
 
 
 def starting_points(lowest: float) -> NDArray:
-    """Returns starting points, shape (R, 5): a grid over the shares of E and of the size term, and exponents."""
+    """Returns a grid of starting points, shape (R, 5)."""
     shares = (0.2, 0.5, 0.8)
     exponents = (0.15, 0.35, 0.6)
     share, balance, alpha, beta = np.array(list(itertools.product(shares, shares, exponents, exponents))).T
@@ -171,12 +173,12 @@ def starting_points(lowest: float) -> NDArray:
 
 PRIORS = np.array([[1.0, 0, 0, 0, 0], [0, 1.0, -1.0, 0, 0], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
 PRIOR_SDS = np.array([LOG_E_SD, LOG_BALANCE_SD, EXPONENT_SD, EXPONENT_SD])
-"""Prior standard deviations, shape (4,), of PRIORS @ theta: log E, log ratio of the terms, alpha, beta."""
+"""Prior standard deviations of PRIORS @ theta, shape (4,): log E, log ratio of the terms, alpha, beta."""
 SCALED_PRIORS = PRIORS / PRIOR_SDS[:, None]
 
 
 class Drawn(NamedTuple):
-    """The resampled runs of R refits."""
+    """Resampled losses and prior means for R refits."""
 
     n: NDArray
     d: NDArray
@@ -186,15 +188,15 @@ class Drawn(NamedTuple):
     noise: NDArray
     """Shape (R,)."""
     centers: NDArray
-    """Means of the priors, shape (R, 4)."""
+    """Prior means, shape (R, 4)."""
 
     def from_priors(self, theta: NDArray) -> NDArray:
-        """Returns the distance from the priors, in standard deviations, shape (R, 4)."""
+        """Returns the distance from the prior means in standard deviations, shape (R, 4)."""
         return (theta @ PRIORS.T - self.centers) / PRIOR_SDS
 
 
 def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
-    """Minimizes the objective by Levenberg-Marquardt from theta (R, 5), reweighting for the Huber loss.
+    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5).
 
     Returns the fits (R, 5) and their objectives (R,).
     """
@@ -212,12 +214,12 @@ def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
-        # Without bounds, an overshooting step could make an exponent negative, and the fit wouldn't recover.
+        # Without bounds, an overshooting step could make an exponent negative; the fit wouldn't recover.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
         then = _objective(tried, drawn)
         better = then < objective
         gained = np.where(better, objective - then, 0.0)
-        # Each refit accepts or rejects its own step, so batching does not change any result.
+        # Each refit accepts or rejects its own step, so the results don't depend on the batch.
         theta = np.where(better[:, None], tried, theta)
         objective = np.where(better, then, objective)
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
@@ -242,7 +244,7 @@ def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:
 
 
 def _parameters_used(theta: NDArray, n: NDArray, d: NDArray, noise: float) -> float:
-    """Returns the effective number of parameters that the runs determine: the trace of the hat matrix."""
+    """Returns the effective number of parameters determined by the runs: the trace of the hat matrix."""
     slopes = _slopes(theta[None], n, d, log_loss(theta[:, None, None], n, d))[0] / noise
     information = slopes.T @ slopes
     return float(np.trace(np.linalg.solve(information + SCALED_PRIORS.T @ SCALED_PRIORS, information)))

@@ -1,11 +1,11 @@
-"""Trains many runs, each in its own train.py process, and recovers them after a kill.
+"""Trains many runs, each in a separate train.py process, and recovers them after a kill.
 
-    FOLDER/recipes/NAME.yaml   a run's complete recipe, written when the run starts
-    FOLDER/runs/NAME           the run's folder
-    FOLDER/logs/NAME.log       the run's console output; the training process locks it so that no run starts twice
-    FOLDER/slots/0.json        the last run started on a device or share of the CPU
+    FOLDER/recipes/NAME.yaml   complete recipe, written when the run starts
+    FOLDER/runs/NAME           run folder
+    FOLDER/logs/NAME.log       console output; locked by the training process so that no run starts twice
+    FOLDER/slots/0.json        last run started on a device or share of the CPU
 
-If the caller is killed, its runs continue, and the next caller waits for them. A killed run resumes from its
+If this process is killed, its runs continue, and the next call waits for them. A killed run resumes from its
 checkpoint.
 """
 
@@ -42,9 +42,9 @@ class SmallRun:
 
     name: str
     folder: Path
-    """Folder of the experiment."""
+    """Experiment folder."""
     config: RunConfig = field(repr=False)
-    """The run's complete recipe."""
+    """Complete recipe."""
 
     @property
     def recipe(self) -> Path:
@@ -65,35 +65,35 @@ class RunOutcome:
 
     folder: Path
     state: str
-    """new, unfinished, finished, failed, or diverged (the guard stopped it, so a retry would also diverge)."""
+    """new, unfinished, finished, failed, or diverged (stopped by the guard; a retry would diverge again)."""
     step: int
     """Step of the newest checkpoint, or the last step of a finished run."""
     losses: dict[int, dict[str, float]]
-    """{step: {source: validation loss}}; infinite if it isn't finite."""
+    """{step: {source: validation loss}}, with inf for non-finite losses."""
     tokens: int = 0
     seconds: float = 0.0
     reason: str = ""
-    """Reason why the run ended early."""
+    """Why the run ended early."""
     was_stopped: bool = False
-    """True if a signal or `runs.py stop` stopped it with a save."""
+    """True if the run saved and stopped because of a signal or `runs.py stop`."""
 
     def loss_at(self, step: int | None) -> float:
-        """Returns the validation loss at a step, averaged over the sources; infinite if missing."""
+        """Returns the validation loss at a step, averaged over sources; inf if missing."""
         return statistics.fmean(self.losses[step].values()) if step in self.losses else math.inf
 
     @property
     def loss(self) -> float:
-        """Final loss of a finished run; infinite for any other."""
+        """Final loss; inf for an unfinished run."""
         return self.loss_at(self.step) if self.state == "finished" else math.inf
 
     @property
     def is_over(self) -> bool:
-        """Returns True if nothing is left to train."""
+        """Returns True if there is nothing left to train."""
         return self.state in ("finished", "diverged")
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
-    """Reads the outcome from a run's folder, even after a crash."""
+    """Reads a run's outcome, even after a crash."""
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
@@ -101,7 +101,7 @@ def read_outcome(run: SmallRun) -> RunOutcome:
     state = "unfinished" if events else "new"
     if end.get("code") == EXIT_NUMERIC:
         state = "diverged"
-    # The exit code isn't enough, because the export may have been deleted or damaged since.
+    # The export may have been deleted or damaged since.
     if end.get("code") == 0 and (run.output / "final" / SEAL_FILE).is_file():
         state = "finished"
     checkpoint = max(checkpoint_folders(run.output), default=0)
@@ -118,14 +118,13 @@ def read_outcome(run: SmallRun) -> RunOutcome:
 
 
 def end_of(events: Sequence[Event]) -> Event:
-    """Returns the newest process's `end` event; {} if it is still training or has crashed."""
-    # An `end` followed by a `start` belongs to an earlier process.
+    """Returns the `end` event of the newest process, or {} if that process is still training or has crashed."""
     last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
     return last if last.get("event") == "end" else {}
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """Returns {step: {source: validation loss}}; infinite if it isn't finite."""
+    """Returns {step: {source: validation loss}}, with inf for non-finite losses."""
     losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -136,8 +135,7 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Returns the environment variables for each parallel run. By default, there is one run per GPU, or one on the
-    CPU.
+    """Returns environment variables for each parallel run. The default is one run per GPU, or one on the CPU.
 
     If there are more runs than GPUs, they share the GPUs. Runs on the CPU share the cores.
     """
@@ -145,12 +143,12 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
     from pretrain.hardware import available_cores
 
-    # Keep the caller's names, because CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
+    # CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
-    # Otherwise each run would start one thread per core. A number set by the user is kept.
+    # Otherwise each run would start one thread per core. A value set by the user takes precedence.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
@@ -158,7 +156,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Training:
-    """A train.py process that this caller or an earlier one started."""
+    """A train.py process started by this call or an earlier one."""
 
     run: SmallRun
     process: subprocess.Popen | None = None
@@ -180,9 +178,10 @@ def train_runs(
     next_run: Callable[[set[str]], SmallRun | None],
     ended: Callable[[SmallRun, int | None], None],
 ) -> int:
-    """Trains until `next_run` has no more runs and all have ended. Returns 0, or the exit status of an interruption.
+    """Trains until `next_run` returns None and all runs have ended.
 
-    Passes Ctrl-C, SIGTERM and SIGHUP on to the runs, which then save. The same command continues them.
+    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status after such
+    a signal.
 
     Args:
         runs: runs by name. A search adds more later.
@@ -211,45 +210,49 @@ def train_runs(
 
 
 def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
-    """Returns an earlier caller's runs that are still training, by slot."""
+    """Returns the runs of an earlier call that are still training, by slot."""
     found = {}
-    # A slot's file may name a finished run. Only the lock on its log shows that it is still training.
+    # The slot file may be outdated; only the lock on the log shows that a run is still training.
     for folder in {run.folder for run in runs.values()}:
         for path in (folder / "slots").glob("*.json"):
             run = runs.get(str(read_json(path).get("run")))
             if run is not None and is_held(run.log):
-                print(f"{run.name}: still training since an earlier call; waiting for it", file=sys.stderr, flush=True)
+                print(
+                    f"{run.name}: already training, started by an earlier command; waiting for it",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 found[int(path.stem)] = Training(run)
     return found
 
 
 def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> Training:
-    """Starts train.py as a user would, with the console output redirected to the run's log."""
+    """Starts train.py with its console output redirected to the run's log."""
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    # Written only now, because an earlier caller's run may read its recipe again.
+    # Not written earlier, because a run that is still training may read its recipe again.
     write_durably(run.recipe, as_yaml(run.config))
-    # Written before the start, so that the next caller finds the run even if this caller is killed.
+    # Written before the start so that the next call finds the run even if this process is killed.
     write_durably(record, json.dumps({"run": run.name}))
     with open(run.log, "ab") as log:
-        # The child inherits the lock, so the lock outlives the caller.
+        # The child inherits the lock, so it outlives this process.
         hold_while_open(log)
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe)],
-            # A launcher's variables (RANK, WORLD_SIZE) would make each run join the caller's process group.
+            # With a launcher's variables (RANK, WORLD_SIZE), the run would join this process's group.
             env=environment_alone() | environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it gets Ctrl-C only once, from this process
+            start_new_session=True,  # otherwise the run would receive Ctrl-C twice
         )
     return Training(run, process)
 
 
 @contextmanager
 def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
-    """Passes signals on to all runs while the context is open. Yields the list of signals received."""
+    """Forwards signals to all runs within the context. Yields a list of the signals received so far."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:

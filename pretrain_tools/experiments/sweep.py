@@ -1,8 +1,9 @@
-"""Trains a recipe with every combination of settings, or with a search's picks, and compares (runs.py sweep).
+"""Trains a recipe with every combination of settings, or with settings chosen by a search (runs.py sweep).
 
-FOLDER/plan.json      the request, written before anything starts; the same command continues the sweep
-FOLDER/trials.json    the settings picked by a search so far
-FOLDER also contains the runs, see small_runs.
+FOLDER/plan.json      the request; the same command resumes the sweep
+FOLDER/trials.json    settings chosen by a search so far
+
+FOLDER also contains the runs (see small_runs).
 """
 
 import json
@@ -43,13 +44,13 @@ def run_sweep(
     parallel: int | None,
     report: Callable[[SweepRequest, Sequence[PointResult]], int] = report_sweep,
 ) -> int:
-    """Trains a sweep's unfinished runs and reports on all runs. Returns the exit status: 1 if no setting finished.
+    """Trains a sweep's unfinished runs and reports all results. Returns the exit status: 1 if no combination finished.
 
-    Raises InputError listing all problems with all runs before any run starts.
+    Raises InputError listing all problems before any run starts.
     """
     problems = request_problems(request)
     problems.stop_if_any()
-    # For a search, the grid has the corners of the ranges. If they work, so should the settings between them.
+    # For a search, check only the corners of the ranges.
     grid = request.grid
     points = problems.attempt(check_points, request, grid)
     problems += name_problems(request, grid)
@@ -64,23 +65,20 @@ def run_sweep(
         runs = counted((request.search or len(points)) * request.seeds, "run")
         print(f"{request.output}: {runs}, {counted(len(slots), 'run')} at a time", file=sys.stderr, flush=True)
         if status := train_runs(sweep.runs, slots, sweep.next_run, sweep.ended):
-            print(f"interrupted; run the same command to continue {request.output}", file=sys.stderr)
+            print(f"interrupted; run the same command to resume {request.output}", file=sys.stderr)
             return status
         return report(request, sweep.results())
 
 
 class Sweep:
-    """Decides the order of the runs from their folders only, so that a kill doesn't change it.
-
-    A search adds points over time.
-    """
+    """Schedules a sweep's runs. The state is read from the run folders, so a killed sweep can resume."""
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
         self.points: list[SweepPoint] = []
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
-        """{run that failed during this call: reason}. The same command retries it."""
+        """{run that failed in this call: reason}"""
         trials = recorded_trials(request)
         for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
@@ -96,7 +94,7 @@ class Sweep:
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).is_over:
                     return run
-            # A search picks the next settings while other runs train, so that no device is idle.
+            # A search chooses settings while other runs train, so that no device is idle.
             if len(self.points) >= (self.request.search or 0):
                 return None
             self._pick(active)
@@ -108,18 +106,18 @@ class Sweep:
             (point,) = check_points(self.request, [settings])
         except InputError as error:
             raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
-        # Recorded before the runs start, so that a killed search knows all its trials.
+        # Recorded before the runs start so that a killed search can resume them.
         write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
         self._add(point)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
-        """Returns a run's outcome, including a failure during this call."""
+        """Returns a run's outcome, including a failure in this call."""
         outcome = read_outcome(run)
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
     def ended(self, run: SmallRun, status: int | None) -> None:
-        """Prints a run's outcome, and records its failure if it failed."""
+        """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
         took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
         if outcome.state == "finished":
@@ -132,7 +130,7 @@ class Sweep:
         print(f"{run.name}: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[PointResult]:
-        """Returns the result of every point."""
+        """Returns the results of all points."""
         return [
             PointResult(point.settings, point.plan.total_tokens, [self.outcome(run) for run in point.runs])
             for point in self.points
@@ -140,16 +138,15 @@ class Sweep:
 
 
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
-    """Reads the settings picked by a search so far."""
+    """Reads the settings chosen by a search so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
-    """Picks new settings for the next trial, formatted as on the command line.
+    """Chooses settings for the next trial with Optuna's TPE sampler, formatted as on the command line.
 
-    Uses Optuna's TPE sampler over ranges and lists. For each trial, the sampler is rebuilt from the results with their
-    number as its seed, so a killed search continues unchanged.
+    Rebuilds the sampler from the results each time, so a killed search resumes unchanged.
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -165,7 +162,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         else:
             low, high = map(float, axis.ends)
             distributions[axis.path] = FloatDistribution(low, high, log=low > 0)
-    # Without constant_liar, parallel trials would be picked at nearly the same point.
+    # Without constant_liar, parallel trials would be nearly the same.
     sampler = optuna.samplers.TPESampler(seed=len(results), n_startup_trials=4, constant_liar=True)
     study = optuna.create_study(sampler=sampler)
     for result in results:
@@ -176,7 +173,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
-    # Proposals may round to settings that were already tried. Repeats one after 100 attempts.
+    # Rounding may lead to settings that were already tried. Accept a duplicate after 100 attempts.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}
@@ -186,7 +183,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
 
 
 def value_of(axis: Axis, text: str) -> float | str:
-    """Parses a value for Optuna. Clamps it to the range, because it was rounded to three digits."""
+    """Parses a value for Optuna, clamped to the range because rounding may have moved it outside."""
     if not axis.is_range:
         return text
     low, high = axis.ends

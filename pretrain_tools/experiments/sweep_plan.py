@@ -1,4 +1,4 @@
-"""Plans a sweep: parses the varied settings, derives the runs, and finds all problems before any run starts."""
+"""Plans a sweep: parses the varied settings, derives the runs, and reports all problems before any run starts."""
 
 import io
 import itertools
@@ -31,7 +31,7 @@ OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
 BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
-"""Bytes per parameter on disk: weights (4) and AdamW's moments (8) in fp32, and the exported model in bf16 (2)."""
+"""Bytes per parameter on disk: weights (4) and AdamW moments (8) in fp32, and the exported model in bf16 (2)."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Axis:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Ends of a range as numbers."""
+        """Lower and upper end of a range, as numbers."""
         return tuple(map(parse_yaml, self.values))
 
     @property
     def is_whole(self) -> bool:
-        """True if a range is of integers."""
+        """True for a range of integers."""
         return all(isinstance(end, int) for end in self.ends)
 
 
@@ -61,24 +61,24 @@ class SweepRequest:
     recipe: Path
     axes: tuple[Axis, ...]
     changes: tuple[tuple[str, str], ...]
-    """Pairs (dotted path, value) that override the recipe in every run."""
+    """Recipe overrides for all runs, as (dotted path, value)."""
     seeds: int
     search: int | None
-    """Number of settings to try in a search; None for a grid."""
+    """Number of combinations to try in a search; None for a grid."""
     output: Path
     labels: Mapping[str, str] = field(default_factory=dict)
-    """{long value as given: short name for folders}"""
+    """{long value: short name for folders}"""
 
     @property
     def grid(self) -> list[dict[str, str]]:
-        """All combinations of values (for a range, its ends), each as {path: value as given}."""
+        """All combinations of values (for a range, its two ends), each as {path: value}."""
         paths = [axis.path for axis in self.axes]
         combinations = itertools.product(*(axis.values for axis in self.axes))
         return [dict(zip(paths, values, strict=True)) for values in combinations]
 
     @property
     def described(self) -> dict[str, Any]:
-        """The request's record in plan.json."""
+        """The request as recorded in plan.json."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -91,11 +91,11 @@ class SweepPoint:
     """A combination of settings, trained with every seed."""
 
     settings: dict[str, str]
-    """Values as given on the command line, by dotted path."""
+    """{dotted path: value as given on the command line}"""
     runs: list[SmallRun]
-    """Runs, one per seed."""
+    """One run per seed."""
     plan: "RunPlan" = field(repr=False)
-    """Derived numbers of a run, the same for all seeds."""
+    """Derived settings, the same for all seeds."""
 
 
 def read_axes(texts: Iterable[str]) -> list[Axis]:
@@ -107,19 +107,17 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
         values = tuple(split_values(given))
         ends = given.split("..")
         if not path or not equals or not all(values):
-            problems.append(
-                f"--vary {text}: give a setting and its values, as in --vary optim.learning_rate=1e-3,2e-3"
-            )
+            problems.append(f"--vary {text}: must be a setting and its values, such as optim.learning_rate=1e-3,2e-3")
         elif path in [axis.path for axis in axes]:
-            problems.append(f"--vary {path}: given twice; give all its values in one --vary")
+            problems.append(f"--vary {path}: passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
             axes.append(Axis(path, tuple(ends), is_range=True))
             low, high = axes[-1].ends
             if not low < high:
-                problems.append(f"--vary {text}: a range must be ascending; give --vary {path}={ends[1]}..{ends[0]}")
+                problems.append(f"--vary {text}: a range must be ascending; use --vary {path}={ends[1]}..{ends[0]}")
         else:
             if len(set(values)) < len(values):
-                problems.append(f"--vary {text}: contains a value twice; for several seeds give --seeds")
+                problems.append(f"--vary {text}: contains a duplicate value; to train several seeds, use --seeds")
             axes.append(Axis(path, values))
     problems.stop_if_any()
     return axes
@@ -131,7 +129,6 @@ def split_values(text: str) -> list[str]:
     depth = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
-        # A comma within brackets is part of a value: data.train, for example, is a list.
         if character == "," and depth == 0:
             values.append("")
         else:
@@ -154,19 +151,21 @@ def request_problems(request: SweepRequest) -> Problems:
     for axis in request.axes:
         path = axis.path
         if path == "output":
-            problems.append("--vary output: every run has its own folder under --output; omit this setting")
+            problems.append("--vary output: can't be varied, because each run gets its own folder in --output")
         if path == "seed" and request.seeds > 1:
-            problems.append(f"--vary seed, and --seeds {request.seeds}: give only one of them")
+            problems.append(f"--vary seed can't be combined with --seeds {request.seeds}; use only one of them")
         if path in changed:
-            problems.append(f"--{path} together with --vary {path}: give only one of them")
+            problems.append(f"--{path} can't be combined with --vary {path}; use only one of them")
         if axis.is_range and request.search is None:
             problems.append(
-                f"--vary {path}={'..'.join(axis.values)}: a range needs --search and a number of settings to try; "
-                "give it, or list the values"
+                f"--vary {path}={'..'.join(axis.values)}: a range requires --search N, the number of combinations "
+                "to try; add it, or list the values"
             )
     if request.search is not None:
         if not any(axis.is_range for axis in request.axes):
-            problems.append(f"--search {request.search}: searches ranges, as in --vary optim.learning_rate=1e-4..1e-2")
+            problems.append(
+                f"--search {request.search}: requires a range, such as --vary optim.learning_rate=1e-4..1e-2"
+            )
         elif find_spec("optuna") is None:
             problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
     if output := output_problem(request.output):
@@ -191,8 +190,8 @@ def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> s
 
 
 def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: Path) -> RunConfig:
-    """Returns one run's recipe, without uploads, and with one checkpoint unless the command line sets more."""
-    # With name None, trackers name each run after its folder.
+    """Returns one run's recipe, without uploads. Keeps one checkpoint unless checkpoint settings are overridden."""
+    # With None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
     kept = {}
     # With the recipe's own checkpoint settings, many runs could fill the disk.
@@ -209,7 +208,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 
 
 def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
-    """Returns the points with these settings. Raises InputError listing each problem with any point once."""
+    """Derives the runs for each combination of settings. Raises InputError listing every distinct problem."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -226,7 +225,7 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
         problems = Problems()
         output = request.output / "runs" / run_name(request, settings, config.seed)
-        with redirect_stderr(io.StringIO()):  # otherwise each point prints that its architecture is being tested
+        with redirect_stderr(io.StringIO()):  # each point would print that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
             validation = problems.attempt(open_validation, config.data)
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
@@ -235,7 +234,7 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         for problem in problems:
             found.setdefault(problem, []).append(number)
     if len(tokenizers) > 1:
-        found["data: losses per token of different tokenizers aren't comparable; sweep each tokenizer separately"] = []
+        found["data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
     return [
         SweepPoint(settings, runs_of(request, settings, config), plan)
@@ -244,7 +243,7 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
 
 
 def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) -> list[SmallRun]:
-    """Returns the runs of one combination, with consecutive seeds starting at the recipe's."""
+    """Returns a combination's runs, with consecutive seeds starting from the recipe's seed."""
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
@@ -254,7 +253,7 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the points that have a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
+    """Formats the settings with a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():
@@ -265,14 +264,14 @@ def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> 
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
-    """Lists folder names that several settings share."""
+    """Returns a message for each folder name that several combinations share."""
     names = [run_name(request, settings, 0) for settings in points]
     twice = sorted({name for name in names if names.count(name) > 1})
-    return [f"--vary: several settings would have the folder {name}; give the values shorter names" for name in twice]
+    return [f"--vary: several combinations would use the folder {name}; use shorter values" for name in twice]
 
 
 def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
-    """Writes plan.json, or compares the request with the existing one. Raises InputError listing differences."""
+    """Writes plan.json, or compares the request with an existing one. Raises InputError listing the differences."""
     plan = json.loads(json.dumps({**PLAN_FORMAT, "plan": plan_values(request, points)}))  # tuples become lists
     path = request.output / PLAN_FILE
     if not path.is_file():
@@ -282,27 +281,24 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         return
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
-        raise InputError(f"{path}: isn't a sweep plan of this version; choose another --output")
+        raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use another --output")
     before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # A newer setting with its default value doesn't count as a difference.
+    # Settings added in a newer version don't count if they have their default value.
     now = {
         name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }
     lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(was))}, the command now gives "
-        f"{shortened(json.dumps(given))}"
+        f"{request.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
         for name, (was, given) in setting_differences([before, now]).items()
     ]
     if lines:
         more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-        raise InputError(
-            *lines[:MOST_DIFFERENCES], *more, "repeat the sweep's first command, or give another --output"
-        )
+        raise InputError(*lines[:MOST_DIFFERENCES], *more, "run the original command, or use another --output")
 
 
 def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Lists a sweep's identifying values, with the names used on the command line and in the recipe."""
+    """Returns {name: value} of everything that identifies a sweep."""
     varied = [axis.path for axis in request.axes]
     config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
     values = {"--seeds": request.seeds, "--search": request.search}
@@ -313,7 +309,7 @@ def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str
         for path, value in flatten_settings(config.model_dump(mode="json")).items()
         if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
     }
-    # Paths aren't enough, because shards and models may have been replaced under the same name.
+    # Shards and models may have been replaced at the same path.
     return values | {
         f"{key} on disk, of setting {number}": value
         for number, point in enumerate(points, start=1)
@@ -323,19 +319,24 @@ def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
-    """Lists warnings about possible mistakes, with numbers. points: the request's grid."""
+    """Returns warnings about possible mistakes.
+
+    points: the request's grid.
+    """
     said = []
     tokens = sorted({point.plan.total_tokens for point in points})
     varied = [axis.path for axis in request.axes]
     sized = any(path.startswith(("model", "budget")) for path in varied)
     if not request.search and not sized and tokens[-1] > 1.02 * tokens[0]:
         said.append(
-            f"the runs train on {count_text(tokens[0])} to {count_text(tokens[-1])} tokens, which alone "
-            "changes the losses; --budget.tokens gives all runs the same number"
+            f"the runs train on different numbers of tokens ({count_text(tokens[0])} to {count_text(tokens[-1])}), "
+            "which also affects the losses; set --budget.tokens to train all runs on the same number"
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("the varied settings also change the validation sequence length, so losses aren't comparable")
     needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
-        said.append(f"checkpoints and models of all runs take {bytes_text(needed)}; only {bytes_text(free)} are free")
+        said.append(
+            f"checkpoints and models of all runs need {bytes_text(needed)}, but only {bytes_text(free)} is free"
+        )
     return said

@@ -19,7 +19,7 @@ BEST_RECIPE = "best.yaml"
 
 @dataclass(frozen=True)
 class PointResult:
-    """One combination's result."""
+    """Results for one combination of settings."""
 
     settings: dict[str, str]
     tokens: int
@@ -29,17 +29,17 @@ class PointResult:
 
     @property
     def losses(self) -> list[float]:
-        """Final losses of the seeds that finished, in nats per token."""
+        """Final losses of the finished seeds, in nats per token."""
         return [outcome.loss for outcome in self.outcomes if outcome.state == "finished"]
 
     @property
     def mean_loss(self) -> float:
-        """Mean final loss over the seeds; infinite unless all finished."""
+        """Mean final loss over seeds; inf unless all finished."""
         return statistics.fmean(outcome.loss for outcome in self.outcomes)
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the seeds; None for fewer than two."""
+        """Standard deviation across seeds; None with fewer than two."""
         return statistics.stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
@@ -53,34 +53,37 @@ class PointResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean loss over the seeds at the last step that all reached."""
+        """Mean loss over seeds at the last step that all reached."""
         shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
         return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints the table and writes the files. Returns the exit status, 1 if no setting finished."""
-    # Unfinished results have an infinite mean loss, so they come last, sorted by their last common loss.
+    """Prints the table and writes the files. Returns the exit status: 1 if no combination finished."""
+    # Unfinished combinations have an infinite mean loss and come last, sorted by last_loss.
     results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
     finished = [result for result in results if math.isfinite(result.mean_loss)]
     if not finished:
-        print(f"\nNo setting has finished; see {request.output / 'logs'}. The same command retries failed runs.")
+        print(
+            f"\nNo combination finished; see {request.output / 'logs'}. Run the same command again to retry failed "
+            "runs."
+        )
         return 1
     write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
     for line in at_the_edge(request, results):
         print(line)
     if failed := [result for result in results if result.state == "failed"]:
-        print(f"{len(failed)} of {len(results)} settings failed; the same command retries them.")
+        print(f"{len(failed)} of {len(results)} combinations failed; run the same command again to retry them.")
     for name in (SWEEP_RESULTS, BEST_RECIPE):
         print(request.output / name)
     return 0
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """Formats one row per combination, best first. Losses before the end are in parentheses."""
+    """Formats one row per combination, best first. Losses of unfinished runs are in parentheses."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
@@ -102,7 +105,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
-    """Describes the best combination, and how certain it is."""
+    """Describes the best combination and whether its lead is significant."""
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
     text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
@@ -112,32 +115,30 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     gap = second.mean_loss - best.mean_loss
     if len(best.losses) == 1:
         return f"{text}, {gap:.4f} below the next; with one seed this may be noise, try --seeds 3."
-    # Paired differences, because runs with the same seed share initial weights and data order, so their differences
-    # vary less than the losses.
+    # Runs with the same seed share initial weights and data order, so use paired differences, which vary less.
     differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
     half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
     sure = "" if gap > half else ", not significant"
-    over = f"90% interval {gap - half:.4f} to {gap + half:.4f} by {len(differences)} seeds"
+    over = f"90% interval {gap - half:.4f} to {gap + half:.4f} over {len(differences)} seeds"
     return f"{text}, {gap:.4f} below the next ({over}){sure}."
 
 
 def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
-    """Returns a note for each numeric setting whose best value is the smallest or largest one tried.
+    """Returns a note for each numeric setting whose best value is the smallest or largest value tried.
 
-    results: the results, best first. Values that diverged count as tried.
+    results: sorted, best first.
     """
     lines = []
     for axis in request.axes:
         best = results[0].settings[axis.path]
         tried = {result.settings[axis.path] for result in results}
-        # Seeds, names and single values have no range.
         if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
             continue
         values = sorted(tried, key=lambda text: float(parse_yaml(text)))
         if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings can't be negative
             side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
             lines.append(
-                f"{axis.path}: {best} is the {side} value tried, so the best may be {beyond}; try some {beyond} ones"
+                f"{axis.path}: {best} is the {side} value tried, so the optimum may be {beyond}; try {beyond} values"
             )
     return lines
 
@@ -148,7 +149,7 @@ def t_of(count: int) -> float:
 
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:
-    """Returns the contents of results.json. Losses are in nats per token, averaged over the validation sources."""
+    """Returns the contents of results.json, with losses in nats per token, averaged over the validation sources."""
     points = [
         {
             "settings": result.settings,
@@ -176,17 +177,17 @@ def values_of_run(outcome: RunOutcome) -> dict[str, Any]:
 
 
 def finite(value: float | None) -> float | None:
-    """Returns None for an infinite value, because JSON has none."""
+    """Replaces infinity with None, because JSON can't represent it."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def best_recipe(request: SweepRequest, best: PointResult) -> str:
-    """Returns the complete recipe with the best settings, as YAML, with its own output folder."""
+    """Returns the recipe with the best settings as YAML, with a separate output folder."""
     config = read_run_config(request.recipe, [*request.changes, *best.settings.items()])
     config = config.model_copy(update={"output": config.output.with_name(f"{config.output.name}_best")})
     spread = f" +- {best.spread:.4f}" if best.spread is not None else ""
     named = "".join(f"#   {path}: {value}\n" for path, value in best.settings.items())
     return (
-        f"# {request.recipe} with the best settings of the sweep in {request.output}:\n{named}"
+        f"# {request.recipe} with the best settings from the sweep in {request.output}:\n{named}"
         f"# validation loss {best.mean_loss:.4f}{spread} over {len(best.losses)} seeds\n{as_yaml(config)}"
     )

@@ -1,13 +1,13 @@
-"""Publishes models on the Hub: publish.py.
+"""Publishes models on the Hub (publish.py).
 
-A card only states facts from the run's files (docs/publish.md).
+All statements about a model are based on the run's files (docs/publish.md).
 
-    publish, staging, hub_upload: the command; the files of a revision; the upload
-    facts: facts about a model from the run's files
-    card: the model card, from templates/
-    training_content: the summary of training content required by EU law, from templates/
-    materials: the bill of materials (CycloneDX)
-    provenance: the origin of a published folder; detects changes
-    gguf_file, gguf_comparison: the model as one file for llama.cpp; a comparison of the two
-    signature: an optional signature with a key
+    publish, staging, hub_upload: implement publish.py, stage the files, and upload them
+    facts: facts about a model, read from the run's files
+    card: model card, rendered from templates/
+    training_content: summary of training content required by EU law, rendered from templates/
+    materials: bill of materials (CycloneDX)
+    provenance: file hashes and origin of a published folder
+    gguf_file, gguf_comparison: convert a model to GGUF for llama.cpp, and compare the outputs
+    signature: optional signature
 """

@@ -1,7 +1,7 @@
-"""Writes the model card: README.md with the Hub's metadata, and a plot of the loss.
+"""Writes the model card: README.md with Hub metadata, and a loss plot.
 
 The metadata follows https://github.com/huggingface/hub-docs/blob/main/modelcard.md, with results in model-index
-format. The text is in templates/, including the statements repeated in the bill of materials and the provenance.
+format. The text comes from templates/, which the bill of materials and the provenance also use.
 """
 
 import sys
@@ -22,21 +22,21 @@ from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""{measure: the Hub's metric ID}. Other measures keep their names."""
+"""{metric: the Hub's metric ID}. Other metrics keep their names."""
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
-"""Validation measures in the card, the bill of materials and the provenance."""
+"""Validation metrics in the card, the bill of materials and the provenance."""
 CPUS = ("x86_64", "AMD64", "aarch64", "arm64", "arm", "i386")
-"""Names of CPU architectures in operating systems, which are the device names of runs without a GPU."""
+"""CPU architecture names reported by the OS, used as device names in runs without a GPU."""
 
 
 def write_card(facts: Facts, folder: Path) -> None:
-    """Writes README.md and, if the run's log has losses, loss.png into a model folder of the run."""
+    """Writes README.md and, if the run has logged losses, loss.png to a model folder."""
     has_picture = plot_losses(facts, folder / PICTURE_FILE)
     (folder / CARD_FILE).write_text(model_card(facts, has_picture=has_picture), encoding="utf-8")
 
 
 def model_card(facts: Facts, *, has_picture: bool) -> str:
-    """Renders the whole card as Markdown with YAML metadata at the top."""
+    """Renders the model card as Markdown with YAML metadata."""
     text = yaml.safe_dump(without_folders(facts.config), sort_keys=False, allow_unicode=True).rstrip()
     grid = facts.setting("energy.carbon_grams_per_kwh")
     joules = facts.history.joules
@@ -54,19 +54,19 @@ def model_card(facts: Facts, *, has_picture: bool) -> str:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a file in templates/."""
+    """Renders a template from templates/."""
     return environment().get_template(template).render(values)
 
 
 def statements(name: str, facts: Facts) -> list[str]:
-    """Returns the lines of a macro in templates/statements.j2, without the dashes of a list."""
+    """Renders a macro from templates/statements.j2 and returns its lines without list dashes."""
     macro = getattr(environment().get_template("statements.j2").module, name)
     return [line.removeprefix("- ") for line in str(macro(facts)).splitlines()]
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """Returns the environment of the templates. An unknown name in a template raises UndefinedError."""
+    """Returns the Jinja environment, in which undefined names raise UndefinedError."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates", encoding="utf-8"),
         trim_blocks=True,
@@ -74,7 +74,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # `count` replaces Jinja's own filter, an alias of length.
+    # `count` replaces Jinja's built-in filter.
     templates.filters.update(
         bytes=bytes_text,
         cell=cell,
@@ -88,17 +88,17 @@ def environment() -> jinja2.Environment:
 
 
 def number(value: Any, form: str = ",") -> str:
-    """Formats a number. None becomes '', and text stays unchanged."""
+    """Formats a number. Returns '' for None, and strings unchanged."""
     return "" if value is None else value if isinstance(value, str) else format(value, form)
 
 
 def cell(value: Any) -> str:
-    """Formats a value for a cell of a Markdown table."""
+    """Formats a value for a Markdown table cell."""
     return number(value, "").replace("|", "\\|")
 
 
 def metadata(facts: Facts) -> str:
-    """Returns the YAML at the top, which huggingface_hub's own classes check."""
+    """Returns the YAML metadata, validated by huggingface_hub."""
     from huggingface_hub import ModelCardData
 
     base = facts.model_source
@@ -120,14 +120,13 @@ def metadata(facts: Facts) -> str:
 
 
 def emissions(facts: Facts) -> dict[str, Any] | None:
-    """Returns the Hub's metadata on CO2; None if energy or grid are unknown."""
+    """Returns the Hub's CO2 metadata, or None if the energy or carbon intensity is unknown."""
     joules = facts.history.joules
     grams = facts.setting("energy.carbon_grams_per_kwh")
     if joules is None or grams is None:
         return None
     return {
         "emissions": round(joules / JOULES_PER_KWH * grams, 3),
-        # The Hub shows this text next to the figure.
         "source": f"energy {facts.start.get('energy')}; {grams:g} g of CO2 per kWh",
         "training_type": "pre-training",
         "hardware_used": hardware_text(facts),
@@ -135,7 +134,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
 
 
 def eval_results(facts: Facts) -> list[Any]:
-    """Returns the scores over whole tasks as huggingface_hub.EvalResult, for the model-index."""
+    """Returns scores on full tasks as huggingface_hub.EvalResult objects."""
     from huggingface_hub import EvalResult
 
     return [
@@ -154,7 +153,7 @@ def eval_results(facts: Facts) -> list[Any]:
 
 
 def hardware_text(facts: Facts) -> str | None:
-    """Returns '8 x NVIDIA H100', or 'CPU (x86_64, 2 cores)'."""
+    """Describes the hardware, such as '8 x NVIDIA H100' or 'CPU (x86_64, 2 cores)'."""
     device = facts.environment.get("device")
     ranks = facts.strategy.get("ranks") or 1
     if device in CPUS:
@@ -164,17 +163,17 @@ def hardware_text(facts: Facts) -> str | None:
 
 
 def score_name(score: Score) -> str:
-    """Returns the task with its number of examples, such as 'hellaswag (0-shot)'."""
+    """Returns the task name and number of shots, such as 'hellaswag (0-shot)'."""
     return score.task if score.few_shots is None else f"{score.task} ({score.few_shots}-shot)"
 
 
 def marked_name(score: Score) -> str:
-    """Returns the name, with a star for a score over part of a task."""
+    """Returns the score's name, with an asterisk if only part of the task was evaluated."""
     return score_name(score) + ("" if score.is_whole else " \\*")
 
 
 def without_folders(value: Any) -> Any:
-    """Copies values, shortening absolute and home paths to their last part, because they name users and machines."""
+    """Replaces absolute and home paths with their last component, because paths may reveal user or machine names."""
     if isinstance(value, dict):
         return {key: without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -185,7 +184,7 @@ def without_folders(value: Any) -> Any:
 
 
 def plot_losses(facts: Facts, path: Path) -> bool:
-    """Draws training and validation loss against tokens as a PNG. Returns False for fewer than two points."""
+    """Plots training and validation loss against tokens as a PNG. Returns False with fewer than two points."""
     curves = curves_of(facts.history)
     if points_of(curves.train, "tokens", "loss").shape[1] < 2:
         return False
@@ -196,11 +195,11 @@ def plot_losses(facts: Facts, path: Path) -> bool:
     lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
-    # Without date and version, the same run gives the same file, which isn't uploaded twice.
+    # Without date and version, the file is reproducible and isn't uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True
 
 
-if __name__ == "__main__":  # a run starts this after exporting its model, with arguments RUN FOLDER
+if __name__ == "__main__":  # started by a run after the export, with arguments RUN FOLDER
     model_folder = Path(sys.argv[2])
     write_card(read_facts(Path(sys.argv[1]), model_folder=model_folder), model_folder)

@@ -1,6 +1,6 @@
-"""Reads the facts for a model's card and other records from nothing but the run's folder.
+"""Collects facts about a model from its run folder, for the model card and other records.
 
-Any run can be described at any time. Missing facts (a moved data folder, no evaluation) are omitted, never guessed.
+Missing facts are omitted.
 """
 
 import math
@@ -35,48 +35,48 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """Facts about a publication, which aren't in the run's files. None if not published yet."""
+    """Publication details that aren't in the run's files. None if not published yet."""
 
     repository: str | None = None
-    """owner/name on the Hub."""
+    """Hub repository, owner/name."""
     revision: str = "main"
     license: str | None = None
-    """License ID of the Hub, such as apache-2.0."""
+    """Hub license ID, such as apache-2.0."""
     languages: tuple[str, ...] = ()
     """ISO 639 codes."""
     dtype: str | None = None
-    """Dtype of the weights, from the recipe's export.dtype."""
+    """Dtype of the weights (export.dtype in the recipe)."""
     trust_remote_code: bool = False
-    """True if the code in a checkpoint may run."""
+    """Allows running code from the checkpoint."""
     gguf: tuple[str, str] | None = None
     """Name of the GGUF file, and a sentence comparing it with the model."""
 
     @property
     def name(self) -> str | None:
-        """Name of the repository, without its owner."""
+        """Repository name without the owner."""
         return self.repository.rpartition("/")[2] if self.repository else None
 
     @property
     def owner(self) -> str | None:
-        """Account or organization that owns the repository."""
+        """User or organization that owns the repository."""
         return self.repository.partition("/")[0] if self.repository else None
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A folder of shards in the data mixture. Counts are for its training split; None if not recorded."""
+    """A folder of shards in the data mixture, with counts for its training split. None means not recorded."""
 
     name: str
     weight: float
-    """Share of its stage's sequences, 0 to 1."""
+    """Fraction of the stage's sequences, 0 to 1."""
     stage: str | None
-    """Stage of a curriculum; None in a run with a single stage."""
+    """Curriculum stage; None in a single-stage run."""
     max_epochs: float | None
     tokens: int | None
     documents: int | None
     text_bytes: int | None
     manifest_sha256: str | None
-    """Hash of the manifest, which contains each shard's hash."""
+    """Hash of the manifest, which contains the hash of each shard."""
     tokenizer: str | None
     tokenizer_sha256: str | None
     vocabulary_size: int | None
@@ -89,7 +89,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Facts:
-    """All known facts about one of a run's models."""
+    """Everything known about one of a run's models."""
 
     run_name: str
     config: dict[str, Any]
@@ -105,15 +105,15 @@ class Facts:
     sources: list[DataSource]
     scores: list[Score]
     lineage: list[dict[str, Any]]
-    """Runs from which this run branched, see `RunState`."""
+    """Runs that this run branched from, see `RunState`."""
     offer: Publication
 
     def setting(self, name: str) -> Any:
-        """Returns a value from the recipe by its dotted name, or None."""
+        """Returns a recipe setting by its dotted name, or None."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
-        """Returns a size of the model by its name in SHAPES, or None if config.json lacks it."""
+        """Returns a value from config.json by its name in SHAPES, or None."""
         return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
 
     @property
@@ -122,27 +122,27 @@ class Facts:
 
     @property
     def start(self) -> Event:
-        """The run's last start event; {} if there is none."""
+        """The run's last start event, or {}."""
         return self.history.last("start")
 
     @property
     def model_source(self) -> str | None:
-        """File, folder or Hub ID of the recipe's model."""
+        """The recipe's model: a file, folder or Hub ID."""
         return self.setting("model.config") or self.setting("model")
 
     @property
     def is_continued(self) -> bool:
-        """True if training began with another model's weights."""
+        """True if training started from another model's weights."""
         return self.setting("init") == "pretrained"
 
     @property
     def is_partial(self) -> bool:
-        """True if the model is from a step before the run's last one."""
+        """True if the model is from before the run's last step."""
         return bool(self.total_steps and self.step < self.total_steps)
 
     @property
     def tokens(self) -> int | None:
-        """Training tokens seen."""
+        """Number of training tokens seen."""
         return self.history.last("train").get("tokens")
 
     @property
@@ -151,44 +151,44 @@ class Facts:
 
     @property
     def active_parameters(self) -> int | None:
-        """Active parameters per token in an MoE model; None for dense models."""
+        """Active parameters per token of an MoE model; None for dense models."""
         active = self.start.get("active_parameters")
         return active if active != self.parameters else None
 
     @property
     def validation(self) -> dict[str, Event]:
-        """{source: last validation up to the step}."""
+        """{source: last validation event}"""
         return {source: events[-1] for source, events in self.history.validation().items()}
 
     @property
     def trained_lengths(self) -> list[int]:
-        """Sequence lengths in tokens, in the order of the run's stages."""
+        """Sequence lengths in tokens, in the order of training."""
         first = next(iter(self.setting("data.stages") or []), {}).get("sequence_length")
         later = [event["sequence_length"] for event in self.history.of("stage")]
         return [*dict.fromkeys(filter(None, [first or self.setting("data.sequence_length"), *later]))]
 
     @property
     def distinct_sources(self) -> list[DataSource]:
-        """Folders of shards over all stages, without duplicates."""
+        """Data sources of all stages, without duplicates."""
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """Training FLOPs by the formula for MFU, and True if the run recorded the FLOPs per token.
+        """Training FLOPs (counted as for MFU), and True if the run recorded the FLOPs per token.
 
-        Repeated steps count once. Earlier training of the initial model doesn't count. None if the tokens or the
-        model's size are unknown.
+        Repeated steps count once, and the training of a pretrained initial model isn't included. None if the token
+        count or model size is unknown.
         """
         if self.tokens is None:
             return None, False
-        # Stages may have different sequence lengths, and therefore different FLOPs per token.
+        # The FLOPs per token may differ between stages.
         places = Places(self.history)
         flops = float(places.at([self.step])["flops"][0])
         return None if math.isnan(flops) else flops, places.flops_are_exact
 
     @property
     def budget_text(self) -> str:
-        """The budget as text, such as '1.5M tokens in 733 steps, 0.5 per parameter'."""
+        """Describes the budget, such as '1.5M tokens in 733 steps, 0.5 per parameter'."""
         if self.tokens is None:
             return f"{self.step:,} steps"
         text = f"{count_text(self.tokens)} tokens in {self.step:,} steps"
@@ -202,11 +202,11 @@ class Facts:
 def read_facts(
     run: Path, step: int | None = None, model_folder: Path | None = None, offer: Publication | None = None
 ) -> Facts:
-    """Reads the facts about a run's model.
+    """Collects the facts about a run's model.
 
     Args:
-        step: the model's optimizer step; None for the last step in the run's log.
-        model_folder: folder with the model's config.json; None to read the run's model.json.
+        step: the model's step; None for the last step in the log.
+        model_folder: folder with the model's config.json; None for the run's model.json.
     """
     logged = read_metrics(run)
     whole = History.of_events(run, logged)
@@ -220,7 +220,7 @@ def read_facts(
         model=model or read_json(run / "model.json"),
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
-        # A rollback is logged after the step it returns to, and concerns the model from that step on.
+        # A rollback is logged after the step it returns to, but affects the model from that step on.
         history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
         total_steps=whole.last("start").get("total_steps"),
@@ -232,9 +232,9 @@ def read_facts(
 
 
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
-    """Lists the sources of every stage, in the recipe's order.
+    """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: the run's record of its manifest}. For other folders, reads the manifest itself.
+    records: {folder: manifest data recorded by the run}. For other folders, reads the manifest itself.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
@@ -269,12 +269,12 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
 
 
 def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Reads this step's scores from the log and evaluation*.json. For each task, the newest score counts."""
+    """Reads the scores for this step from the log and evaluation*.json. Newer scores replace older ones."""
     found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
     for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
         contents = read_json(path)
         for model in contents.get("models") or []:
-            # A folder may also contain other runs' evaluations.
+            # The folder may contain evaluations of other runs.
             if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
                 continue
             for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):

@@ -1,4 +1,4 @@
-"""Compares llama.cpp's tokens and logits for a GGUF file with transformers' for the model."""
+"""Compares llama.cpp's tokens and logits for a GGUF file with those of transformers."""
 
 import math
 import tempfile
@@ -17,9 +17,9 @@ from pretrain.runs.run_folder import read_config, setting
 from pretrain.units import bytes_text
 
 LARGEST_DIFFERENCE = 1e-3
-"""Difference between logits that a different order of fp32 summation can explain."""
+"""Maximum logit difference that the order of fp32 summation can explain."""
 LARGEST_SHARE = 1e-2
-"""Difference in standard deviations of the logits, for GPT-2. llama.cpp uses an fp16 lookup table for GELU."""
+"""Maximum difference for GPT-2, in standard deviations of the logits. llama.cpp uses an fp16 lookup table for GELU."""
 MOST_TOKENS = 512
 PASSAGE = """The committee met on 3 March 1994 at 10:45. "We'll need 1,250 more," she said; they'd asked for 12345678.
 
@@ -31,7 +31,7 @@ Die Straße führt über Zürich nach Köln.  Ελληνικά, русский �
 
 
 def validation_text(run: Path) -> str:
-    """Returns the beginning of the run's validation data; "" if the data no longer exists."""
+    """Returns the beginning of the run's validation data, or '' if the data no longer exists."""
     for source in setting(read_config(run), "data.validation") or setting(read_config(run), "data.train") or []:
         try:
             shards = open_shards(source["shards"], "validation", source.get("tokenizer"))
@@ -44,20 +44,21 @@ def validation_text(run: Path) -> str:
 
 
 def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> str:
-    """Compares a model with its GGUF file in fp32, written by `write`. Returns a sentence for the card.
+    """Compares a model with its GGUF file in fp32, written by `write`. Returns a sentence for the model card.
 
-    Raises the InputErrors of `compare`.
+    Raises InputError if the results differ (see `compare`).
     """
     try:
         import llama_cpp
     except ImportError:
-        return "The two were not compared, because llama.cpp isn't installed (`pip install llama-cpp-python`)."
-    # Both programs need the weights in fp32.
+        return "The two weren't compared, because llama.cpp isn't installed (`pip install llama-cpp-python`)."
+    # Both programs load the weights in fp32.
     needed = 2 * sum(4 * math.prod(shape) for shape in SavedTensors(folder, "model").shapes().values())
     free = psutil.virtual_memory().available
     if needed > free:
         return (
-            f"The two were not compared: this needs {bytes_text(needed)} of memory, but {bytes_text(free)} were free."
+            f"The two weren't compared, because this needs {bytes_text(needed)} of memory, but {bytes_text(free)} was "
+            "free."
         )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
         file = Path(temporary) / "fp32.gguf"
@@ -70,13 +71,13 @@ def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> s
 
 
 def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
-    """Returns the number of tokens compared and the largest difference between the logits.
+    """Returns the number of tokens compared and the largest logit difference.
+
+    Raises InputError if the tokens differ, or if the logits differ by more than rounding can explain.
 
     Args:
         folder: the model, for transformers.
         file: the same weights as GGUF, in fp32.
-
-    Raises InputError if llama.cpp's tokens differ, or if a logit differs by more than rounding.
     """
     import llama_cpp
     from tokenizers import Tokenizer
@@ -92,7 +93,7 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     if found != ids:
         same = next((n for n, pair in enumerate(zip(ids, found, strict=False)) if pair[0] != pair[1]), len(ids))
         raise InputError(
-            f"--gguf: llama.cpp's tokens differ from token {same} on "
+            f"--gguf: llama.cpp's tokens differ, starting at token {same} "
             f"({found[same : same + 5]} instead of {ids[same : same + 5]}), so the file isn't equivalent"
         )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,7 +106,7 @@ def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
     limit = LARGEST_SHARE * float(ours_TV.std()) if model.config.model_type == "gpt2" else LARGEST_DIFFERENCE
     if not largest <= limit:  # nan included
         raise InputError(
-            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, but rounding explains "
-            f"only {limit:.3g}, so the file isn't equivalent"
+            f"--gguf: llama.cpp's logits differ from transformers' by up to {largest:.3g}, but rounding can "
+            f"explain only {limit:.3g}, so the file isn't equivalent"
         )
     return len(ids), largest

@@ -1,7 +1,7 @@
-"""Writes a model as one GGUF file for llama.cpp and programs built on it.
+"""Converts a model to a single GGUF file for llama.cpp and tools based on it.
 
-Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp has separate code for each architecture, so only
-families with fully supported settings are written. Tests compare the logits.
+Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp implements each architecture separately, so only fully
+supported model families are converted.
 """
 
 import json
@@ -22,7 +22,7 @@ from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain_tools.preparation.tokenizer_training import SPLIT_PATTERN
 
-NEEDS_GGUF = "--gguf: needs the gguf package: pip install gguf"
+NEEDS_GGUF = "--gguf: requires the gguf package: pip install gguf"
 FILE_TYPES = {"bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "fp32": "ALL_F32"}
 FAMILY_KEYS = {
     "llama": {
@@ -44,7 +44,7 @@ FAMILY_KEYS = {
         "add_cross_attention": (False,),
     },
 }
-"""{model_type: {key of config.json that affects the logits: values supported by llama.cpp}}"""
+"""{model_type: {config.json key that affects the logits: values supported by llama.cpp}}"""
 SIZES = {
     "llama": ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
               "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
@@ -57,7 +57,7 @@ NOT_COMPUTED = {
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 }  # fmt: skip
-"""Keys of config.json that don't affect the logits, or that follow from the tensors."""
+"""Keys in config.json that don't affect the logits, or that follow from the tensors."""
 ROPE_KEYS = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},
@@ -72,22 +72,22 @@ SPLITTERS = {
     "qwen2": [SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")],
     "smollm": ["digits", None],
 }
-"""{llama.cpp's name: patterns that split text before BPE. None: GPT-2's pattern, built into ByteLevel}"""
+"""{llama.cpp's name: patterns that split text before BPE}. None is GPT-2's pattern, which is built into ByteLevel."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """A model that can be written as GGUF."""
+    """A model that can be converted to GGUF."""
 
     folder: Path
     tokenizer: dict[str, Any]
     """Contents of tokenizer.json."""
     splitter: str
-    """llama.cpp's name of the tokenizer's pre-tokenizer."""
+    """llama.cpp's name for the pre-tokenizer."""
 
 
 def read_conversion(folder: Path) -> Conversion:
-    """Reads a model's folder. Raises InputError listing everything that GGUF can't represent."""
+    """Reads a model folder. Raises InputError listing everything that GGUF can't represent."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -99,8 +99,8 @@ def read_conversion(folder: Path) -> Conversion:
     if splitter is None:
         shown = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)[:200]
         problems.append(
-            f"--gguf: the tokenizer splits text by {shown}, which llama.cpp doesn't support; use a tokenizer trained "
-            "by prepare_data.py, or GPT-2's, Llama 3's, Qwen's or SmolLM's"
+            f"--gguf: the tokenizer splits text with {shown}, which llama.cpp doesn't support; use a tokenizer "
+            "trained by prepare_data.py, or GPT-2's, Llama 3's, Qwen's or SmolLM's"
         )
     if problems:
         raise InputError(*problems)
@@ -108,12 +108,12 @@ def read_conversion(folder: Path) -> Conversion:
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
-    """Lists settings of a config.json for which llama.cpp's results would differ."""
+    """Lists settings in config.json that llama.cpp doesn't support."""
     family = config.get("model_type")
     if family not in FAMILY_KEYS:
         return [
-            f"--gguf: a model of type {family} cannot be written, only {', '.join(FAMILY_KEYS)}; for others see "
-            "llama.cpp's convert_hf_to_gguf.py, and compare the logits yourself"
+            f"--gguf: model type {family} isn't supported, only {', '.join(FAMILY_KEYS)}; for others, use "
+            "llama.cpp's convert_hf_to_gguf.py and compare the logits yourself"
         ]
     problems = []
     allowed = FAMILY_KEYS[family]
@@ -121,7 +121,7 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         if key in allowed:
             if value not in allowed[key]:
                 choices = " or ".join(map(json.dumps, allowed[key]))
-                problems.append(f"--gguf: {key} is {json.dumps(value)}; llama.cpp needs {choices} for {family}")
+                problems.append(f"--gguf: {key} must be {choices} for {family} in llama.cpp, got {json.dumps(value)}")
         elif key not in NOT_COMPUTED and key not in SIZES[family]:
             problems.append(f"--gguf: {key} can't be represented in a GGUF file of a {family} model")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
@@ -129,27 +129,29 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KEYS:
-        problems.append(f"--gguf: rope_type {kind} cannot be written, only {', '.join(ROPE_KEYS)}")
+        problems.append(f"--gguf: rope_type {kind} isn't supported, only {', '.join(ROPE_KEYS)}")
     elif unknown := rope.keys() - ROPE_KEYS[kind] - {"rope_type"}:
-        problems.append(f"--gguf: rope_parameters has {', '.join(sorted(unknown))}, which GGUF can't represent")
+        problems.append(f"--gguf: rope_parameters contains {', '.join(sorted(unknown))}, which GGUF can't represent")
     return problems
 
 
 def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
-    """Lists settings of a tokenizer.json that llama.cpp doesn't support."""
+    """Lists settings in tokenizer.json that llama.cpp doesn't support."""
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, like SentencePiece's" if model.get("byte_fallback") else model.get("type")
-        return [f"--gguf: the tokenizer is {kind}; only byte-level BPE can be written, such as prepare_data.py's"]
+        return [
+            f"--gguf: only byte-level BPE tokenizers are supported, such as prepare_data.py's, but this one is {kind}"
+        ]
     normalizer = tokenizer.get("normalizer")
-    # Qwen has NFC. llama.cpp omits it, and the comparison shows the effect.
+    # Qwen uses NFC. llama.cpp omits it, and the comparison shows the effect.
     if normalizer and normalizer.get("type") != "NFC":
         return [f"--gguf: the tokenizer normalizes text ({normalizer.get('type')}), but llama.cpp doesn't"]
     return []
 
 
 def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
-    """Returns llama.cpp's name for the pre-tokenizer of a tokenizer.json, or None."""
+    """Returns llama.cpp's name for a tokenizer's pre-tokenizer, or None."""
     whole = tokenizer.get("pre_tokenizer") or {}
     patterns = []
     for step in whole.get("pretokenizers") or [whole]:
@@ -163,20 +165,20 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
         else:
             return None
     found = next((name for name, of_name in SPLITTERS.items() if of_name == patterns), None)
-    # Llama 3 splits like DBRX, but takes whole words that are tokens without merging.
+    # Llama 3 splits like DBRX, but doesn't apply merges to words that are tokens.
     merges_all = not tokenizer["model"].get("ignore_merges")
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
 
 
 def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str | list[str] | None) -> str:
-    """Writes a model's folder as GGUF and compares the two. Returns a sentence on the comparison, for the card.
+    """Converts a model folder to GGUF and compares the outputs. Returns a sentence for the model card.
+
+    Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
 
     Args:
         dtype: dtype of the folder's weights: bf16, fp16 or fp32.
-        text: text for the comparison, appended to a passage that tokenizers split differently.
+        text: additional text for the comparison.
         general: see `write_gguf`.
-
-    Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
     """
     from pretrain_tools.publishing.gguf_comparison import comparison_note
 
@@ -189,11 +191,11 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str |
 
 
 def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | list[str] | None) -> None:
-    """Writes the file, one tensor in memory at a time.
+    """Writes a GGUF file, holding one tensor in memory at a time.
 
     Args:
-        dtype: dtype of matrices: bf16, fp16 or fp32. Vectors and position embeddings are fp32.
-        general: name, license and languages, displayed by programs.
+        dtype: dtype of matrices: bf16, fp16 or fp32. Vectors and position embeddings are always fp32.
+        general: name, license and languages.
     """
     import gguf
 
@@ -225,21 +227,21 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     writer.write_ti_data_to_file()
     for name in dtypes:
         tensor = added[name] if name in added else in_order_of_llama_cpp(name, saved[name], config)
-        # NumPy has no bf16, so its bytes are written.
+        # NumPy has no bf16, so write raw bytes.
         writer.write_tensor_data(tensor.to(dtypes[name]).contiguous().view(torch.uint8).numpy())
     writer.close()
 
 
 def is_conv1d(name: str, shape: tuple[int, ...]) -> bool:
-    """Returns True if a tensor is one of GPT-2's matrices of shape (inputs, outputs), the transpose of nn.Linear's."""
+    """Returns True for GPT-2's Conv1D weights of shape (inputs, outputs), the transpose of nn.Linear's."""
     return len(shape) == 2 and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
 def in_order_of_llama_cpp(name: str, tensor: Tensor, config: PreTrainedConfig) -> Tensor:
     """Returns a tensor in llama.cpp's layout.
 
-    For Llama, llama.cpp rotates neighboring elements of a head (0 and 1, 2 and 3), but transformers rotates i with
-    i + D / 2, so the rows of queries and keys are reordered. For Qwen3 both are the same.
+    For Llama, llama.cpp applies RoPE to adjacent elements of a head (0 and 1, 2 and 3), but transformers pairs i with
+    i + D / 2, so the rows of Q and K are reordered. Qwen3 needs no reordering.
     """
     if is_conv1d(name, tuple(tensor.shape)):
         return tensor.T
@@ -252,7 +254,7 @@ def in_order_of_llama_cpp(name: str, tensor: Tensor, config: PreTrainedConfig) -
 
 
 def add_sizes(writer: Any, config: PreTrainedConfig) -> None:
-    """Adds the sizes of the architecture."""
+    """Adds the model's sizes to the metadata."""
     from gguf import RopeScalingType
 
     is_gpt2 = config.model_type == "gpt2"
@@ -277,10 +279,10 @@ def add_sizes(writer: Any, config: PreTrainedConfig) -> None:
 
 
 def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Returns the divisors of the RoPE frequencies for Llama 3's longer contexts; {} for others.
+    """Returns Llama 3's divisors for the D / 2 RoPE frequencies, or {} for other models.
 
-    Each of the D / 2 frequencies is divided by 1 if its wavelength is short, by `factor` if it is long, and by a value
-    in between otherwise (https://arxiv.org/abs/2407.21783, in transformers' formula).
+    The divisor is 1 for short wavelengths, `factor` for long ones, and in between otherwise
+    (https://arxiv.org/abs/2407.21783, computed with transformers' formula).
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "llama3":
@@ -295,7 +297,7 @@ def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
 def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
     """Adds a byte-level BPE tokenizer.
 
-    rows: rows of the embedding. Padding rows become unused tokens.
+    rows: number of embedding rows. Padding rows become unused tokens.
     """
     from gguf import TokenType
 
@@ -322,13 +324,13 @@ def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
         token = token.get("content") if isinstance(token, dict) else token
         if token in ids:
             getattr(writer, f"add_{role}_token_id")(ids[token])
-    # In training, documents are only separated by the end token, so no BOS token is added.
+    # Training separates documents only by the EOS token, so BOS isn't added.
     writer.add_add_bos_token(starts_with_bos(conversion.tokenizer))
     writer.add_add_eos_token(False)
 
 
 def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
-    """Returns True if a tokenizer.json adds a token before the text, as Llama 3's does."""
+    """Returns True if a tokenizer adds a token at the beginning of the text, as Llama 3's does."""
     whole = tokenizer.get("post_processor") or {}
     steps = whole.get("processors") or [whole]
     return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)

@@ -1,4 +1,4 @@
-"""Uploads with huggingface_hub, which skips existing files, so repeating the call resumes an upload.
+"""Uploads models with huggingface_hub, which skips files that are already uploaded.
 
 During training, this module runs in a separate process.
 """
@@ -20,39 +20,39 @@ REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
 )  # fmt: skip
-"""Patterns of files to delete from the repository if this model lacks them."""
+"""Patterns of files to delete from the repository unless this model also contains them."""
 
 
 class PublishError(Exception):
-    """Raised if the disk, the network or the Hub fails. The run is unchanged, and the same command resumes."""
+    """Raised if the disk, the network or the Hub fails. The same command resumes the upload."""
 
 
 def open_repository(repository: str, *, private: bool) -> str:
     """Creates the repository if it doesn't exist. Returns its URL.
 
-    Raises InputError for problems with login, rights or visibility, and PublishError for all other problems.
+    Raises InputError for problems with the login, access rights or visibility, otherwise PublishError.
     """
     with hub_api(repository) as api:
-        # A wrong token fails here, before anything is created.
+        # Fail on an invalid token before creating anything.
         api.whoami()
         url = api.create_repo(repository, private=private, exist_ok=True)
-        # create_repo silently keeps an existing repository public.
+        # create_repo doesn't change the visibility of an existing repository.
         if private and not api.model_info(repository).private:
             raise InputError(
-                f"{repository} is already public, not private as requested: make it private in its settings on the "
-                "Hub, or publish without --private"
+                f"{repository} already exists and is public; make it private in its settings on the Hub, or publish "
+                "without --private"
             )
     return str(url)
 
 
 def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
-    """Uploads a folder to the model's branch of an existing repository. Returns the commit.
+    """Uploads a folder to the model's branch. Returns the commit hash.
 
-    Raises InputError if the Hub rejects the model card, and PublishError for all other problems.
+    Raises InputError if the Hub rejects the model card, otherwise PublishError.
     """
     tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
     with hub_api(repository) as api:
-        # upload_folder does not create branches.
+        # upload_folder doesn't create branches.
         if model.revision != "main":
             api.create_branch(repository, branch=model.revision, exist_ok=True)
         commit = api.upload_folder(
@@ -67,7 +67,7 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
 
 @contextmanager
 def hub_api(repository: str) -> Iterator["HfApi"]:
-    """Yields the Hub's API. Turns its errors into InputError or PublishError and removes the token from them."""
+    """Yields the Hub's API. Converts its errors to InputError or PublishError, and removes the token from them."""
     from huggingface_hub import HfApi, constants, get_token
 
     api = HfApi(token=get_token())
@@ -75,23 +75,23 @@ def hub_api(repository: str) -> Iterator["HfApi"]:
         yield api
     except InputError:
         raise
-    except Exception as error:  # the network, the server and three libraries raise many types
+    except Exception as error:  # the network, the server and several libraries raise many types
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
         text = " ".join(str(error).split())[:500].replace(api.token, "***")
         if status == 401:
             raise InputError(
-                f"{constants.ENDPOINT} does not accept the token: log in again with `hf auth login`, or set HF_TOKEN"
+                f"{constants.ENDPOINT} rejected the token; log in again with `hf auth login`, or set HF_TOKEN"
             ) from None
         if status == 403:
             raise InputError(
                 f"--repo {repository}: the token has no write access ({text}); use a token with write access, or a "
-                "repository of your own account or organization"
+                "repository in your own account or organization"
             ) from None
         if isinstance(error, ValueError) and "README.md" in text:
             why = " ".join(str(error.__cause__ or error).split())
-            raise InputError(f"the Hub does not accept the model card: {why}; see --license and --language") from None
+            raise InputError(f"the Hub rejected the model card: {why}; see --license and --language") from None
         raise PublishError(
             f"publishing to {repository} at {constants.ENDPOINT} failed: {type(error).__name__}: {text or 'no reason'}"
-            "\nThe run is unchanged and uploaded files are kept: run the same command to resume."
+            "\nThe run is unchanged, and uploaded files are kept; run the same command to resume."
         ) from error

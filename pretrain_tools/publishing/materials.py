@@ -1,6 +1,6 @@
-"""Writes bom.cdx.json: the files and origin of a published model, as a CycloneDX bill of materials (ML-BOM).
+"""Writes bom.cdx.json: a published model's files and origin as a CycloneDX bill of materials (ML-BOM).
 
-Format: https://cyclonedx.org/docs/1.6/json (ECMA-424). cyclonedx-python-lib has no model cards.
+Format: https://cyclonedx.org/docs/1.6/json (ECMA-424). cyclonedx-python-lib doesn't support model cards.
 """
 
 import hashlib
@@ -23,49 +23,49 @@ MATERIALS_FORMAT = {
     "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6"
 }  # fmt: skip
 MODEL = "model"
-"""The model's reference within the bill."""
+"""The model's reference within the bill of materials."""
 SPDX = {
     "apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause", "cc0-1.0": "CC0-1.0",
     "cc-by-4.0": "CC-BY-4.0", "cc-by-sa-4.0": "CC-BY-SA-4.0", "cc-by-nc-4.0": "CC-BY-NC-4.0",
     "cc-by-nc-sa-4.0": "CC-BY-NC-SA-4.0", "gpl-3.0": "GPL-3.0", "agpl-3.0": "AGPL-3.0", "lgpl-3.0": "LGPL-3.0",
     "mpl-2.0": "MPL-2.0", "odc-by": "ODC-By-1.0", "unlicense": "Unlicense",
 }  # fmt: skip
-"""{license ID of the Hub: SPDX ID}. Other licenses are given by name."""
+"""{Hub license ID: SPDX ID}. Other licenses are given by name."""
 CONFIDENCE = 1.96
-"""Standard errors on each side of a score for 95%."""
+"""Half-width of a 95% interval, in standard errors."""
 GRAMS_PER_TONNE = 1e6
 
 Entry = dict[str, Any]
 
 
 def write_materials(facts: Facts, folder: Path) -> None:
-    """Writes the bill, reproducibly byte by byte. Provenance and signature are written after it."""
-    # Provenance and signature contain the bill's hash, so the bill can't contain theirs.
+    """Writes a reproducible bill of materials, before provenance and signature are written."""
+    # Provenance and signature contain the hash of this file, so it can't contain theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
     bill = bill_of_materials(facts, files)
     digest = hashlib.sha256(json.dumps(bill, default=str).encode()).hexdigest()
-    # A UUID of the content instead of a random one, so that the same run gives the same bytes.
+    # Derive the UUID from the content, so that the file is reproducible.
     named = {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, digest)}", "version": 1}
     text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
     (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
 
 def known(value: Any) -> Any:
-    """Copies values, removing dict keys with None or empty values."""
+    """Removes None and empty values from dicts, recursively."""
     if isinstance(value, dict):
         return {key: found for key, item in value.items() if (found := known(item)) not in (None, "", [], {})}
     return [known(item) for item in value] if isinstance(value, list) else value
 
 
 def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
-    """Builds the bill: metadata with the model, its data and packages, and their dependencies.
+    """Builds the bill of materials.
 
     files: {name: sha256}
     """
     times = [event["time"] for event in facts.history.events if is_number(event.get("time"))]
     metadata = {
-        # The training's time instead of the current time, so that the same run gives the same bytes.
+        # Not the current time, so that the file is reproducible.
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
         "lifecycles": [{"phase": "build"}],
         "tools": {
@@ -87,7 +87,7 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def properties_of(values: Entry) -> list[Entry]:
-    """Returns CycloneDX properties, with the project's name as a prefix."""
+    """Returns CycloneDX properties, with `groundwork:` as the prefix."""
     return [{"name": f"groundwork:{name}", "value": str(value)} for name, value in known(values).items()]
 
 
@@ -138,7 +138,7 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
 
 
 def pedigree_of(facts: Facts) -> Entry:
-    """Lists the models that the weights came from, the training code, and every restart."""
+    """Describes the origin of the weights: ancestor models, the code commit and restarts."""
     ancestors = [
         {"type": "machine-learning-model", "name": public_name(trunk["run"]), "version": f"step-{trunk['step']}"}
         for trunk in facts.lineage
@@ -157,7 +157,7 @@ def pedigree_of(facts: Facts) -> Entry:
 
 
 def model_card_entry(facts: Facts) -> Entry:
-    """Builds CycloneDX's own model card."""
+    """Builds CycloneDX's model card."""
     architectures = facts.model.get("architectures") or [facts.model.get("model_type")]
     validations = [
         {"type": name, "value": f"{event[name]:.6g}", "slice": f"validation text of {source}, step {event['step']}"}
@@ -193,10 +193,10 @@ def model_card_entry(facts: Facts) -> Entry:
 
 
 def score_entry(score: Score) -> Entry:
-    """Describes a score, with its 95% interval if its error is known."""
+    """Describes a score, with its 95% interval if the standard error is known."""
     about = score_name(score) + (f" {score.split}" if score.split else "")
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
-    entry["slice"] = about if score.is_whole else f"{about}, part of the task, not comparable"
+    entry["slice"] = about if score.is_whole else f"{about}, only part of the task, not comparable"
     if score.standard_error is not None:
         reach = CONFIDENCE * score.standard_error
         bounds = {"lowerBound": f"{score.value - reach:.6g}", "upperBound": f"{score.value + reach:.6g}"}
@@ -205,7 +205,7 @@ def score_entry(score: Score) -> Entry:
 
 
 def environment_entry(facts: Facts) -> Entry:
-    """Describes the training's energy, and its CO2 if the grid is known; empty if the energy is unknown."""
+    """Describes the training energy and CO2 emissions. Returns {} if the energy is unknown."""
     if facts.history.joules is None:
         return {}
     kilowatt_hours = facts.history.joules / JOULES_PER_KWH
@@ -230,9 +230,9 @@ def data_reference(source: DataSource) -> str:
 
 
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
-    """Describes a folder of shards, identified by its manifest's hash. The manifest contains each shard's hash."""
+    """Describes a folder of shards, identified by the hash of its manifest."""
     made = source.preparation
-    # A curriculum may use a folder in several stages, with different shares.
+    # A curriculum may use a folder in several stages with different weights.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or source.hub_datasets
     about = {

@@ -1,8 +1,7 @@
-"""Writes and checks provenance.json of a published folder: the sha256 of every file and the origin of the model.
+"""Writes and checks provenance.json: the SHA-256 of every file in a published folder, and the model's origin.
 
-The file also contains its own hash, the seal: the sha256 of its bytes with 64 zeros instead of the seal. This detects
-accidental changes to any file, but not deliberate ones: anyone with write access can also write a matching
-provenance.json.
+provenance.json also contains its own hash (`seal`), computed with 64 zeros in place of the hash. This detects
+accidental changes, but not tampering: anyone with write access can write a new provenance.json.
 """
 
 import dataclasses
@@ -23,20 +22,20 @@ UNSEALED = "0" * 64
 
 
 def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> None:
-    """Writes provenance.json into a folder that is otherwise complete. The same run and files give the same bytes.
+    """Writes a reproducible provenance.json to a folder that is otherwise complete.
 
-    signed: True if a signature follows.
+    signed: True if the folder will be signed.
     """
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
-    # The text is hashed with zeros as a placeholder, which is then replaced by the hash, once, at the top.
+    # Hash the text with zeros as a placeholder, then replace the first occurrence with the hash.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
 
 def provenance_of(facts: Facts) -> dict[str, Any]:
-    """Collects a model's origin from the run's files, with None for missing values."""
+    """Collects a model's origin from the run's files. Missing values are None."""
     return {
         "model": {
             "run": facts.run_name,
@@ -62,9 +61,9 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Returns {name: path} of the files covered by a provenance.
+    """Returns {name: path} of the files covered by the provenance.
 
-    Itself, its signature and hidden files, which downloads and the Hub add, are not covered.
+    Excludes provenance.json, its signature and hidden files, which downloads and the Hub add.
     """
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {
@@ -79,7 +78,7 @@ def digest_of(content: bytes) -> str:
 
 
 def provenance_problems(folder: Path) -> list[str]:
-    """Lists all files of a published folder that were changed, are missing or were added."""
+    """Lists all files in a published folder that were changed, added or removed."""
     try:
         content = (folder / PROVENANCE_FILE).read_bytes()
         contents = json.loads(content)
@@ -90,7 +89,7 @@ def provenance_problems(folder: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{PROVENANCE_FILE} is missing; without it no other file can be checked"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = f"cannot be read ({type(error).__name__}: {error})"
+        why = f"can't be read ({type(error).__name__}: {error})"
         return [f"{PROVENANCE_FILE} was changed: it {why}; without it no other file can be checked"]
     problems = []
     if not is_whole:
@@ -98,7 +97,7 @@ def provenance_problems(folder: Path) -> list[str]:
     elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
         return [f"{PROVENANCE_FILE} isn't {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
     present = files_of(folder)
-    # Compared with `is not`, because a value such as 1 was not written here.
+    # `is not`, because only True and False are valid.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
         problems.append(f"{SIGNATURE_FILE} {'is missing' if contents.get('signed') else 'was added'}")
     problems += [f"{name} was added" for name in sorted(present.keys() - recorded)]
@@ -110,20 +109,20 @@ def provenance_problems(folder: Path) -> list[str]:
 
 
 def published_folder(place: str) -> Path:
-    """Returns the folder, or downloads OWNER/NAME[@REVISION]. Raises InputError if neither exists."""
+    """Returns a local folder, or downloads OWNER/NAME[@REVISION]. Raises InputError if neither exists."""
     folder = Path(place).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists() or place.startswith((".", "/", "~")) or len(Path(place.partition("@")[0]).parts) != 2:
         raise InputError(
-            f"--verify {place}: neither a folder nor a repository on the Hub; give a folder written by publish.py, "
-            "OWNER/NAME or OWNER/NAME@REVISION"
+            f"--verify {place}: neither a folder nor a Hub repository; use a folder written by publish.py, OWNER/NAME "
+            "or OWNER/NAME@REVISION"
         )
     return download("--verify", place)
 
 
 def provenance_text(folder: Path) -> str:
-    """Describes an undamaged published folder in one line: its files, step and code."""
+    """Summarizes a published folder's provenance in one line."""
     content = (folder / PROVENANCE_FILE).read_bytes()
     contents = json.loads(content)
     model = contents["model"]

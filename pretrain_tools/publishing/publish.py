@@ -1,4 +1,4 @@
-"""Carries out publish.py's command line: publishes models and verifies published folders."""
+"""Implements publish.py: publishes models and verifies published folders."""
 
 import shutil
 import sys
@@ -22,14 +22,14 @@ from pretrain_tools.publishing.staging import Model, find_publishable, stage, wr
 from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
-"""Exit status of a failed upload, or of a verification with differences."""
+"""Exit status if an upload fails, or if verification finds differences."""
 LONGEST_WAIT_SECONDS = 3600
 
 
 def publish(arguments: Namespace, problems: list[str]) -> int:
     """Publishes models or writes a GGUF file. Returns the exit status.
 
-    problems: problems with the command line so far. Raises InputError with these and all others found without the Hub.
+    problems: problems found so far. Raises InputError listing these and all others that can be found offline.
     """
     try:
         if isinstance(arguments.gguf, Path):
@@ -50,15 +50,15 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
 
 
 def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the requested models. Adds their problems and those with --run to `problems`."""
+    """Finds the requested models. Appends problems with --run and the models to `problems`."""
     run = arguments.run
     if run is None:
-        problems.append("--run is missing: give the folder of a run, such as runs/x")
+        problems.append("--run is required: a run folder, such as runs/x")
     elif not (run / "config.yaml").is_file():
         known = len(problems)
         problems.attempt(refuse_url, str(run))
         if len(problems) == known:
-            problems.append(f"--run {run}: not the folder of a run (it has no config.yaml)")
+            problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
     else:
         wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
         models = problems.attempt(find_publishable, run, **wanted) or []
@@ -72,7 +72,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
 
 
 def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the models to publish. Takes missing options from the run's recipe.
+    """Finds the models to publish and sets missing options from the recipe.
 
     Raises InputError listing all problems.
     """
@@ -93,25 +93,25 @@ def models_to_publish(arguments: Namespace, problems: Problems) -> list[Model]:
     models = find_models(arguments, problems)
     if output := arguments.output:
         if output.exists() and not output.is_dir():
-            problems.append(f"--output {output}: is a file; give a folder")
+            problems.append(f"--output {output}: must be a folder, not a file")
         taken = [model.revision for model in models if (output / model.revision).exists()]
-        problems += [f"--output {output}: already contains {name}; give another" for name in taken]
+        problems += [f"--output {output}: already contains {name}; use another folder" for name in taken]
     problems.stop_if_any()
     return models
 
 
 def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
-    """Writes one of a run's models as a GGUF file. Raises InputError, and PublishError for a full disk."""
+    """Writes one of a run's models as a GGUF file. Raises InputError, or PublishError if the disk is full."""
     file = arguments.gguf
     if file.suffix != ".gguf":
         problems.append(f"--gguf {file}: must end in .gguf")
     if file.exists():
-        problems.append(f"--gguf {file}: already exists; give another name")
+        problems.append(f"--gguf {file}: already exists; use another name")
     if not file.parent.is_dir():
-        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or give another")
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another")
     models = find_models(arguments, problems)
     if len(models) > 1:
-        problems.append("--gguf FILE: accepts only one model; give one --checkpoint or --final")
+        problems.append("--gguf FILE: accepts only one model; use --checkpoint with a single step, or --final")
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):
@@ -120,7 +120,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
 
 
 def publish_models(arguments: Namespace, models: list[Model]) -> None:
-    """Stages and uploads one model after the other. Raises PublishError."""
+    """Stages and uploads each model. Raises PublishError."""
     staging = arguments.output or arguments.run / STAGING
     with writing_to(staging):
         staging.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
         url = retry(arguments, lambda: open_repository(arguments.repo, private=arguments.private))
     for model in models:
         publish_model(arguments, model, staging, url)
-    # The model is uploaded before its scores exist, because an evaluation can take hours.
+    # Evaluation can take hours, so the model is uploaded first.
     for model in models if arguments.beside_training else []:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
@@ -139,7 +139,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
 
 
 def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -> None:
-    """Stages one model and, unless this is a dry run, uploads it. Raises PublishError."""
+    """Stages a model and uploads it unless this is a dry run. Raises PublishError."""
     publication = Publication(
         arguments.repo,
         license=arguments.license,
@@ -148,7 +148,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
-    # Two processes for one revision would upload each other's unfinished files.
+    # Otherwise two processes could upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
@@ -161,7 +161,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         try:
             commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
         finally:
-            # Staged weights are a second copy on the run's disk.
+            # The staged weights take up disk space.
             shutil.rmtree(folder)
     print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
     waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
@@ -170,13 +170,13 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turns a full or unwritable disk into PublishError."""
+    """Converts errors from a full or read-only disk to PublishError."""
     try:
         yield
     except OSError as error:
         raise PublishError(
-            f"{folder} is not writable, but models are staged there for upload ({error}); free space, or publish "
-            "a copy of the run from another disk"
+            f"{folder} is not writable, but models are staged there for upload ({error}); free up disk space, or "
+            "publish a copy of the run from another disk"
         ) from error
 
 
@@ -187,11 +187,11 @@ def record(arguments: Namespace, **facts: object) -> None:
         try:
             append_events(arguments.run, [event])
         except OSError as error:
-            print(f"could not be recorded in metrics.jsonl ({error})", file=sys.stderr)
+            print(f"the upload couldn't be recorded in metrics.jsonl ({error})", file=sys.stderr)
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Calls `act` up to --attempts times. Returns its result, or raises the last PublishError."""
+    """Calls `act` up to --attempts times. Returns its result or raises the last PublishError."""
     for attempt in range(1, arguments.attempts):
         try:
             return act()
@@ -199,15 +199,14 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
             if attempt == 1:
                 record(arguments, problem=f"{failure}; retrying")
             wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-            text = f"{failure}\nattempt {attempt} of {arguments.attempts}; the next in {wait} s"
+            text = f"{failure}\nattempt {attempt} of {arguments.attempts} failed; retrying in {wait} s"
             print(text, file=sys.stderr, flush=True)
             time.sleep(wait)
-    # The caller handles the last attempt's error.
     return act()
 
 
 def verify(place: str, public_key: Path | None) -> int:
-    """Prints every file that differs from the published and signed version. Returns the exit status.
+    """Prints every file that differs from the published version. Returns the exit status.
 
     place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed but no key is given.
     """
@@ -218,14 +217,12 @@ def verify(place: str, public_key: Path | None) -> int:
     if verifier is not None and is_signed:
         problems += signature_problems(folder, verifier)
     elif verifier is not None and not any(problem.startswith(SIGNATURE_FILE) for problem in problems):
-        problems.append(f"{SIGNATURE_FILE} is missing: it is not signed")
+        problems.append(f"{SIGNATURE_FILE} is missing: the folder isn't signed")
     if problems:
         print("\n".join(f"{place}: {problem}" for problem in problems))
         return EXIT_NOT_PUBLISHED
     print(f"{place}: {provenance_text(folder)}")
     if is_signed and verifier is None:
-        raise InputError(
-            f"--public_key is missing: {place} is signed, but the signature was not checked; give the signer's key"
-        )
-    print(f"signed by the owner of {public_key}" if is_signed else "not signed: anyone could have made it")
+        raise InputError(f"--public_key is required to check the signature of {place}; pass the signer's public key")
+    print(f"signed with the private key for {public_key}" if is_signed else "not signed, so its author is unknown")
     return 0

@@ -1,6 +1,6 @@
-"""Signs and verifies published folders with OpenSSF model-signing and the user's elliptic-curve key, offline.
+"""Signs and verifies published folders offline with OpenSSF model-signing and an elliptic-curve key.
 
-https://github.com/sigstore/model-transparency; `model_signing verify key` also verifies these signatures.
+See https://github.com/sigstore/model-transparency. `model_signing verify key` also verifies these signatures.
 """
 
 import base64
@@ -13,27 +13,27 @@ from pretrain.errors import InputError
 from pretrain.files import SIGNATURE_FILE
 
 REMEDIES = {
-    "--sign": "give an elliptic-curve private key in PEM without a password: "
+    "--sign": "use an elliptic-curve private key in PEM format without a password: "
     "openssl ecparam -name prime256v1 -genkey -noout",
-    "--public_key": "give the signer's public key in PEM: openssl ec -in KEY -pubout",
+    "--public_key": "use the signer's public key in PEM format: openssl ec -in KEY -pubout",
 }
 
 
 def load_key(flag: str, key: Path) -> Any:
-    """Returns model-signing's configuration for a signer (--sign) or a verifier (--public_key) with this key.
+    """Returns model-signing's configuration for signing (--sign) or verifying (--public_key) with this key.
 
     Raises InputError if the key is unusable or the package isn't installed.
     """
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
-        raise InputError(f"{flag}: needs model-signing ({error}); pip install model-signing pyOpenSSL") from error
+        raise InputError(f"{flag}: requires model-signing ({error}); pip install model-signing pyOpenSSL") from error
     try:
         if flag == "--sign":
             config = signing.Config().use_elliptic_key_signer(private_key=key)
         else:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
-    except Exception as error:  # cryptography raises many types: not PEM, another kind of key, encrypted
+    except Exception as error:  # cryptography raises many types: not PEM, wrong key type, encrypted
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{flag} {key}: not usable ({type(error).__name__}: {reason}); {REMEDIES[flag]}") from None
     # The Hub's cache contains symbolic links.
@@ -42,20 +42,20 @@ def load_key(flag: str, key: Path) -> Any:
 
 
 def sign(folder: Path, key: Path) -> None:
-    """Writes model.sig, the signature of every file of a folder."""
+    """Writes model.sig, a signature of all files in a folder."""
     load_key("--sign", key).sign(folder, folder / SIGNATURE_FILE)
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
-    """Lists signed files that have changed, and a signature made with a different key."""
+    """Lists files that changed since they were signed, or reports that the key doesn't match."""
     path = folder / SIGNATURE_FILE
     try:
         envelope = json.loads(path.read_bytes())["dsseEnvelope"]
         coded = [envelope["payload"], *(signature["sig"] for signature in envelope["signatures"])]
-        # Decoders ignore the last bits, so compare the exact text.
+        # Base64 decoders ignore trailing bits, so compare the exact text.
         if any(base64.b64encode(base64.b64decode(text)).decode() != text for text in coded):
-            return [f"{SIGNATURE_FILE} was changed: it isn't in model-signing's exact form"]
-        # Files added by the Hub or a download aren't signed. The provenance detects other added files.
+            return [f"{SIGNATURE_FILE} was changed: it isn't formatted as model-signing writes it"]
+        # Files added by the Hub or by a download aren't signed. The provenance detects other added files.
         verifier.set_ignore_unsigned_files(True).verify(folder, path)
     except FileNotFoundError:
         return [f"{SIGNATURE_FILE} is missing"]
@@ -63,7 +63,7 @@ def signature_problems(folder: Path, verifier: Any) -> list[str]:
         if names := re.findall(r"Hash mismatch for \\*'(.+?)\\*': Expected", str(error)):
             return [f"{name} was changed after it was signed" for name in names]
         if missing := re.search(r"Cannot use '(.+)' as file or directory", str(error)):
-            return [f"{Path(missing[1]).name} was signed and is missing"]
+            return [f"{Path(missing[1]).name} was signed but is missing"]
         reason = " ".join(str(error).split())[:200]
-        return [f"{SIGNATURE_FILE} was changed, or made with another key ({type(error).__name__}: {reason})"]
+        return [f"{SIGNATURE_FILE} was changed, or doesn't match the key ({type(error).__name__}: {reason})"]
     return []

@@ -1,4 +1,4 @@
-"""Finds a run's models to publish, and stages a folder with exactly the files to upload."""
+"""Finds a run's publishable models, and stages the files to upload in a folder."""
 
 import os
 import re
@@ -34,11 +34,11 @@ class Model:
     """A model to publish."""
 
     folder: Path
-    """Folder final/ or a checkpoint."""
+    """final/ or a checkpoint folder."""
     step: int
     tokens: int | None
     revision: str
-    """Branch of the repository."""
+    """Branch in the repository."""
 
     @property
     def is_final(self) -> bool:
@@ -46,10 +46,12 @@ class Model:
 
 
 def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, final: bool) -> list[Model]:
-    """Finds the requested models, oldest first, or final/ by default.
+    """Finds the requested models, oldest first. The default is final/.
 
-    steps: steps of checkpoints. "best" is the one with the lowest validation loss. Raises InputError listing all
-    missing or damaged models.
+    Raises InputError listing all missing or damaged models.
+
+    Args:
+        steps: steps of checkpoints; "best" is the one with the lowest validation loss.
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
@@ -60,21 +62,21 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         if step in checkpoints:
             wanted.add(step)
         elif given == "best":
-            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step")
+            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; specify a step")
         else:
-            problems.append(f"--checkpoint {step}: {run} has no checkpoint of this step; available steps: {there}")
+            problems.append(f"--checkpoint {step}: {run} has no checkpoint at this step; available steps: {there}")
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
     if final or not (steps or milestones):
         if (run / "final" / "config.json").is_file():
             end = last_good_end(run)
-            # If the log has lost its end, use the step of the newest checkpoint.
+            # The `end` event may be missing from the log.
             step = end["step"] if end.get("step") is not None else max(checkpoints, default=0)
             found.append(Model(run / "final", step, end.get("tokens"), revision="main"))
         else:
-            remedy = f"--checkpoint {max(checkpoints)}" if checkpoints else "its training first"
-            problems.append(f"--run {run}: has no final/, so training has not finished; give {remedy}")
+            remedy = f"use --checkpoint {max(checkpoints)}" if checkpoints else "finish training first"
+            problems.append(f"--run {run}: contains no final/, so training hasn't finished; {remedy}")
     damaged = {model.folder: checkpoint_damage(model.folder) for model in found}
     problems += [f"{folder} is damaged: {problem}" for folder, what in damaged.items() for problem in what]
     problems.stop_if_any()
@@ -85,7 +87,7 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
     every = setting(read_config(run), "checkpoint.keep_every")
     if not every:
         raise InputError(
-            f"--milestones: the recipe of {run} keeps none (checkpoint.keep_every); give --checkpoint STEP"
+            f"--milestones: checkpoint.keep_every isn't set in the recipe of {run}; use --checkpoint STEP"
         )
     kept = [step for step in checkpoints if step % every == 0]
     if not kept and not final:
@@ -94,26 +96,25 @@ def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[in
 
 
 def checkpoint_model(folder: Path, step: int) -> Model:
-    """Returns a checkpoint's model."""
+    """Returns the model in a checkpoint."""
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
 def stage(
     run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
 ) -> Path:
-    """Writes exactly the files to upload into `target`, complete or not at all. Returns `target`.
+    """Atomically writes the files to publish to `target`, and returns it.
 
-    A checkpoint's fp32 weights are rounded to the export dtype and named as in final/. Its optimizer and trainer state
-    are omitted. bom.cdx.json lists all files, and provenance.json covers them. Raises InputError if a file contains a
-    secret from this process's environment.
+    Converts a checkpoint's fp32 weights to the export dtype, names them as in final/, and omits optimizer and trainer
+    state. Raises InputError if a file contains the value of a secret environment variable.
 
     Args:
-        key: private key in PEM for signing the folder.
-        gguf: add the model as GGUF.
+        key: PEM private key to sign the folder with.
+        gguf: also write a GGUF file.
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
-    # Renamed into place at the end, so a crash leaves either a complete folder or none.
+    # Renamed at the end, so that a crash can't leave an incomplete folder.
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -125,14 +126,14 @@ def stage(
             general = {"name": name, "license": publication.license, "languages": list(publication.languages)}
             note = write_gguf(run, unfinished, dtype, unfinished / file, **general)
             publication = replace(publication, gguf=(file, note))
-        # The order matters, because each file contains the hashes of the files written before it.
-        # Reads the staged config.json, which has the export dtype.
+        # Each file contains hashes of the files before it, so the order matters.
+        # The staged config.json has the export dtype.
         facts = read_facts(run, model.step, unfinished, publication)
         write_card(facts, unfinished)
         write_training_content(facts, unfinished)
         write_materials(facts, unfinished)
         write_provenance(facts, unfinished, signed=key is not None)
-        # Checked before signing and renaming, because a folder with a secret must not look finished.
+        # Checked before renaming, because a folder with a secret must not look finished.
         if problems := secret_problems(unfinished):
             raise InputError(*problems)
     except InputError:
@@ -147,14 +148,17 @@ def stage(
 
 
 def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
-    """Writes a run's model as a GGUF file. Returns the comparison's sentence."""
+    """Writes a run's model as a GGUF file. Returns a sentence about the comparison."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
         copy_model(model, Path(temporary), dtype)
         return write_gguf(run, Path(temporary), dtype, file, name=run.resolve().name)
 
 
 def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) -> str:
-    """Writes a run's model folder as a GGUF file. Returns the comparison's sentence. general: see `convert`."""
+    """Writes a model folder as a GGUF file. Returns a sentence about the comparison.
+
+    general: see `convert`.
+    """
     from pretrain_tools.publishing.gguf_comparison import validation_text
     from pretrain_tools.publishing.gguf_file import convert
 
@@ -162,20 +166,20 @@ def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) 
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
-    """Copies the model's files, with a checkpoint's weights in `dtype`."""
+    """Copies a model's files, with a checkpoint's weights converted to `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue
         if model.is_final:
             link_or_copy(path, target / path.name)
         elif not WEIGHTS.fullmatch(path.name):
-            shutil.copyfile(path, target / path.name)  # not linked: config.json is rewritten
+            shutil.copyfile(path, target / path.name)  # not linked, because config.json is rewritten
     if not model.is_final:
         write_rounded(model.folder, target, dtype, trusted=trusted)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-links the file, or copies it if `target` is on another file system."""
+    """Hard-links a file, or copies it if `target` is on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -183,7 +187,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> None:
-    """Writes a checkpoint's weights, rounded and named as in final/, and records their dtype in config.json.
+    """Writes a checkpoint's weights in `dtype`, named as in final/, and sets the dtype in config.json.
 
     trusted: run the model's own code to find its buffers.
     """
@@ -201,7 +205,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
     published = PublishedNames.of(load_model_config(str(source)))
     saved = SavedTensors(source, "model")
     group = TensorGroup(saved.shapes(), dict.fromkeys(saved, torch.float32), saved.__getitem__)
-    # Buffers stay in fp32, as in final/, because a rounded router bias would select different experts.
+    # Buffers stay in fp32, because a rounded router bias would select different experts.
     buffers = {name for name, _ in published.meta_model.named_buffers()}
     dtypes = dict.fromkeys(saved.keys() - buffers, DTYPES[dtype])
     write_group(target, "model", group, 0, 1, dtypes, published=published)
@@ -218,7 +222,7 @@ def secret_problems(folder: Path) -> list[str]:
     return [
         f"{path.name} contains the value of the secret {name}; remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
-        # Weights and images contain no text and are too large to search.
+        # Weights and images are too large to search.
         if path.suffix not in (".safetensors", ".gguf", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()

@@ -1,8 +1,7 @@
-"""Writes training_content.md, the public summary of training content that the EU's AI Act requires.
+"""Writes training_content.md, the public summary of training content required by the EU's AI Act.
 
-It follows the three sections of the template by the European Commission's AI Office (24 July 2025, explanatory notice
-and template, Article 53(1)(d) of Regulation (EU) 2024/1689). Facts that aren't in the run's records are left to the
-provider, never guessed.
+Follows the template of the European Commission's AI Office (24 July 2025, explanatory notice and template, Article
+53(1)(d) of Regulation (EU) 2024/1689). Facts missing from the run's records are left for the provider to fill in.
 """
 
 import time
@@ -17,23 +16,23 @@ from pretrain_tools.runs.history import is_number
 
 TRAINING_CONTENT_FILE = "training_content.md"
 GENERAL_PURPOSE_FLOPS = 1e23
-"""FLOPs above which the Commission regards a language model as general-purpose (indicative criterion)."""
+"""FLOPs above which the Commission considers a language model general-purpose (indicative criterion)."""
 SIZES = ((1e9, "less than 1 billion tokens"), (1e13, "1 billion to 10 trillion tokens"))
-"""(upper limit of tokens, category of the AI Office's template)."""
+"""(upper token limit, category in the template)"""
 FILL = "**To be filled in by the provider**"
 LARGE_SHARE = 0.03
-"""Share of all public datasets' tokens above which the template lists a dataset by name."""
+"""Fraction of all public datasets' tokens above which the template requires a dataset to be named."""
 MOST_LANGUAGES = 12
 MOST_DOMAINS = 30
 
 
 def write_training_content(facts: Facts, folder: Path) -> None:
-    """Writes the summary into a model folder."""
+    """Writes the summary to a model folder."""
     (folder / TRAINING_CONTENT_FILE).write_text(training_content(facts), encoding="utf-8")
 
 
 def training_content(facts: Facts) -> str:
-    """Renders the whole summary as Markdown."""
+    """Renders the summary as Markdown."""
     sources = facts.distinct_sources
     from_hub = [source for source in sources if source.preparation.get("datasets") or source.hub_datasets]
     others = [source for source in sources if source.preparation.get("files")]
@@ -51,7 +50,7 @@ def training_content(facts: Facts) -> str:
         general_purpose_flops=GENERAL_PURPOSE_FLOPS,
         unique_tokens=unique,
         size=next((text for most, text in SIZES if unique < most), "more than 10 trillion tokens"),
-        # The data existed when training began. A run's records contain only this bound.
+        # The start of training is an upper bound for the date of the data.
         last_start=time.strftime("%m/%Y", time.gmtime(max(starts))) if starts else "",
         languages=", ".join(shares),
         domains=", ".join(f"{name} ({count})" for name, count in domains.most_common(MOST_DOMAINS)),
@@ -64,14 +63,14 @@ def training_content(facts: Facts) -> str:
 
 
 def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
-    """Returns one row per dataset on the Hub: name, subset and split, tokens, share of all tokens, link."""
+    """Returns a row per Hub dataset: name, subset and split, tokens, fraction of all tokens, link."""
     total = sum(source.tokens or 0 for source in sources)
     rows = []
     for source in sources:
         found = source.preparation.get("datasets") or [{"name": name} for name in source.hub_datasets]
         share = (source.tokens or 0) / total if total else None
         size = "" if share is None else f"{share:.1%}, {'large' if share > LARGE_SHARE else 'not large'}"
-        # Several datasets in one source have no separate counts.
+        # Datasets in the same source have no separate counts.
         others = f" with {len(found) - 1} others" if len(found) > 1 else ""
         for dataset in found:
             name = str(dataset.get("name"))
@@ -82,9 +81,9 @@ def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
 
 
 def filter_rows(source: DataSource) -> list[tuple[str, Any, int]]:
-    """Returns rows (source, rule, documents removed). A filter that removed none has one row with 0."""
+    """Returns rows (source, rule, documents removed). A filter that removed nothing has one row with 0."""
     removed = {rule: count for rule, count in (source.preparation.get("removed") or {}).items() if count}
     filters = source.preparation.get("filters") or []
-    # Removals in a manifest are named 'filter: rule'.
+    # In the manifest, rules are named 'filter: rule'.
     idle = [name for name in filters if not any(rule.startswith(str(name)) for rule in removed)]
     return [(source.name, rule, count) for rule, count in {**removed, **dict.fromkeys(idle, 0)}.items()]

@@ -1,14 +1,14 @@
-"""Tools for runs.py, which read run folders and control live runs.
+"""Tools that read run folders and control live runs, mainly for runs.py.
 
-They read whatever a crash left in the folder, import no heavy libraries, and change a live run only through
+They can handle folders left by a crash, import no heavy libraries, and change live runs only through
 pretrain.runs.control.
 
-    history: metrics.jsonl, without lines superseded by repeated steps
+    history: reads metrics.jsonl and drops lines superseded by repeated steps
     addresses: resolves RUN@STEP, a folder or a Hub ID to a model folder
-    status: state, progress, time left
-    comparison: runs side by side, as a table
-    curves, plots: curves as a PNG
-    commands: sends a command to a live run and waits for its answer
-    step_documents: a step's training documents
-    merge: the mean of several models
+    status: state, progress and time left
+    comparison: compares runs in a table
+    curves, plots: plot curves as a PNG
+    commands: sends a command to a live run and waits for the answer
+    step_documents: shows a step's training documents
+    merge: averages several models
 """

@@ -1,11 +1,11 @@
-"""Resolves a model address to a folder: a run, one of its steps, any Hugging Face folder, or a Hub ID.
+"""Resolves a model address to a folder: a run, one of its steps, a Hugging Face model folder, or a Hub ID.
 
-runs/x            the run's final/, or else its newest valid checkpoint
-runs/x@500        the run's checkpoint of step 500
+runs/x            the run's final/, or its newest valid checkpoint
+runs/x@500        the run's checkpoint at step 500
 runs/x@best       the run's checkpoint with the lowest validation loss
-runs/x@all        every valid checkpoint of the run, oldest first, plus final/ if no checkpoint has its step
-some/folder       a folder that from_pretrained loads
-owner/name@rev    a Hub model, at a branch, tag or commit
+runs/x@all        all valid checkpoints of the run, oldest first, plus final/ if no checkpoint has its step
+some/folder       a folder that from_pretrained can load
+owner/name@rev    a Hub model at a branch, tag or commit
 """
 
 import re
@@ -20,33 +20,33 @@ from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_fo
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
-# Evaluation needs no other files. Pickled weights stay on the Hub.
+# Evaluation needs no other files. Excludes pickled weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
 @dataclass(frozen=True)
 class ModelAddress:
-    """Location of a model, and its origin if the folder records it."""
+    """A model's location, and its origin if known."""
 
     name: str
-    """Name shown in tables: the address as given, plus the checkpoint if the address doesn't include it."""
+    """Display name: the address as given, plus the checkpoint if the address doesn't include it."""
     folder: Path
-    """A Hugging Face model folder on this machine."""
+    """Local Hugging Face model folder."""
     run: Path | None = None
-    """The model's run."""
+    """Run that trained the model."""
     step: int | None = None
     tokens: int | None = None
-    """Training tokens seen."""
+    """Number of training tokens seen."""
     revision: str | None = None
-    """Commit hash of a model on the Hub."""
+    """Commit hash of a Hub model."""
     weights: str = "raw"
-    """raw, or average: the averaged weights in a checkpoint."""
+    """raw, or average for a checkpoint's averaged weights."""
 
 
 def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
-    """Returns the model at an address, or several for RUN@all.
+    """Resolves an address to one model, or to several for RUN@all.
 
-    Raises InputError if the model doesn't exist. The message begins with `flag` and lists alternatives.
+    Raises InputError if the model doesn't exist. The message begins with `flag` and suggests alternatives.
     """
     try:
         found = _models_here(text)
@@ -54,15 +54,15 @@ def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
         raise InputError(*(f"{flag} {problem}" for problem in error.problems)) from None
     if found:
         return found
-    # The snapshot's folder is named after its commit.
+    # The snapshot folder is named after the commit.
     snapshot = download(flag, text, HUB_FILES)
     return [ModelAddress(text, snapshot, revision=snapshot.name)]
 
 
 def _models_here(text: str) -> list[ModelAddress]:
-    """Returns the models at an address on this machine, or [] for a Hub ID."""
+    """Resolves an address to local models. Returns [] for a Hub ID."""
     folder = Path(text).expanduser()
-    # An existing folder takes precedence, so that folders with @ in their name work.
+    # Check for a folder first, because its name may contain @.
     if folder.is_dir():
         return [_in_folder(text, folder)]
     base, _, selector = text.rpartition("@")
@@ -73,9 +73,9 @@ def _models_here(text: str) -> list[ModelAddress]:
     if _is_meant_as_path(local_part):
         siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]
         near = did_you_mean(local_part, siblings) if siblings else ""
-        raise InputError(f"{text}: no such folder{near}; give a run, RUN@STEP, a model folder or a Hub ID")
+        raise InputError(f"{text}: no such folder{near}; use a run, RUN@STEP, a model folder or a Hub ID")
     if not HUB_ID.fullmatch(text):
-        raise InputError(f"{text}: neither a folder here nor a Hub ID (owner/name or owner/name@revision)")
+        raise InputError(f"{text}: neither a local folder nor a Hub ID (owner/name or owner/name@revision)")
     return []
 
 
@@ -92,17 +92,15 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
         return _undamaged(f"{text.rstrip('/')}/final", final)
     checkpoints = checkpoint_folders(folder)
     if not checkpoints:
-        raise InputError(
-            f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/ in it"
-        )
-    # Newest first. _intact is lazy, so older checkpoints aren't verified.
+        raise InputError(f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/")
+    # _intact is lazy, so older checkpoints aren't verified.
     for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
         return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
-    raise InputError(f"{text}: {folder} has no intact checkpoint; train it further, or restore one")
+    raise InputError(f"{text}: {folder} has no intact checkpoint; resume training, or restore a checkpoint")
 
 
 def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
-    """Yields the undamaged checkpoints, and prints a warning for each damaged one."""
+    """Yields the undamaged checkpoints and prints a warning for each damaged one."""
     for step, folder in checkpoints.items():
         if not (problems := checkpoint_damage(folder)):
             yield step, folder
@@ -122,10 +120,12 @@ def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
         text = f"{run}@{step}"
         selector = str(step)
     if not selector.isdecimal():
-        raise InputError(f"{text}: after @, give a step, best or all (got {selector!r}); available steps: {available}")
+        raise InputError(
+            f"{text}: the part after @ must be a step, best or all, got {selector!r}; available steps: {available}"
+        )
     step = int(selector)
     if step not in checkpoints:
-        raise InputError(f"{text}: {run} has no checkpoint of step {step}; available steps: {available}")
+        raise InputError(f"{text}: {run} has no checkpoint at step {step}; available steps: {available}")
     return [_undamaged(text, checkpoints[step])]
 
 
@@ -141,15 +141,15 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
 
 
 def _undamaged(name: str, folder: Path) -> ModelAddress:
-    """Builds a model folder's address. Raises InputError if its files don't match its manifest."""
+    """Returns a model folder's address. Raises InputError if files don't match the manifest."""
     if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
-        raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; give another checkpoint")
+        raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; use another checkpoint")
     return _describe(name, folder)
 
 
 def _describe(name: str, folder: Path) -> ModelAddress:
-    """Builds a model folder's address, with run, step and tokens if the folder belongs to a run."""
-    # Resolve the path first, because the folder may be a link to a checkpoint.
+    """Returns a model folder's address, with the run, step and tokens if it belongs to a run."""
+    # The folder may be a symbolic link to a checkpoint.
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
         state = read_state(folder).get("state", {})
@@ -165,7 +165,7 @@ def _describe(name: str, folder: Path) -> ModelAddress:
 def download(flag: str, text: str, files: list[str] | None = None) -> Path:
     """Downloads OWNER/NAME or OWNER/NAME@REVISION from the Hub and returns the folder.
 
-    files: patterns of file names to download; None for all. Raises InputError with `flag` in its message.
+    files: file name patterns to download; None for all. Raises InputError with `flag` in the message.
     """
     from huggingface_hub import snapshot_download
 
@@ -175,6 +175,6 @@ def download(flag: str, text: str, files: list[str] | None = None) -> Path:
     except (OSError, ValueError) as error:  # huggingface_hub's errors are subclasses of these
         reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"{flag} {text}: not a folder here, and it cannot be read from the Hub ({type(error).__name__}: "
-            f"{reason}); give a folder, or a Hub ID that this machine can reach"
+            f"{flag} {text}: not a local folder, and the Hub download failed ({type(error).__name__}: "
+            f"{reason}); use a local folder, or a Hub ID that this machine can access"
         ) from error

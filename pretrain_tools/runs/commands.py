@@ -1,4 +1,4 @@
-"""Sends a command to a live run and waits for its answer. The run's side is pretrain/runs/control.py."""
+"""Sends a command to a live run and waits for the answer. The run's side is in pretrain/runs/control.py."""
 
 import json
 import os
@@ -25,12 +25,11 @@ POLL_SECONDS = 0.1
 
 
 def steer(run: Path, command: str, *, timeout: float) -> int:
-    """Sends a command to a live run, waits for the answer and prints it.
+    """Sends a command to a live run and prints the answer. Returns the exit status, EXIT_INTERRUPTED after Ctrl-C.
 
-    timeout: in seconds. Returns the exit status, which is EXIT_INTERRUPTED after Ctrl-C. Raises the InputErrors of
-    `new_request`, `send` and `wait_for_answer`.
+    timeout: in seconds. Raises InputError, see `new_request`, `send` and `wait_for_answer`.
     """
-    request = new_request(run, command)  # outside `try`: an unsent request cannot be withdrawn
+    request = new_request(run, command)  # outside `try`, because an unsent request can't be withdrawn
     try:
         send(run, request)
         print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
@@ -38,7 +37,7 @@ def steer(run: Path, command: str, *, timeout: float) -> int:
         return 0
     except KeyboardInterrupt:
         withdraw(run, request)
-        print(f"\n{command}: gave up waiting; canceled, unless the run has already picked it up", file=sys.stderr)
+        print(f"\n{command}: canceled, unless the run has already picked it up", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -50,7 +49,7 @@ def new_request(run: Path, command: str) -> dict:
     start = last_start(run)
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
-        raise InputError(f"{run}: the run has not started yet; wait for the first line of metrics.jsonl")
+        raise InputError(f"{run}: the run has not started yet; wait for the first line in metrics.jsonl")
     return {
         "id": uuid.uuid4().hex,
         "command": command,
@@ -75,24 +74,23 @@ def send(run: Path, request: dict) -> None:
 def _not_alive(run: Path, command: str) -> str:
     status = read_status(run)
     at = f" at step {status.step:,}" if status.step is not None else ""
-    # Without a lock or heartbeat, "running" is only a guess from recent log lines.
+    # Without a lock or heartbeat, the status "running" is only a guess based on recent log lines.
     state = "it has no lock or heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
     finished = status.state == "finished"
-    remedy = "its model is in final" if finished else "run its training command again to continue it"
+    remedy = "its model is in final" if finished else "run its training command again to resume it"
     return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
     """Waits for the trainer's answer and returns it as text.
 
-    Raises InputError if the run ends without an answer, if another request replaces this one, or on timeout. A timeout
-    cancels the request. Reopens the files at every poll, because NFS updates its cache only on open.
+    Raises InputError if the run ends without an answer, if another request replaces this one, or after a timeout,
+    which cancels the request. Files are reopened for each poll, because NFS updates its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
     while time.monotonic() - start < timeout_seconds:
-        # Check this before reading the answer. A stopping trainer answers and then exits, so the reverse order could
-        # miss an answer written between the two checks.
+        # Check this before reading the answer: a stopping trainer answers and then exits, possibly between the two.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):
@@ -101,19 +99,19 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
         if pending.get("id") != request["id"]:
             raise InputError(
                 f"{run}: {pending.get('command', 'another command')}, sent by process {pending.get('pid', '?')} on "
-                f"{pending.get('host', '?')}, replaced this {command} before the run answered; send it again"
+                f"{pending.get('host', '?')}, replaced this {command} before the run answered; run the command again"
             )
         if not alive:
             raise InputError(f"{run}: the run ended before it answered {command}; see its train.log")
         time.sleep(POLL_SECONDS)
     withdraw(run, request)
     raise InputError(
-        f"{run}: no answer within {timeout_seconds:g} s, so {command} is canceled; the run answers after its current "
-        "step: give a longer --timeout if its steps or checkpoints are slow"
+        f"{run}: no answer within {timeout_seconds:g} s, so {command} was canceled. The run answers after its current "
+        "step; increase --timeout if steps or checkpoints are slow"
     )
 
 
 def withdraw(run: Path, request: dict) -> None:
-    """Deletes a request unless the run has picked it up. Keeps a newer request."""
+    """Deletes a request unless the run has already picked it up or a newer request has replaced it."""
     if read_json(run / REQUEST_FILE).get("id") == request["id"]:
         (run / REQUEST_FILE).unlink(missing_ok=True)

@@ -25,20 +25,20 @@ SUMMARIZED = (
 
 
 def require_writable(path: Path) -> None:
-    """Raises InputError if no file can be created at this path."""
+    """Raises InputError if a file can't be created at this path."""
     folder = path.parent
     if not folder.is_dir():
         raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
     if not os.access(folder, os.W_OK):
         raise InputError(f"--output {path}: {folder} is not writable; choose another path")
     if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; give a file name in it, such as {path / 'plot'}")
+        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot'}")
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
 
-    Lists of plain values stay lists. Lists of dicts or lists are flattened by index.
+    Lists of dicts or lists are flattened by index; other lists are left unchanged.
     """
     if isinstance(values, dict) and values:
         return {
@@ -52,28 +52,28 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Reads all of a run's recorded settings, by dotted name. Skips missing files."""
+    """Reads all settings recorded by a run, by dotted name. Skips missing files."""
     records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
-    # `model` may be a plain path in config.yaml. The keys of model.json start with "model.", so both stay.
+    # `model` may be a path in config.yaml. It doesn't collide with the keys of model.json, which start with "model.".
     found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
     return {name: value for name, value in found.items() if name}
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns {name: value in each run} for settings that differ. The value is None if a run lacks the setting."""
+    """Returns {name: value in each run} for settings that differ, with None for missing settings."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     rows = {name: [of_run.get(name) for of_run in settings] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Computes the mean training loss over the last SMOOTHED_LINES logged lines. A single step's loss is too noisy."""
+    """Computes the mean training loss over the last SMOOTHED_LINES logged lines."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 
 
 def results_of(history: History, status: RunStatus) -> dict[str, str]:
-    """Formats a run's results as {name: text}. Omits results that weren't measured."""
+    """Formats a run's results as {name: text}. Omits missing results."""
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
@@ -114,16 +114,16 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
 
 
 def comparison_text(folders: list[Path]) -> str:
-    """Formats the differing settings and the results, one column per run.
+    """Formats the settings that differ and the results, with one column per run.
 
-    Raises InputError if there are fewer than two runs, or if a folder isn't a run.
+    Raises InputError for fewer than two runs, or if a folder isn't a run.
     """
     if len(folders) < 2:
-        raise InputError(f"compare {folders[0]}: only one run given; give two or more, or use summary")
+        raise InputError(f"compare {folders[0]}: needs at least two runs; for a single run, use summary")
     require_runs(folders)
     header = ["", *names_of(folders)]
     differ = setting_differences([recorded_settings(run) for run in folders])
-    # The output folder always differs, and is already the column's header.
+    # The output folder always differs.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
     settings = table([header, *([name, *map(_cell, row)] for name, row in shown.items())]) if shown else "  none"
     results = [results_of(read_history(run), read_status(run)) for run in folders]
@@ -133,7 +133,7 @@ def comparison_text(folders: list[Path]) -> str:
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns a name for each run: the folder's name, or its path if two runs have the same name."""
+    """Returns the runs' folder names, or their paths if the names aren't unique."""
     names = [run.name for run in runs]
     return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
@@ -144,14 +144,13 @@ def _cell(value: Any) -> str:
 
 
 def summary_text(run: Path) -> str:
-    """Formats a one-page summary of a run's settings and results. Raises InputError if the folder isn't a run."""
+    """Formats a one-page summary of a run. Raises InputError if the folder isn't a run."""
     history = read_history(run)
     start = history.last("start")
     records = read_json(run / "data.json").values()
     kept_out = [contamination_text(row) for record in records for row in record.get("contamination") or []]
     about = {
         "parameters": text_of(start.get("parameters"), "{:,}".format),
-        # Differs from "parameters" only in MoE models.
         "active parameters": text_of(start.get("active_parameters"), "{:,}".format),
         **{
             name: _cell(value)

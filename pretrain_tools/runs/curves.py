@@ -1,4 +1,4 @@
-"""Turns a run's history into curves: columns of numbers with step, tokens, hours and FLOPs for each point."""
+"""Converts a run's history to curves: columns of values with the step, tokens, hours and FLOPs of each point."""
 
 import itertools
 import math
@@ -15,32 +15,32 @@ from pretrain_tools.runs.status import FIGURES
 
 LOGGED = ("step", "tokens", "hours", "learning_rate", "loss", "grad_norm", "tokens_per_second")
 VALIDATION_LOSSES = {"": "loss", ", average": "average_loss", ", stage's length": "stage_loss"}
-"""{suffix after the source in a curve's name: key of the validation event}"""
+"""{suffix of a curve's name: key in the validation event}"""
 
 Columns = dict[str, NDArray]
-"""Arrays of equal length; NaN marks a missing value."""
+"""Arrays of equal length, with NaN for missing values."""
 
 
 @dataclass(frozen=True)
 class RunCurves:
-    """A run's curves, ready to draw. All columns except by_position include step, tokens, hours and flops.
+    """A run's curves. All columns except by_position include step, tokens, hours and flops.
 
     hours: running time, without gaps between processes. flops: forward and backward, counted as for MFU.
     """
 
     train: Columns
     validation: dict[str, Columns]
-    """Columns with `loss`, by source. 'SOURCE, average' has the loss of the averaged weights. "SOURCE, stage's length"
-    has the loss at the stage's sequence length, if it differs from the final one."""
+    """{source: columns with `loss`}. 'SOURCE, average' is the loss of the averaged weights. "SOURCE, stage's length"
+    is the loss at the stage's sequence length, if it differs from the final one."""
     scores: dict[str, Columns]
-    """{name of the score: columns with `value` and `standard_error`}."""
+    """{score name: columns with `value` and `standard_error`}"""
     by_position: dict[str, Columns]
-    """Columns `position` (end of each range, in tokens) and `loss`, by 'SOURCE, step N'. N is the step of a stage's
-    last validation."""
+    """{'SOURCE, step N': columns with `position` (end of each range, in tokens) and `loss`}. N is the last validation
+    step of a stage."""
     diagnostics: dict[str, Columns]
-    """{layer: columns of MEASURES}, in the model's order."""
+    """{layer: columns of MEASURES}, in model order."""
     happened: dict[str, Columns]
-    """Positions of all events except measurements, by event name."""
+    """{event name: columns}, without measurement events."""
 
 
 def curves_of(history: History) -> RunCurves:
@@ -67,7 +67,7 @@ def curves_of(history: History) -> RunCurves:
     }
     names = dict.fromkeys(event["event"] for event in history.events if event["event"] not in FIGURES)
     return RunCurves(
-        # Logged values come last, because they replace interpolated tokens and hours.
+        # Logged tokens and hours replace interpolated ones.
         train={**places.at(logged["step"]), **logged},
         validation=validation,
         scores=scores,
@@ -78,33 +78,33 @@ def curves_of(history: History) -> RunCurves:
 
 
 def of_layer(event: Event, measure: str, layer: str) -> float | None:
-    """Returns a layer's value in a diagnostics event."""
+    """Returns a layer's value from a diagnostics event."""
     return dict(zip(event["layers"], event[measure], strict=True)).get(layer)
 
 
 def numbers(values: Iterable[Any]) -> NDArray:
-    """Converts values to floats. Anything that isn't a number becomes NaN."""
+    """Converts values to floats, with NaN for anything that isn't a number."""
     return np.array([value if is_number(value) else math.nan for value in values], dtype=float)
 
 
 class Places:
-    """Maps steps to tokens, hours and FLOPs: linear between logged steps, constant after the last one."""
+    """Maps steps to tokens, hours and FLOPs, interpolating linearly between logged steps."""
 
     def __init__(self, history: History):
         start = history.last("start")
         per_token = start.get("flops_per_token")
         self.flops_are_exact = is_number(per_token)
-        """False if the run did not record its FLOPs per token. The estimate is then 6 per active parameter (Kaplan et
-        al., arXiv 2001.08361)."""
+        """False if the run didn't record its FLOPs per token, which are then estimated as 6 per active parameter
+        (Kaplan et al., arXiv 2001.08361)."""
         if not self.flops_are_exact:
             parameters = start.get("active_parameters", start.get("parameters"))
             per_token = 6.0 * parameters if is_number(parameters) else None
         known = [e for e in history.of("train") if all(is_number(e.get(key)) for key in ("step", "tokens", "hours"))]
         steps = [0, *(event["step"] for event in known)]
-        # Curriculum stages may change the FLOPs per token, because attention's share grows with the sequence length.
+        # Stages may change the sequence length, and with it the FLOPs per token.
         rates = {0: per_token or math.nan}
         for stage in history.of("stage") if per_token else ():
-            # After a rollback, a run can enter a stage twice, so drop the rates from that step on.
+            # A run can enter a stage twice because of a rollback.
             rates = {step: rate for step, rate in rates.items() if step < stage["step"]}
             rates[stage["step"]] = stage["flops_per_token"]
         self._steps = np.unique([*steps, *rates])
@@ -116,7 +116,7 @@ class Places:
         self._columns = {"tokens": tokens, "hours": hours, "flops": np.append(0.0 if per_token else math.nan, flops)}
 
     def at(self, steps: Sequence[float | None]) -> Columns:
-        """Returns the columns step, tokens, hours and flops. Unknown steps (None) and unknown FLOPs are NaN."""
+        """Returns the columns step, tokens, hours and flops at these steps. Unknown steps (None) and FLOPs are NaN."""
         known = np.array(steps, dtype=float)  # None becomes NaN and stays NaN
         columns = {name: np.interp(known, self._steps, values) for name, values in self._columns.items()}
         return {"step": known, **columns}
@@ -127,7 +127,7 @@ class Places:
 
 
 def losses_by_position(validation: dict[str, list[Event]]) -> dict[str, Columns]:
-    """Collects `RunCurves.by_position`; {} if all positions are in a single range."""
+    """Computes `RunCurves.by_position`. Returns {} if there is only one position range."""
     found = {}
     for source, events in validation.items():
         measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]

@@ -1,8 +1,7 @@
 """Reads metrics.jsonl, or only its end, and drops lines superseded by repeated steps.
 
-A run that resumes from a checkpoint or rolls back repeats steps, and the earlier lines stay in the file. Only the last
-attempt describes the model, so curves use only its lines. `start` records the step from which a process resumed, and
-`rollback` the step to which it went back.
+A run that resumes from a checkpoint or rolls back repeats steps. The old lines stay in the file, but only the last
+attempt produced the model. `start` records the step a process resumed from, `rollback` the step it went back to.
 """
 
 import json
@@ -17,16 +16,16 @@ from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
 from pretrain.runs.run_folder import METRICS_FILE
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
-"""Events written by other processes, possibly long after the end of the run. They don't count as running time."""
+"""Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
-"""Events that may repeat a measurement at the same step. The last one counts."""
+"""Events that can repeat a measurement at the same step. The last one counts."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
 }  # fmt: skip
-"""Keys of an `evaluation` event that aren't scores but describe the measurement."""
+"""Keys of an `evaluation` event that aren't scores."""
 FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""Prefixes of the most frequent lines: `event` is always written first."""
+"""Prefixes of frequent lines. `event` is always the first key."""
 
 
 MEASURES = {
@@ -37,17 +36,17 @@ MEASURES = {
     "largest_logit": "Largest attention logit",
     "units_off": "Share of inactive units",
 }
-"""{key of a diagnostics event: its title}. The event has one value per layer."""
+"""{key of a diagnostics event: title}. The event contains one value per layer."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A single metric in an evaluation."""
+    """A single metric from an evaluation."""
 
     task: str
-    """Name of the task, or of the data source for a loss."""
+    """Task name, or data source for a loss."""
     metric: str
-    """Name in the harness, such as acc or exact_match,strict-match. A source has loss, perplexity or bits_per_byte."""
+    """lm-eval's name, such as acc or exact_match,strict-match. For a source: loss, perplexity or bits_per_byte."""
     value: float
     standard_error: float | None = None
     few_shots: int | None = None
@@ -55,7 +54,7 @@ class Score:
     step: int | None = None
     tokens: int | None = None
     is_whole: bool = True
-    """True if all the task's documents were scored. A score on a subset (--limit) isn't a result."""
+    """True if all documents of the task were scored (no --limit)."""
 
     @property
     def name(self) -> str:
@@ -66,16 +65,16 @@ class Score:
 
 @dataclass(frozen=True)
 class History:
-    """The events of a whole run. Every event has `hours`: running time so far, without gaps between processes."""
+    """A run's events. Each event has `hours`, the running time so far without gaps between processes."""
 
     folder: Path
     events: list[Event] = field(repr=False)
     joules: float | None = None
-    """Energy of all logged steps, including repeated ones; None if no energy was logged."""
+    """Energy of all logged steps, including repeated ones; None if not logged."""
 
     @classmethod
     def of_events(cls, folder: Path, logged: list[Event]) -> "History":
-        """Adds `hours` to the logged events in place, and drops superseded measurements."""
+        """Builds a history from logged events. Adds `hours` to them in place."""
         count_hours(logged)
         joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
@@ -89,7 +88,7 @@ class History:
         return next((event for event in reversed(self.events) if event["event"] == name), {})
 
     def median(self, measure: str) -> float | None:
-        """Returns the median of a measure over the logged steps, which ignores restarts and pauses."""
+        """Returns the median of a metric over the logged steps."""
         values = [event[measure] for event in self.of("train") if is_number(event.get(measure))]
         return statistics.median(values) if values else None
 
@@ -100,7 +99,7 @@ class History:
         return sources
 
     def scores(self) -> dict[str, list[Score]]:
-        """Returns the scores of all evaluations during and after the run, by name and sorted by step."""
+        """Returns {name: scores sorted by step} for all evaluations during and after the run."""
         scores: dict[str, list[Score]] = {}
         for event in self.of("evaluation"):
             for score in scores_of(event):
@@ -109,16 +108,13 @@ class History:
 
 
 def scores_of(event: Event) -> list[Score]:
-    """Returns the scores of an `evaluation` event: a task's metrics with standard errors, or losses on a source.
-
-    Skips subtasks if their group has its own score: MMLU's 57 subtasks would crowd out its curve.
-    """
+    """Returns the scores in an `evaluation` event. Skips subtasks whose group has its own score."""
     if event.get("is_part"):
         return []
     about = {key: event.get(key) for key in ("few_shots", "split", "step", "tokens")}
     about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
     measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
-    # lm-eval appends the answer filter after a comma; "none" means no filter.
+    # lm-eval appends the answer filter after a comma.
     return [
         Score(metric=key.removesuffix(",none"), value=value, standard_error=measures.get(_stderr_of(key)), **about)
         for key, value in measures.items()
@@ -137,15 +133,15 @@ def is_number(value: object) -> bool:
 
 
 def require_run(folder: Path) -> Path:
-    """Returns the folder if it is a run. Otherwise raises an InputError that explains what the folder is."""
+    """Returns the folder if it is a run. Otherwise raises an InputError that explains why it isn't."""
     if (folder / METRICS_FILE).is_file():
         return folder
     refuse_url(str(folder))
     if folder.is_file():
-        raise InputError(f"{folder}: is a file; give the folder of a run, such as runs/demo")
+        raise InputError(f"{folder}: is a file, not a run folder such as runs/demo")
     if not folder.is_dir():
         parent = folder.parent
-        # Search only siblings. The parent may be / or a home directory, where a deep search takes too long.
+        # Search only siblings, because the parent may be / or a home directory.
         names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
         hint = did_you_mean(str(folder), names) if names else f"; {parent} contains no runs"
         raise InputError(f"{folder}: no such run{hint}")
@@ -153,24 +149,24 @@ def require_run(folder: Path) -> Path:
     if inside:
         raise InputError(
             f"{folder}: is not a run but contains {len(inside)}: "
-            f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; give one of them"
+            f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; use one of them"
         )
     owner = next((parent for parent in folder.parents if (parent / METRICS_FILE).is_file()), None)
     if owner is not None:
-        raise InputError(f"{folder}: is a folder inside the run {owner}; give {owner}")
+        raise InputError(f"{folder}: is a folder inside the run {owner}; use {owner}")
     if (folder / "config.yaml").is_file():
-        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console")
-    raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; give a folder that train.py made")
+        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output")
+    raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; use a folder created by train.py")
 
 
 def refuse_url(text: str) -> None:
-    """Raises InputError for a run's URL, even if Path has collapsed its two slashes into one."""
+    """Raises InputError for a run's URL, including one whose double slash Path has collapsed."""
     scheme, colon, rest = text.partition(":/")
     if colon and scheme.isidentifier() and not Path(text).exists():
         url = f"{scheme}://{rest.lstrip('/')}"
         raise InputError(
-            f"{url}: only a local copy can be read; make one with python -m pretrain.checkpoint.mirror_fetch "
-            f"{url.partition('@')[0]}, then give runs/NAME"
+            f"{url}: only local runs are supported; download it with python -m pretrain.checkpoint.mirror_fetch "
+            f"{url.partition('@')[0]}, then use runs/NAME"
         )
 
 
@@ -183,12 +179,12 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 
 
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
-    """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside runs."""
+    """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside other runs."""
     found = []
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except PermissionError:
-        return []  # another user's folder next to the runs
+        return []  # another user's folder
     for entry in entries:
         if entry.name.startswith(".") or not entry.is_dir():
             continue
@@ -201,7 +197,7 @@ def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
 
 
 def read_history(run: Path) -> History:
-    """Reads a whole run, in about a second per 100,000 lines. Raises InputError if the folder isn't a run."""
+    """Reads a run's history, at about 100,000 lines per second. Raises InputError if the folder isn't a run."""
     events = read_metrics(require_run(run))
     if not events:
         raise InputError(f"{run / METRICS_FILE}: contains no events yet; wait until the run has started")
@@ -209,24 +205,24 @@ def read_history(run: Path) -> History:
 
 
 def append_events(run: Path, events: Iterable[Event]) -> None:
-    """Appends events to the run's metrics.jsonl, which the run may be writing at the same time. Raises OSError."""
+    """Appends events to metrics.jsonl, even while the run is writing to it. Raises OSError."""
     text = "".join(json.dumps(event, allow_nan=False) + "\n" for event in events)
     with open(run / METRICS_FILE, "a+b", buffering=0) as file:
         size = file.tell()
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-            text = "\n" + text  # a crash cut the last line short
-        # A single unbuffered write in append mode cannot interleave with lines of another process.
+            text = "\n" + text  # the last line was truncated by a crash
+        # A single unbuffered write in append mode can't interleave with other processes' lines.
         file.write(text.encode())
 
 
 def count_hours(events: list[Event]) -> None:
-    """Adds `hours` to every event in place. Work lost in a crash counts, but not the time until the restart."""
+    """Adds `hours` to every event in place. Includes work lost in a crash, but not the time until the restart."""
     elapsed = 0.0
     previous = None
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BY_OTHER_PROCESSES:
-            # The time before a `start` is a gap between two processes. max, because the clock may have been set back.
+            # The time before a `start` is a gap between processes. The clock may have been set back.
             if previous is not None and event["event"] != "start":
                 elapsed += max(0.0, now - previous)
             previous = now
@@ -234,11 +230,11 @@ def count_hours(events: list[Event]) -> None:
 
 
 def current_events(events: Iterable[Event]) -> list[Event]:
-    """Drops measurements superseded by repeated steps or repeated evaluations."""
+    """Drops measurements superseded by repeated steps or evaluations."""
     current: list[Event] = []
     for event in events:
         if (back_to := repeats_after(event)) is not None:
-            # Events such as checkpoint or warning stay, because they did happen. Only curves must be single-valued.
+            # Keep events such as checkpoint or warning; only curves must have one value per step.
             current = [e for e in current if e["event"] not in CURVES or (e.get("step") or 0) <= back_to]
         current.append(event)
     last = {_subject(event): event for event in current if event["event"] in MEASURED}
@@ -246,9 +242,9 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 
 
 def repeats_after(event: Event) -> int | None:
-    """Returns the last step that stays valid after this event; None if the event doesn't move training back."""
+    """Returns the last step that stays valid after this event, or None if the event doesn't move training back."""
     if event["event"] == "start":
-        # -1: a process that starts from scratch also repeats the validation at step 0.
+        # -1, because a process that starts from scratch also repeats the validation at step 0.
         return event.get("step") or -1
     return event.get("to_step") if event["event"] == "rollback" else None
 
@@ -258,28 +254,28 @@ def _subject(event: Event) -> tuple:
 
 
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
-    """Reads a run's last events, without superseded ones. The time doesn't grow with the file.
+    """Reads a run's last events, without superseded ones, in constant time.
 
-    lines: number of last lines to read. Also reads rare events in the `look_back_bytes` before the end.
+    lines: number of lines to read. Rare events are also read from the last `look_back_bytes`.
     """
     with open(run / METRICS_FILE, "rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
         file.seek(begin)
-        # A read that doesn't start at byte 0 usually starts in the middle of a line, so drop that line.
+        # Drop the first line, which is probably incomplete.
         all_lines = file.read().split(b"\n")[1 if begin else 0 :]
-    # Compare prefixes, because parsing 4 MB of JSON is slow.
+    # Comparing prefixes is faster than parsing 4 MB of JSON.
     rare = [line for line in all_lines[:-lines] if not line.startswith(FREQUENT)]
     return current_events(parse_lines([*rare, *all_lines[-lines:]]))
 
 
 def last_start(run: Path) -> Event:
-    """Returns the newest `start` event anywhere in the file, or {}."""
+    """Returns the last `start` event in the file, or {}."""
     with open(run / METRICS_FILE, "rb") as file:
         events = parse_lines(line for line in file if line.startswith(b'{"event": "start"'))
     return events[-1] if events else {}
 
 
 def last_good_end(run: Path) -> Event:
-    """Returns the last `end` event with exit code 0, or {}. A run writes it after the export."""
+    """Returns the last `end` event with exit code 0, written after the export, or {}."""
     ends = [event for event in read_metrics(run) if event["event"] == "end" and event.get("code") == 0]
     return ends[-1] if ends else {}

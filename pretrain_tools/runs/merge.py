@@ -1,8 +1,8 @@
-"""Averages the weights of several models uniformly into a Hugging Face folder.
+"""Averages the weights of several models uniformly.
 
 Averaging a run's last checkpoints approximates a learning-rate decay (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al.,
 arXiv 2306.03241; for WSD schedules: Tian et al., arXiv 2507.17634). Averaging runs that branched from one checkpoint
-makes a model soup (Wortsman et al., arXiv 2203.05482).
+produces a model soup (Wortsman et al., arXiv 2203.05482).
 """
 
 import json
@@ -27,22 +27,22 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
-"""Files that describe a single model, which aren't copied to the merged one."""
+"""Files that describe a single model and aren't copied to the merged one."""
 
 
 def merge_models(
     texts: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
 ) -> tuple[Path, list[str]]:
-    """Writes the mean of the models at these addresses. Returns its folder and the names of the averaged models.
+    """Averages the models at these addresses. Returns the output folder and the models' names.
 
     Reads one tensor at a time, and holds at most one output file in memory. Raises InputError listing all problems
-    before it writes anything.
+    before writing anything.
 
     Args:
-        last: number of newest intact checkpoints to take from each run.
-        weights: raw, or average: the averaged weights in checkpoints.
-        trust_remote_code: run the code in the models' folders.
-        output: a folder that doesn't exist yet; None for a folder in the run, if all models belong to one run.
+        last: number of newest intact checkpoints to use from each run.
+        weights: raw, or average for the averaged weights in checkpoints.
+        trust_remote_code: run code from the model folders.
+        output: a new folder; None for a folder in the run, if all models are from one run.
     """
     problems = Problems()
     addresses = [found for text in texts for found in problems.attempt(addressed, text, last) or []]
@@ -51,10 +51,10 @@ def merge_models(
     folders = [address.folder for address in addresses]
     if len(folders) < 2 and weights == "raw":
         problems.append(
-            f"merge {names[0]}: needs at least two models; give RUN --last 5, RUN@400 RUN@500 or two folders"
+            f"merge {names[0]}: needs at least two models, such as RUN --last 5, RUN@400 RUN@500 or two folders"
         )
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        problems.append(f"merge: {', '.join(repeated)} would count twice; give each model once")
+        problems.append(f"merge: {', '.join(repeated)} would count twice; list each model only once")
     if weights == "average":
         for name, folder in zip(names, folders, strict=True):
             problems.attempt(require_average, f"merge {name}: --weights average", folder)
@@ -65,7 +65,7 @@ def merge_models(
     problems.stop_if_any()
     group, published = mean
     require_room(output, group)
-    # Write to a hidden folder and rename it at the end, so that the output is complete or absent.
+    # Write to a hidden folder and rename it at the end, so that the output is never incomplete.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -76,11 +76,10 @@ def merge_models(
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
-    """Returns the models at an address. With `last`, returns a run's newest intact checkpoints. Raises InputError."""
+    """Returns the models at an address, or with `last` a run's newest intact checkpoints. Raises InputError."""
     if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
         return find_models(text, "merge")
     found: list[ModelAddress] = []
-    # Start with the newest and skip damaged checkpoints.
     for step in reversed(steps):
         try:
             found = [*find_models(f"{text.rstrip('/')}@{step}", "merge"), *found]
@@ -89,8 +88,8 @@ def addressed(text: str, last: int | None) -> list[ModelAddress]:
         if len(found) == last:
             return found
     raise InputError(
-        f"merge {text} --last {last}: the run has {len(found)} intact checkpoints; keep more with "
-        "checkpoint.keep_last, or merge fewer"
+        f"merge {text} --last {last}: the run has only {len(found)} intact checkpoints; reduce --last, or increase "
+        "checkpoint.keep_last"
     )
 
 
@@ -99,11 +98,11 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
-            raise InputError("merge: the models are not from one run; choose an output folder with --output FOLDER")
+            raise InputError("merge: --output is required, because the models aren't all from one run")
         steps = sorted({address.step for address in addresses})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
     if asked.exists():
-        raise InputError(f"--output {asked}: already exists; remove it, or choose another folder")
+        raise InputError(f"--output {asked}: already exists; remove it, or use another folder")
     if problem := output_problem(asked):
         raise InputError(f"--{problem}")
     return asked
@@ -112,9 +111,9 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
 def mean_of(
     names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool
 ) -> tuple[TensorGroup, PublishedNames]:
-    """Returns (mean of the tensors in these folders, their names in published models).
+    """Returns the mean of the tensors in these folders, and the tensors' names in published models.
 
-    Computes each mean in fp64 when it is fetched, and returns it in fp32. Raises InputError if the architectures
+    Each mean is computed in fp64 when it is accessed, and returned in fp32. Raises InputError if the architectures
     differ.
     """
     problems = Problems()
@@ -123,7 +122,9 @@ def mean_of(
     configs: list[PreTrainedConfig | None] = [problems.attempt(load_model_config, str(folder)) for folder in folders]
     problems.stop_if_any()
     saved = [SavedTensors(folder, prefix) for folder in folders]
-    problems += [f"merge {name}: has no safetensors" for name, model in zip(names, saved, strict=True) if not model]
+    problems += [
+        f"merge {name}: contains no safetensors" for name, model in zip(names, saved, strict=True) if not model
+    ]
     published = problems.attempt(PublishedNames.of, configs[0])
     problems.stop_if_any()
     models = [JoinedTensors(model, published) for model in saved]
@@ -131,21 +132,21 @@ def mean_of(
     for name, config, ours in zip(names[1:], configs[1:], others, strict=True):
         different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
         if type(config) is not type(configs[0]) or different:
-            what = f"{len(different)} tensors differ, first {different[0]}; " if different else ""
+            what = f"{len(different)} tensors differ, such as {different[0]}; " if different else ""
             problems.append(
                 f"merge {names[0]} {name}: have different architectures ({what}"
-                f"{config_differences(configs[0], config)}); merge models of one architecture"
+                f"{config_differences(configs[0], config)}); merge only models with the same architecture"
             )
-        # RoPE has no weights, so shapes don't show a different base or scaling.
+        # RoPE has no weights, so comparing shapes isn't enough.
         elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
             problems.append(
-                f"merge {names[0]} {name}: have different rotary positions ("
-                f"{config_differences(configs[0], config)}); merge checkpoints of one stage"
+                f"merge {names[0]} {name}: have different RoPE settings ("
+                f"{config_differences(configs[0], config)}); merge only checkpoints from the same stage"
             )
     problems.stop_if_any()
 
     def mean(name: str) -> torch.Tensor:
-        # An fp32 sum over many models would round away the small differences between them.
+        # A sum in fp32 would lose the small differences between models.
         total = models[0][name].double()
         for model in models[1:]:
             total += model[name]
@@ -155,16 +156,16 @@ def mean_of(
 
 
 def require_room(output: Path, group: TensorGroup) -> None:
-    """Raises InputError if the disk has too little free space."""
+    """Raises InputError if there isn't enough free disk space."""
     place = next(folder for folder in output.absolute().parents if folder.exists())
     try:
         require_space(place, bytes_of(group))
     except OSError as error:
-        raise InputError(f"--output {output}: {error}; choose another disk") from error
+        raise InputError(f"--output {output}: {error}; use another disk") from error
 
 
 def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
-    """Copies all files except the weights from the newest model, and writes merge.json, which lists the models."""
+    """Copies all other files from the newest model, and writes merge.json, which lists the models."""
     for path in newest.iterdir():
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)
@@ -173,7 +174,7 @@ def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
 
 
 def note_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Sets the dtype in config.json, in which from_pretrained loads the weights by default."""
+    """Sets the dtype in config.json, which from_pretrained uses by default."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Draws runs as PNG panels. The project's other figures share its plotting helpers."""
+"""Plots runs as PNG panels. Other figures in the project use the same helpers."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ from pretrain_tools.runs.history import MEASURES, read_history, require_runs
 from pretrain_tools.runs.status import read_status
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Colors of runs, from the colorblind-safe Okabe-Ito palette."""
+"""Run colors, from the colorblind-safe Okabe-Ito palette."""
 DASHES = ("-", "--", ":", "-.")
 MARKS = {
     "resume": (">", "#009e73", "resumed"),
@@ -34,27 +34,27 @@ MARKS = {
     "warning": ("v", "#e69f00", "warning"),
     "end": ("s", "#555555", "ended"),
 }
-"""Events marked in the loss panel: (matplotlib marker, color, name in the legend)."""
+"""Events marked in the loss panel: (matplotlib marker, color, legend label)."""
 POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "running hours", "flops": "FLOPs",
                    "position": "position in the document (end of range)"}  # fmt: skip
 MOST_SCORE_PANELS = 15
 MARK_HEIGHT = 0.035
-"""Height of a run's line of event marks, as a share of the panel."""
+"""Height of a row of event markers, as a fraction of the panel."""
 SMOOTHED_SHARE = 0.04
 FEWEST_SMOOTHED = 20
 MOST_DOTS = 50
-"""Maximum number of points in a curve that is drawn with dots."""
+"""Maximum number of points in a curve with point markers."""
 FEW = 12
-"""If no curve has more points than this, all of them set the range of the loss axis."""
+"""If no curve has more points than this, the loss axis shows all of them."""
 SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
 """Style of scores and their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
-"""Share of a run, from its start, that doesn't affect the range of the loss axis."""
+"""Fraction of the x-axis at the start that doesn't affect the range of the loss axis."""
 
 
 @dataclass(frozen=True)
 class PlottedRun:
-    """A run and its data for plotting."""
+    """A run's data for plotting."""
 
     name: str
     state: str
@@ -63,7 +63,10 @@ class PlottedRun:
 
     @classmethod
     def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
-        """Reads a run. `number` sets the color. Raises InputError if the folder isn't a run or has no events yet."""
+        """Reads a run. `number` selects the color.
+
+        Raises InputError if the folder isn't a run or has no events yet.
+        """
         return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
@@ -74,20 +77,20 @@ class Line:
     color: str | tuple[float, ...]
     columns: Columns
     measure: str
-    """The column to draw. A `standard_error` column adds error bars."""
+    """Column to plot. A `standard_error` column adds error bars."""
     dash: str = "-"
     label: str | None = None
-    """Text in the panel's own legend; None for no entry."""
+    """Label in the panel's legend; None for no entry."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity, drawn for all runs."""
+    """A plot of one quantity for all runs."""
 
     title: str
     lines: list[Line]
     position: str = "step"
-    """The x-axis: a key of POSITION_LABELS."""
+    """x-axis: a key of POSITION_LABELS."""
     is_smoothed: bool = False
     is_log: bool = False
     begins_at_zero: bool = False
@@ -96,9 +99,9 @@ class Panel:
 
 
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
-    """Writes the PNG, by default into the nearest common folder of the runs, and returns its path.
+    """Plots runs as a PNG and returns its path, by default in the run folder or the runs' common parent.
 
-    Raises InputError if a folder isn't a run, if no run has logged a step, or if the path isn't writable.
+    Raises InputError if a folder isn't a run, if no steps are logged yet, or if the path isn't writable.
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -108,14 +111,14 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
     plotted = [PlottedRun.read(*of_run) for of_run in zip(runs, names_of(runs), itertools.count())]
     if not any(run.curves.train["step"].size for run in plotted):
-        raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet, nothing to plot")
+        raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
     write_png(plotted, path)
     return path
 
 
 def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
-    """Writes a PNG with one panel per quantity. A legend on top explains the runs and event marks."""
-    # Not pyplot, which keeps global state and may need a display.
+    """Writes a PNG with one panel per quantity, and a legend for the runs and event markers."""
+    # pyplot has global state and may need a display.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -141,17 +144,17 @@ def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
 
 
 def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns the panels for which there is data."""
+    """Returns all panels with data."""
 
     def training(title: str, measure: str, **options: Any) -> Panel:
         return Panel(title, [Line(run.color, run.curves.train, measure) for run in runs], **options)
 
     look = {"is_smoothed": True, "is_training_loss": True}
     loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
-    # For a single run, the curve over tokens or FLOPs has the same shape as the curve over steps.
+    # For a single run, plots against tokens or FLOPs look the same as against steps.
     positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
     losses = [
-        training(f"Training loss by {POSITION_LABELS[at]}", "loss", position=at, **look)
+        training(f"Training loss against {POSITION_LABELS[at]}", "loss", position=at, **look)
         for at in positions
         if any(np.isfinite(run.curves.train[at]).any() for run in runs)
     ]
@@ -163,25 +166,24 @@ def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
         training("Tokens per second", "tokens_per_second", is_smoothed=True, begins_at_zero=True),
     ]
     panels = [panel for panel in panels if panel.lines]
-    # For several runs, loss comparisons come first.
     panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
     return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS], *diagnostics_panels(runs)]
 
 
 def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
-    """Returns a line per run and source, with one dash pattern per source."""
+    """Returns a line per run and source, with a dash pattern per source."""
     sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
     lines = []
     for run in runs:
         for source, columns in run.curves.validation.items():
-            # The color identifies the run, so each source needs one legend entry.
+            # Colors identify runs, so a source needs only one legend entry.
             label = None if source in [line.label for line in lines] else source
             lines.append(Line(run.color, columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
     return lines
 
 
 def lines_by_position(runs: Sequence[PlottedRun]) -> list[Line]:
-    """Returns a line per run, source and stage, with a point at the end of each position range."""
+    """Returns a line per run, source and stage."""
     lines = []
     for run in runs:
         for place, (name, columns) in enumerate(run.curves.by_position.items()):
@@ -194,8 +196,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
     """Returns a panel for each score with more than one point."""
     names = dict.fromkeys(name for run in runs for name in run.curves.scores if not name.endswith("perplexity"))
     panels = []
-    # First the averages of task sets, then bits per byte, because it improves early, when accuracies are still at
-    # chance.
+    # Averages over tasks come first, then bits per byte, which improves before accuracies do.
     for name in sorted(
         names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
     ):
@@ -206,7 +207,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
 
 def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns a panel per diagnostic: all layers of a single run, or the median layer of several runs."""
+    """Returns a panel per diagnostic: all layers of a single run, or the median over layers for several runs."""
     panels = []
     for measure, title in MEASURES.items():
         lines = []
@@ -227,7 +228,7 @@ def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
                 median = np.median([of_layer[measure] for of_layer in layers.values()], axis=0)
                 lines.append(Line(run.color, {**columns, measure: median}, measure))
         if lines:
-            about = "by layer" if len(runs) == 1 else "median of the layers"
+            about = "per layer" if len(runs) == 1 else "median over layers"
             is_log = measure in ("gradient_rms", "update_rms")
             panels.append(Panel(f"{title}, {about}", lines, is_log=is_log))
     return panels
@@ -241,7 +242,7 @@ def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
 
 
 def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
-    """Returns an array [x, y, ...] of the points whose values are known in all columns."""
+    """Returns an array [x, y, ...] of the points that are finite in all columns."""
     points = np.array([columns[name] for name in (position, *measures)])
     return points[:, np.isfinite(points).all(axis=0)]
 
@@ -274,7 +275,7 @@ def draw_panel(axis: Any, panel: Panel) -> None:
 
 
 def draw_line(axis: Any, panel: Panel, line: Line) -> None:
-    """Draws a curve. A smoothed curve is a bold moving average over a faint line through all points."""
+    """Plots a curve. A smoothed curve is drawn over a faint line through all points."""
     x, y = points_of(line.columns, panel.position, line.measure)
     look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
     if "standard_error" in line.columns:
@@ -290,7 +291,8 @@ def draw_line(axis: Any, panel: Panel, line: Line) -> None:
 def smoothed(values: ArrayLike) -> NDArray:
     """Computes a centered moving average over about 4% of the points.
 
-    A trailing average would lag behind a falling loss. The window is shorter near the steep start.
+    A trailing average would lag behind a falling loss. The window shrinks near the start, where the loss falls
+    steeply.
     """
     number = np.arange(len(values))
     reach = np.minimum(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
@@ -312,7 +314,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 
 
 def fit_to_later_loss(axis: Any, panel: Panel) -> None:
-    """Fits the axis to the loss after the first 2% of the run. The initial drop would flatten the rest."""
+    """Fits the axis to the loss after the first 2% of the run, so that the initial drop doesn't flatten the rest."""
     curves = [points_of(line.columns, panel.position, "loss") for line in panel.lines]
     if all(points.shape[1] <= FEW for points in curves):
         return
@@ -324,7 +326,7 @@ def fit_to_later_loss(axis: Any, panel: Panel) -> None:
 
 
 def axis_text(value: float, _position: int | None = None) -> str:
-    """Formats a tick label: 1500000 becomes '1.5M', 3.2e18 stays unchanged. Matplotlib passes the second argument."""
+    """Formats a tick label for matplotlib: 1500000 becomes '1.5M', 3.2e18 stays unchanged."""
     if not value:
         return "0"
     if abs(value) >= 1e15 or abs(value) < 1e-5:

@@ -1,4 +1,4 @@
-"""Determines a run's state: its process, progress and time left. Reads only the ends of files."""
+"""Determines a run's state: its process, progress and time left. Reads only the end of each file."""
 
 import fcntl
 import socket
@@ -18,54 +18,54 @@ from pretrain.units import count_text, counted, duration_text, table
 from pretrain_tools.runs.history import find_runs, is_number, last_start, read_end, require_run
 
 STALE_HEARTBEAT_SECONDS = 60.0
-"""Age at which a heartbeat, written every few seconds, means a dead or hanging process."""
+"""Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` mentions it."""
 SHOWN_EVENTS = 8
 FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
-"""Measurement events. All others, such as checkpoint or rollback, are incidents worth listing."""
+"""Measurement events, which aren't listed as incidents."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Current state of a run. None means unknown, possibly only until the first log line."""
+    """Current state of a run. None means unknown."""
 
     folder: Path
     state: str
     """running, finished, stopped or crashed."""
     reason: str | None
-    """Reason why the run ended, if recorded."""
+    """Why the run ended, if recorded."""
     where: str | None
-    """The run's process, as 'process 123 on HOST'."""
+    """The run's process, such as 'process 123 on HOST'."""
     step: int | None
     total_steps: int | None
     tokens: int | None
     loss: float | None
     validation_loss: float | None
-    """Mean over the sources at the last validation."""
+    """Mean over sources at the last validation."""
     tokens_per_second: float | None
     mfu: float | None
     seconds_left: float | None
     """Estimated time to the last step; None unless the run is running."""
     logged: float
-    """Time of the last write to the log, in seconds since 1970."""
+    """Last modification of the log, as a Unix timestamp."""
     silent_seconds: float | None
     """Time since the last progress, from the heartbeat; None unless the run is running."""
     events: list[Event] = field(repr=False)
-    """The last events, without superseded ones."""
+    """Recent events, without superseded ones."""
     mirror: str | None = None
     """State of the run's mirror as text; None without a mirror."""
 
     @property
     def progress(self) -> float | None:
-        """Completed share of the steps, from 0 to 1."""
+        """Fraction of steps completed, from 0 to 1."""
         return self.step / self.total_steps if self.step is not None and self.total_steps else None
 
 
 def is_training(run: Path) -> bool | None:
-    """Returns True if a process is training this run now, and None if its folder has no evidence.
+    """Returns True if a process is training this run, or None if unknown.
 
-    Uses the lock on the training machine, and the heartbeat on other machines.
+    Checks the lock on the training machine, and the heartbeat on other machines.
     """
     holder = read_json(run / LOCK_FILE)
     if holder.get("host") == socket.gethostname():
@@ -74,7 +74,7 @@ def is_training(run: Path) -> bool | None:
         touched = heartbeat_path(run).stat().st_mtime
     except OSError:
         return None
-    # The writer's clock and the file server's clock may each be wrong, so take the later time.
+    # Either clock may be wrong, the writer's or the file server's, so use the later time.
     last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
     return time.time() - last < STALE_HEARTBEAT_SECONDS
 
@@ -82,21 +82,21 @@ def is_training(run: Path) -> bool | None:
 def _holds_lock(path: Path, holder: dict) -> bool:
     if not isinstance(holder.get("pid"), int) or not is_alive(holder["pid"]):
         return False
-    # Only test the lock while this process is alive, because holding it even briefly could block a starting run.
+    # Testing the lock acquires it briefly, which could block a starting run, so check the process first.
     try:
         with open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return True  # PermissionError: the file belongs to another user with a live process
+        return True  # PermissionError: another user's file, and the process is alive
     except OSError:
         return False
     return False
 
 
 def read_status(run: Path, *, brief: bool = False) -> RunStatus:
-    """Reads a run's current state from the end of its metrics, its lock and its heartbeat.
+    """Reads a run's state from the end of its metrics, its lock and its heartbeat.
 
-    brief: read less of the metrics, for long lists.
+    brief: read fewer metrics, for long lists.
     """
     events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
     heartbeat = read_json(heartbeat_path(run))
@@ -104,17 +104,17 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     train = last.get("train", {})
     start = last.get("start", {})
     alive = is_training(run)
-    # An `end` counts if no training or start came after it.
+    # An `end` followed by a start or a step belongs to an earlier process.
     ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
     end = ended if ended.get("event") == "end" else None
     logged = (run / METRICS_FILE).stat().st_mtime
-    # Without lock and heartbeat, only fresh log lines indicate a live process.
+    # Without a lock or heartbeat, assume that the run is alive if its log was written recently.
     if alive is None:
         alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
-    # If another machine runs the process, its lock may be missing here. The heartbeat also names the process.
+    # On other machines the lock may be missing, but the heartbeat also contains the process ID.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -137,13 +137,13 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
 
 
 def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
-    # After `runs.py anneal`, the `control` event has the new last step.
+    # `runs.py anneal` changes the last step, which is recorded in a `control` event.
     stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
     for source in (*stated[:1], first_start_of(run)):
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
-    # A later start raised the budget. It is in an unread part of the file.
+    # A later start increased the budget, and is too far back in the file.
     return last_start(run).get("total_steps")
 
 
@@ -154,10 +154,10 @@ def _validation_loss(events: list[Event]) -> float | None:
 
 
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
-    """Estimates the time left from the pace of the process's last lines, including validations and checkpoints.
+    """Estimates the time left from the speed since the last start, rollback or stage.
 
-    Uses only lines since the last start, rollback or stage. This excludes compilation, which precedes the first line.
-    If a stage has fewer than two lines, also uses those of earlier stages.
+    Includes validation and checkpoints, but not the time before the first log line, such as compilation. If a stage
+    has fewer than two log lines, earlier stages are included.
     """
     for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
         since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
@@ -173,7 +173,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
 
 
 def mirror_text(run: Path) -> str | None:
-    """Formats the mirror's state: the last copied step, its lag and any problem; None without a mirror.
+    """Formats the mirror's state, or returns None without a mirror.
 
     Example: 'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...'
     """
@@ -200,26 +200,26 @@ def mirror_text(run: Path) -> str | None:
 
 
 def state_text(status: RunStatus) -> str:
-    """Formats the state, such as 'running' or 'stopped: preempted', with the reason up to its first comma."""
+    """Formats the state with a short reason, such as 'running' or 'stopped: preempted'."""
     reason = (status.reason or "").split(",")[0].split(";")[0]
     return f"{status.state}: {reason}" if status.state == "stopped" and reason not in ("", "stopped") else status.state
 
 
 def print_list(folder: Path) -> None:
-    """Prints one line per run under a folder. Raises InputError if it contains no runs."""
+    """Prints one line per run in a folder. Raises InputError if there are none."""
     if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; give a folder that contains runs")
+        raise InputError(f"{folder}: no such folder; use a folder that contains runs")
     is_run = (folder / METRICS_FILE).is_file()
     runs = [folder] if is_run else find_runs(folder)
     if not runs:
-        raise InputError(f"{folder}: contains no runs; start one with train.py, or give another folder")
+        raise InputError(f"{folder}: contains no runs; start one with train.py, or use another folder")
     print(list_text([read_status(run, brief=True) for run in runs], within=folder.parent if is_run else folder))
 
 
 def print_status(folder: Path) -> None:
-    """Prints a run's status, or the list of runs if the folder contains several.
+    """Prints a run's status, or a list if the folder contains several runs.
 
-    Raises InputError if the folder isn't a run and contains none.
+    Raises InputError if the folder neither is a run nor contains any.
     """
     if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
         return print_list(folder)
@@ -249,13 +249,13 @@ def list_text(statuses: list[RunStatus], *, within: Path) -> str:
 
 
 def ago(moment: float) -> str:
-    """Formats a time in seconds since 1970 as '2 min 00 s ago'."""
-    # max, because the clock may have been set back.
+    """Formats a Unix timestamp relative to now, such as '2 min 00 s ago'."""
+    # The clock may have been set back.
     return f"{duration_text(max(0.0, time.time() - moment))} ago"
 
 
 def text_of(value: object, form: Callable[[Any], str]) -> str:
-    """Formats a table cell, or '-' if the value isn't a number."""
+    """Formats a table cell, or returns '-' if the value isn't a number."""
     return form(value) if is_number(value) else "-"
 
 

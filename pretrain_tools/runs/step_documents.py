@@ -23,11 +23,11 @@ class Document:
     """A document, or the part of it that is in a sequence."""
 
     number: int
-    """Number of the document, from 1, in the shard file where the sequence begins."""
+    """1-based index of the document in the shard file in which the sequence begins."""
     ids: np.ndarray
     """Token IDs without the end-of-document ID."""
     origin: str | None
-    """Source file and line; None if the shards don't record them."""
+    """Source file and line; None if not recorded in the shards."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sequence:
     offset: int
     """Offset of its first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,). The last one is only a target. Best-fit packing: IDs of a piece."""
+    """Token IDs, shape (sequence_length + 1,), including the final target. With best-fit packing, a piece's IDs."""
     inside: np.ndarray
     """Token IDs without the last one if it is only a target."""
     documents: list[Document]
@@ -48,10 +48,10 @@ class Sequence:
 
 
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
-    """Formats the first `limit` sequences of a step, with up to `characters` of each document.
+    """Formats the first `limit` sequences of a step, with up to `characters` per document.
 
-    step: as logged; the first step is 1. Raises InputError if the run hasn't reached the step, or if shards are
-    missing or have changed since training.
+    step: as logged, starting from 1. Raises InputError if the run hasn't reached the step, or if shards are missing or
+    have changed since training.
     """
     batches, first_sample, samples = open_step(run, step)
     span = batches.span_at(first_sample)
@@ -70,25 +70,28 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     if count > limit:
         lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
     if lacks_origins:
-        lines += ["", "Some shards do not record the source file and line of their documents; search for the text."]
+        lines += [
+            "",
+            "Some shards do not record the source file and line of each document; search for the text instead.",
+        ]
     return "\n".join(lines)
 
 
 def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
-    """Returns the run's batches, the first sample of the step and its number of samples.
+    """Returns the run's batches, and the step's first sample and number of samples.
 
-    Needs only the run's records and the shards, not its model or hardware. Raises InputError.
+    Reads only the run's records and the shards. Raises InputError.
     """
     history = read_history(run)
     last = history.last("train").get("step", 0)
     if step > last:
-        raise InputError(f"--step {step:,}: {run} has reached step {last:,}; give 1 to {last:,}")
+        raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use 1 to {last:,}")
     settings = read_config(run)
-    # The newest checkpoint whose state is readable.
+    # Newest checkpoint with a readable state.
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     state = newest.get("state", {})
-    # Raising the budget moves the later stages of a curriculum, so use the start that was in effect at this step.
-    # `runs.py anneal` shortens the run without moving stages, so starts after it must not be used.
+    # Increasing the budget moves later curriculum stages, so use the start that was in effect at this step.
+    # `runs.py anneal` shortens the run without moving stages, so ignore starts after it.
     before = min(step, state.get("anneal_from") or step)
     start = next((start for start in reversed(history.of("start")) if start["step"] < before), {})
     try:
@@ -103,32 +106,32 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
         origin = DataPosition.of_json(start["origin"]) if "origin" in start else None
     except (KeyError, ValueError) as error:
         raise InputError(
-            f"{run}: config.yaml and the start event do not describe the run's data ({error}); restore them"
+            f"{run}: config.yaml or the start event has missing or invalid data settings ({error}); restore it"
         ) from None
     left_out = [tuple(entry["samples"]) for entry in state.get("rollbacks") or [] if entry.get("samples")]
     passed = start.get("stage_starts", [])[1:]
-    # Samples that a rollback skipped shift all later samples.
+    # Samples skipped by a rollback shift all later samples.
     batches = Batches(data, seed=seed, ramp=ramp, skipped=left_out, passed=passed, origin=origin)
     if problems := changed_sources(batches, newest.get("identity", {})):
         raise InputError(*problems)
-    # Logged steps start at 1, the ramp's at 0.
+    # Logged steps start at 1, BatchRamp's at 0.
     return batches, ramp.sequences_before(step - 1), ramp.sequences_at(step - 1)
 
 
 def changed_sources(batches: Batches, identity: dict) -> list[str]:
-    """Returns a problem for each source whose shards don't match the hash in the run's checkpoints."""
+    """Returns a message for each source whose shards don't match the hash recorded in the run's checkpoints."""
     stages = identity.get("data.train") or identity.get("data.stages") or []
     trained_on = {source[0]: source[1] for stage in stages for source in stage.get("train", [])}
     return [
-        f"{folder}: the run was trained on shards with the hash {trained_on[folder]}, but these have "
-        f"{reader.manifest.sha256[:16]}; restore the original shards"
+        f"{folder}: the shards have changed since training (their hash was {trained_on[folder]}, but is now "
+        f"{reader.manifest.sha256[:16]}); restore the original shards"
         for folder, reader in batches.readers.items()
         if folder in trained_on and not reader.manifest.sha256.startswith(trained_on[folder])
     ]
 
 
 def read_sequences(batches: Batches, sample: int) -> list[Sequence]:
-    """Reads the sequence at a sample of the run. With best-fit packing, each of its pieces is a sequence."""
+    """Reads the sequence at a sample index. With best-fit packing, each of its pieces is a sequence."""
     (source, start), *_ = batches.locate(sample, 1)
     length = batches.span_at(sample) * batches.window.sequence_length
     return [_read(batches, batches.folders[source], *piece) for piece in batches.pieces(source, start, length)]
@@ -138,7 +141,7 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
     reader = batches.readers[source]
     manifest = reader.manifest
     end = manifest.end_of_document_id
-    # The preceding ID shows if the sequence begins inside a document.
+    # The preceding ID shows whether the sequence begins inside a document.
     before = min(start, 1)
     read = np.empty(before + count, batches.dtype)
     reader.read(start - before, read)
@@ -147,12 +150,12 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
     offset = start
     while offset >= shards[0].tokens:
         offset -= shards.pop(0).tokens
-    # The last ID of a window is only a target, and the first ID of the next sequence. A best-fit piece has none.
+    # The last ID of a sequence is only a target, except with best-fit packing.
     inside = ids if batches.packings else ids[:-1]
     parts = np.split(inside, np.flatnonzero(inside == end))
     documents = []
     for number, part in enumerate(parts, start=1 + ends_before(manifest, shards[0], offset)):
-        # np.split leaves the end-of-document ID at the start of the next part, where it is not text.
+        # np.split leaves the end-of-document ID at the start of the next part.
         if len(text := part[part != end]):
             documents.append(Document(number, text, origin_of(manifest, shards, number)))
     return Sequence(source, shards[0].file, offset, ids, inside, documents, end not in (read[0], ids[0]) and start > 0)
@@ -168,7 +171,7 @@ def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
-    """Returns a shard's path, with its index next to it. For shards at a URL, copies only the index."""
+    """Returns a shard's path. For shards at a URL, only downloads the index."""
     path = manifest.folder / shard.file
     if manifest.url is not None:
         from pretrain.data.object_store import copied_file
@@ -178,7 +181,7 @@ def _local(manifest: Manifest, shard: Shard) -> Path:
 
 
 def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
-    """Returns the source file and line of document `number` (from 1); None if the shards don't record them."""
+    """Returns the source file and line of document `number` (1-based), or None if not recorded in the shards."""
     for shard in shards:
         if number <= shard.documents:
             index = read_index(_local(manifest, shard), shard.documents)

@@ -74,11 +74,11 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     first, second = values["predictions"]
     assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
     assert first["name"] == asked and f"{first['loss']:.4f}" in said
-    assert "not_ended: left out: it has not finished" in said and "1 run of the same size" in said
+    assert "not_ended: left out: it has not finished" in said and "left out: 1 run with worse settings" in said
     assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
     assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
-    assert "back-test: fitted without the largest size" in said and "within the interval" in said
-    assert "tokens grew with size" in said and "mostly the prior" in said
+    assert "back-test: without the largest size" in said and "within the interval" in said
+    assert "tokens grow with model size" in said and "mostly the prior" in said
     assert second["times_compute"] > 1000 and "llama_125m.yaml: " in said.split("warning: ")[-1]
     assert (sweep / "ladder.png").stat().st_size > 10_000
 
@@ -88,21 +88,24 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
         write_ladder_run(tmp_path / f"three/{width}", width)
     asked = ["parameters=1M,tokens=20M"]
     few = refusal(tmp_path / "three", predict=asked)
-    assert "3 sizes" in few and "too few to predict" in few
+    assert "3 model sizes" in few and "aren't enough for a prediction" in few
     report_ladder([tmp_path / "three"], predict=[], count="matrix", output=None)
-    assert "3 sizes don't determine a scaling law" in capsys.readouterr().out
+    assert "3 model sizes aren't enough to determine a scaling law" in capsys.readouterr().out
     assert "all runs have the same size" in refusal(tmp_path / "three/32")
 
     for number, width in enumerate(WIDTHS):
         write_ladder_run(tmp_path / f"noisy/{width}", width, off=1 + 0.15 * (-1) ** number)
-    assert "the losses scatter by" in refusal(tmp_path / "noisy", predict=asked)
+    assert "the noise around the scaling law is" in refusal(tmp_path / "noisy", predict=asked)
 
     write_ladder_run(tmp_path / "noisy/constant", 160, schedule="constant")
     write_ladder_run(tmp_path / "noisy/other_tokenizer", 192, tokenizer="b")
     none = ("runs.py", "ladder", tmp_path / "noisy", tmp_path / "none", "--predict", "parameters=1M")
     mixed = run_script(*none, check=False)
     assert mixed.returncode == 2 and "Traceback" not in mixed.stderr
-    assert "none: contains no runs" in mixed.stderr and "give parameters=30M,tokens=600M" in mixed.stderr
+    assert (
+        "none: contains no runs" in mixed.stderr
+        and "must be a recipe, or sizes such as parameters=30M,tokens=600M" in mixed.stderr
+    )
     mixed = refusal(tmp_path / "noisy")
     assert "differ in the tokenizer" in mixed and "differ in optim.schedule" in mixed
 
@@ -116,4 +119,5 @@ def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path, capsys):
     first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
     report_ladder([tmp_path / "runs"], predict=[], count="matrix", output=None)
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "steps of" in line]
-    assert f"had {second:,} steps of 1,024 tokens, " in said and f"{first:,} of 256: this ladder bends" in said
+    assert f"for {second:,} steps of 1,024 tokens, " in said
+    assert f"{first:,} steps of 256. This distorts the scaling law" in said

@@ -87,16 +87,18 @@ def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, ca
         return parity.compare_strategies(recipe, tmp_path, **options), capsys.readouterr().out
 
     status, out = compare(ddp=near)
-    assert status == 0 and "1 of the 1 that can run this recipe here match single" in out
+    assert status == 0 and "1 of the 1 strategies that can run this recipe here match single" in out
     status, out = compare(ddp=near, tp=refused)
-    assert status == 0 and "1 rejected it, which proves nothing" in out
+    assert status == 0 and "1 can't run it and were not compared" in out
     assert re.search(r"tp +- +- +refused: optim.name: adamw_8bit does not run under tp; model: too small\n", out)
     assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
     status, out = compare(ddp=EQUAL, zero3=far)
     assert status == 1 and re.search(r"zero3 +1.0e-01 +0.0e\+00 +DIFFERENT", out)
     assert json.loads((tmp_path / "parity.json").read_text())["zero3"]["same"] is False
     status, out = compare(ddp=EQUAL, zero3=StrategyOutcome(None))
-    assert status == 1 and f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 that can run" in out
+    assert (
+        status == 1 and f"FAILED: see {tmp_path / 'zero3'}.log" in out and "1 of the 2 strategies that can run" in out
+    )
     status, out = compare(tp=refused)
     assert status == 1 and "Nothing was compared." in out
 
@@ -265,11 +267,11 @@ def test_all_products_of_four_processes_and_one_of_them():
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tp=two", "tp=two is not a dimension's size; give all, or sizes of pp, dp_replicate, dp_shard, cp, tp, ep"),
-        ("sp=2", "sp=2 is not a dimension's size"),
+        ("tp=two", "tp=two is invalid; use all, or sizes for pp, dp_replicate, dp_shard, cp, tp, ep"),
+        ("sp=2", "sp=2 is invalid"),
         (
             "tp=3",
-            "tp=3 is 3 processes, but --processes is 4; use --processes 3, sizes with the product 4, or --mesh all",
+            "tp=3 needs 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all",
         ),
         ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
     ],
@@ -288,5 +290,5 @@ def test_a_strategy_that_was_launched_as_another_has_failed(strategy, ranks, tmp
     (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))
     monkeypatch.setattr(parity.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     assert parity.train_under("fsdp2", 2, tmp_path / "recipe.yaml", run, []) == StrategyOutcome(None)
-    said = f"{run}: trained under {strategy} on {ranks} processes, not under fsdp2 on 2\n"
+    said = f"{run}: trained with {strategy} on {ranks} processes instead of fsdp2 on 2\n"
     assert capsys.readouterr().err == (tmp_path / "fsdp2.log").read_text() == said

@@ -49,15 +49,15 @@ def test_values_are_split_outside_brackets_alone():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"vary": ["a"]}, "give a setting and its values"),
-        ({"vary": ["a=1", "a=2"]}, "given twice"),
-        ({"vary": ["a=1,1"]}, "contains a value twice"),
+        ({"vary": ["a"]}, "must be a setting and its values"),
+        ({"vary": ["a=1", "a=2"]}, "passed twice"),
+        ({"vary": ["a=1,1"]}, "contains a duplicate value"),
         ({"vary": ["a=2..1"]}, "a range must be ascending"),
-        ({"vary": ["a=1..2"]}, "needs --search"),
-        ({"vary": ["a=1,2"], "search": 5}, "searches ranges"),
-        ({"vary": ["seed=1,2"], "seeds": 2}, "give only one of them"),
+        ({"vary": ["a=1..2"]}, "requires --search"),
+        ({"vary": ["a=1,2"], "search": 5}, "requires a range"),
+        ({"vary": ["seed=1,2"], "seeds": 2}, "use only one of them"),
         ({"vary": ["output=a,b"]}, "its own folder"),
-        ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "give only one of them"),
+        ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "use only one of them"),
     ],
 )
 def test_what_cannot_be_swept_is_said(arguments, problem):
@@ -126,8 +126,14 @@ def finished_point(folder, loss, **settings):
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        ({"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2}, "rate: 1e-4 is the smallest value tried, so the best may be lower"),
-        ({"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2}, "rate: 1e-3 is the largest value tried, so the best may be higher"),
+        (
+            {"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2},
+            "rate: 1e-4 is the smallest value tried, so the optimum may be lower",
+        ),
+        (
+            {"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2},
+            "rate: 1e-3 is the largest value tried, so the optimum may be higher",
+        ),
         ({"3e-4": 3.0, "1e-3": math.inf, "1e-4": 3.2}, None),
         ({"0": 3.0, "0.1": 3.1}, None),
         ({"cosine": 3.0, "wsd": 3.1}, None),
@@ -208,7 +214,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
         wait_for((output / "runs/learning_rate=3e-3,seed=2/metrics.jsonl").exists)
         second.send_signal(signal.SIGINT)
         said = second.communicate(timeout=120)[1]
-    assert second.returncode == 130 and "run the same command to continue" in said
+    assert second.returncode == 130 and "run the same command to resume" in said
     done = sweep(recipe, output, *arguments, "--parallel", "2")
     assert len(events(run, "start")) == 1, "it was not started twice"
     values = json.loads((output / "results.json").read_text())
@@ -237,7 +243,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     assert sweeps.run_sweep(asked, None) == 0
     assert capsys.readouterr().out == done.stdout and (run / "metrics.jsonl").read_text() == lines
     other = replace(asked, changes=(*asked.changes, ("optim.weight_decay", "0")))
-    assert "optim.weight_decay was 0.1, the command now gives 0.0" in refusal(other)
+    assert "optim.weight_decay was 0.1, but is now 0.0" in refusal(other)
 
     # A run that cannot go on fails alone; its setting is not the best.
     damaged = output / f"runs/learning_rate={best},seed=2"
@@ -245,4 +251,4 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     next(damaged.glob("checkpoints/*/model.safetensors")).write_bytes(b"")
     failed = sweep(recipe, output, *arguments)
     assert re.search(f"learning_rate={best},seed=2: FAILED: .*checkpoint", failed.stderr)
-    assert f"Best: optim.learning_rate {best}" not in failed.stdout and "1 of 2 settings failed" in failed.stdout
+    assert f"Best: optim.learning_rate {best}" not in failed.stdout and "1 of 2 combinations failed" in failed.stdout

@@ -94,7 +94,7 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
             convert(folder, tmp_path / "x.gguf", dtype="fp32", text=TEXT)
     monkeypatch.setitem(gguf_file.SPLITTERS, "dbrx", [])
     monkeypatch.setitem(gguf_file.SPLITTERS, "gpt-2", [gguf_file.SPLIT_PATTERN])
-    with pytest.raises(InputError, match="tokens differ from token"):
+    with pytest.raises(InputError, match="tokens differ, starting at token"):
         convert(folder, tmp_path / "x.gguf", dtype="fp32", text=TEXT)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
@@ -123,11 +123,14 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mixtral"}, "a model of type mixtral cannot be written, only llama, qwen3, gpt2"),
-        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; llama.cpp needs "silu" for llama'),
+        ({"model_type": "mixtral"}, "model type mixtral isn't supported, only llama, qwen3, gpt2"),
+        ({"hidden_act": "gelu"}, 'hidden_act must be "silu" for llama in llama.cpp, got "gelu"'),
         ({"residual_multiplier": 2.0}, "residual_multiplier can't be represented"),
-        ({"rope_parameters": {**DEFAULT, "rope_type": "yarn"}}, "rope_type yarn cannot be written"),
-        ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, "rope_parameters has partial_rotary_factor"),
+        ({"rope_parameters": {**DEFAULT, "rope_type": "yarn"}}, "rope_type yarn isn't supported"),
+        (
+            {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
+            "rope_parameters contains partial_rotary_factor",
+        ),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokenizer, changes, said):
@@ -175,7 +178,7 @@ def test_the_command_writes_one_file_or_none(tmp_path):
     wrong = ("--run", run, "--gguf", tmp_path / "x.gguf", "--repo", "me/x", "--checkpoint", "4", "--final")
     out = run_script("publish.py", *wrong, check=False)
     assert out.returncode == 2 and "Traceback" not in out.stderr
-    for part in ("--repo: not with --gguf FILE", "x.gguf: already exists", "accepts only one model"):
+    for part in ("--repo: can't be combined with --gguf FILE", "x.gguf: already exists", "accepts only one model"):
         assert part in out.stderr
 
 

@@ -98,9 +98,9 @@ def test_it_says_what_the_model_was_made_from(published):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--verify", "/nowhere"], "--verify /nowhere: neither a folder nor a repository"),
+        (["--verify", "/nowhere"], "--verify /nowhere: neither a folder nor a Hub repository"),
         (["--verify", "x"], "--verify x: neither a folder"),
-        (["--verify", "me/x", "--repo", "me/y"], "--repo: not with --verify"),
+        (["--verify", "me/x", "--repo", "me/y"], "--repo: can't be combined with --verify"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(arguments, words):

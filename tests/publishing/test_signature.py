@@ -65,7 +65,7 @@ def test_whatever_is_changed_is_named(folder, keys):
         assert problem.startswith(f"{path.name} was changed")
         path.unlink()
         (problem,) = problems()
-        assert problem in (f"{path.name} was signed and is missing", "model.sig is missing")
+        assert problem in (f"{path.name} was signed but is missing", "model.sig is missing")
         assert f"{path.name} is missing" in provenance_problems(folder)[0]
         path.write_bytes(content)
 
@@ -98,10 +98,10 @@ def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
 def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
     verify = ["--verify", str(folder), "--public_key"]
     assert publish.main([*verify, str(keys / "mine.pub")]) == 0
-    assert f"signed by the owner of {keys / 'mine.pub'}" in capsys.readouterr().out
+    assert f"signed with the private key for {keys / 'mine.pub'}" in capsys.readouterr().out
     assert publish.main([*verify, str(keys / "other.pub")]) == 1
-    assert "model.sig was changed, or made with another key" in capsys.readouterr().out
-    with pytest.raises(InputError, match=r"--public_key is missing: .* is signed, but the signature was not checked"):
+    assert "model.sig was changed, or doesn't match the key" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"--public_key is required to check the signature"):
         publish.main(["--verify", str(folder)])
     (tmp_path / "links").mkdir()  # as in the Hub's cache
     for path in folder.iterdir():
@@ -112,12 +112,14 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
 def test_keys_that_do_not_sign_are_refused(keys, name):
     with pytest.raises(
-        InputError, match=rf"--sign .*{name}: not usable .*give an elliptic-curve private key in PEM without"
+        InputError, match=rf"--sign .*{name}: not usable .*use an elliptic-curve private key in PEM format"
     ):
         load_key("--sign", keys / name)
 
 
 def test_the_missing_package_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "model_signing", None)
-    with pytest.raises(InputError, match=r"--public_key: needs model-signing .* pip install model-signing pyOpenSSL"):
+    with pytest.raises(
+        InputError, match=r"--public_key: requires model-signing .* pip install model-signing pyOpenSSL"
+    ):
         load_key("--public_key", tmp_path / "key.pub")

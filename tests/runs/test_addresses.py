@@ -54,9 +54,9 @@ def test_a_step_and_all_steps(tmp_path):
     run = make_run(tmp_path / "run", [4, 8], final_step=10)
     assert found(f"{run}@4") == [(f"{run}/checkpoints/step-00000004", 4, 40)]
     assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
-    message = f"--model {run}@5: {run} has no checkpoint of step 5; available steps: 4, 8"
+    message = f"--model {run}@5: {run} has no checkpoint at step 5; available steps: 4, 8"
     assert message in problems_of(found, f"{run}@5")
-    assert "after @, give a step, best or all (got 'last')" in problems_of(found, f"{run}@last")
+    assert "the part after @ must be a step, best or all, got 'last'" in problems_of(found, f"{run}@last")
     (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
     (run / "checkpoints/step-00000008/config.json").unlink()
     assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
@@ -76,12 +76,12 @@ def test_an_address_without_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in problems_of(found, "runs/dmeo")
     assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
-    assert "--model not a/model id: neither a folder here nor a Hub ID" in problems_of(found, "not a/model id")
+    assert "--model not a/model id: neither a local folder nor a Hub ID" in problems_of(found, "not a/model id")
 
 
 def test_an_unreachable_hub_model(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match="it cannot be read from the Hub"):
+    with pytest.raises(InputError, match="the Hub download failed"):
         find_models("nobody/no-such-model@v1")
 
 

@@ -106,21 +106,21 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"texts": ["{run}@4"]}, "merge {run}@4: needs at least two models; give RUN --last 5"),
-        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has 3 intact checkpoints"),
+        ({"texts": ["{run}@4"]}, "merge {run}@4: needs at least two models, such as RUN --last 5"),
+        ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has only 3 intact checkpoints"),
         (
             {"texts": ["{run}@4", "{run}@5"]},
-            "merge {run}@5: {run} has no checkpoint of step 5; available steps: 4, 8, 12",
+            "merge {run}@5: {run} has no checkpoint at step 5; available steps: 4, 8, 12",
         ),
         ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
         ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: there is no average in"),
-        ({"texts": ["{run}@4", "{other}"]}, "merge: the models are not from one run; choose an output folder with"),
+        ({"texts": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from one run"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},
-            "merge {run}@4 {other}: have different architectures (1 tensors differ, first model.embed_tokens.weight; "
-            "vocab_size 512, now 640)",
+            "merge {run}@4 {other}: have different architectures (1 tensors differ, such as "
+            "model.embed_tokens.weight; vocab_size 512, now 640)",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
     assert len(picture_panels([busy, plain[0]])) == 8  # a single number needs no picture
     alone = [panel.title for panel in picture_panels([busy])]
-    assert len(alone) == 6 and alone[-1] == "Training loss by running hours"  # two rows, no curve drawn twice
+    assert len(alone) == 6 and alone[-1] == "Training loss against running hours"  # two rows, no curve drawn twice
 
 
 def test_a_single_step_and_every_loss_of_a_short_run_are_visible(tmp_path):

@@ -154,7 +154,7 @@ def test_a_repository_is_verified(run, hub, home):
         "config.json was changed",
     ]
     out = verify("me/none")
-    assert out.returncode == 2 and "--verify me/none: not a folder here" in out.stderr
+    assert out.returncode == 2 and "--verify me/none: not a local folder" in out.stderr
 
 
 def test_an_upload_that_was_killed_is_completed(run, hub, home):
@@ -224,12 +224,12 @@ def test_what_the_user_must_change_is_said(run, hub, home):
         assert TOKEN not in out.stdout + out.stderr
         return out.stderr
 
-    assert "does not accept the token: log in again" in refused(HF_TOKEN="hf_wrong" + "0" * 20)
+    assert "rejected the token; log in again" in refused(HF_TOKEN="hf_wrong" + "0" * 20)
     assert "--repo you/tiny: the token has no write access" in refused("--repo", "you/tiny")
-    assert "does not accept the model card" in refused("--license", "my-own")
+    assert "the Hub rejected the model card" in refused("--license", "my-own")
     # The card was refused before a file of the model went up.
     assert set(hub.files("me/tiny")) == {".gitattributes"} and not hub.uploads
-    assert "me/tiny is already public, not private as requested" in refused("--private")
+    assert "me/tiny already exists and is public" in refused("--private")
 
 
 def test_a_private_repository_is_made_private(run, hub, home):
@@ -258,13 +258,13 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
     for words in (
         "--dryrun: unknown; did you mean --dry_run?",
         "--checkpoint x: must be a step",
-        "--attempts 0: must be a whole number from 1",
+        "--attempts 0: must be an integer of at least 1",
         "--output: only valid with --dry_run",
         "--repo a/b/c: Repo id must be",
         "--license is missing: a license is required; give one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
-        f"--checkpoint 5: {finished_run} has no checkpoint of this step; available steps: 4, 8",
+        f"--checkpoint 5: {finished_run} has no checkpoint at this step; available steps: 4, 8",
     ):
         assert any(words in problem for problem in problems), (words, problems)
     assert len(problems) == 9
@@ -273,12 +273,12 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "--run is missing"),
-        (["--run", "no/such/run"], "--run no/such/run: not the folder of a run"),
+        ([], "--run is required"),
+        (["--run", "no/such/run"], "--run no/such/run: not a run folder"),
         (["--repo", "tiny"], "--repo tiny: give OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing: give OWNER/NAME"),
         (["--license", "Apache 2.0"], "--license Apache 2.0: not a license ID of the Hub; did you mean apache-2.0?"),
-        (["--dry_run"], "--dry_run: give --output DIR"),
+        (["--dry_run"], "--dry_run: requires --output DIR"),
     ],
 )
 def test_bad_input_is_refused(arguments, words, logged_out):
@@ -287,7 +287,7 @@ def test_bad_input_is_refused(arguments, words, logged_out):
 
 def test_a_run_that_is_not_done_offers_its_checkpoint(run, logged_out):
     shutil.rmtree(run / "final")
-    assert f"--run {run}: has no final/, so training has not finished; give --checkpoint 8" in refusal("--run", run)
+    assert f"--run {run}: contains no final/, so training hasn't finished; use --checkpoint 8" in refusal("--run", run)
 
 
 def test_a_damaged_model_is_not_published(run, logged_out):
@@ -302,7 +302,7 @@ def test_a_damaged_model_is_not_published(run, logged_out):
 def test_a_recipe_without_milestones_has_none(run, logged_out):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("keep_every: 4", "keep_every: null"))
-    assert any("keeps none (checkpoint.keep_every)" in problem for problem in refusal("--run", run, "--milestones"))
+    assert any("checkpoint.keep_every isn't set" in problem for problem in refusal("--run", run, "--milestones"))
 
 
 def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
@@ -368,7 +368,7 @@ def test_no_best_where_nothing_was_measured(run, logged_out):
     for folder in (run / "checkpoints").iterdir():
         (folder / "trainer_state.json").write_text('{"state": {}}')
     problems = refusal("--run", run, "--checkpoint", "best")
-    assert f"--checkpoint best: no checkpoint of {run} has a validation loss; give a step" in problems
+    assert f"--checkpoint best: no checkpoint of {run} has a validation loss; specify a step" in problems
 
 
 def wait_for(is_so, log=None):

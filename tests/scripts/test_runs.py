@@ -338,16 +338,16 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
 
 def test_changed_or_missing_shards_and_steps_outside_the_run_are_rejected(tmp_path, shards):
     run = trained(tmp_path, shards)
-    with pytest.raises(InputError, match=r"--step 21: .* has reached step 20; give 1 to 20"):
+    with pytest.raises(InputError, match=r"--step 21: .* has only reached step 20; use 1 to 20"):
         documents_text(run, 21, limit=1, characters=9)
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
     identity = {"data.train": [{"until": None, "train": [[str(shards), "0123456789abcdef", 1.0, None]]}]}
     saved.write_text(json.dumps({"state": {}, "identity": identity}))
-    with pytest.raises(InputError, match="trained on shards with the hash 0123456789abcdef, but these have"):
+    with pytest.raises(InputError, match="their hash was 0123456789abcdef, but is now"):
         documents_text(run, 3, limit=1, characters=9)
     (run / "config.yaml").write_text("seed: 3\n")
-    with pytest.raises(InputError, match="do not describe the run's data"):
+    with pytest.raises(InputError, match="missing or invalid data settings"):
         documents_text(run, 3, limit=1, characters=9)
     gone = trained(tmp_path, tmp_path / "gone")
     saved.unlink()
@@ -366,25 +366,25 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
     run = finished_run(tmp_path / "runs" / "llama")
     nothing = write_run(tmp_path / "nothing", [start_line()])
     cases = {
-        ("list", tmp_path / "nowhere"): "no such folder; give a folder that contains runs",
+        ("list", tmp_path / "nowhere"): "no such folder; use a folder that contains runs",
         ("list", run / "x"): "no such folder",
         ("status", tmp_path / "runs" / "lama"): f"did you mean {run}?",
         ("summary", tmp_path): "is not a run but contains 2",
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
-        ("plot", nothing): "no steps logged yet, nothing to plot",
+        ("plot", nothing): "no steps logged yet",
         ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
-        ("plot", run, "--output", tmp_path / "runs"): "is a folder; give a file name in it",
-        ("compare", run): "only one run given; give two or more, or use summary",
+        ("plot", run, "--output", tmp_path / "runs"): "is a folder; use a path such as",
+        ("compare", run): "needs at least two runs; for a single run, use summary",
         ("plot", run, "--output", tmp_path / "no" / "x.png"): "is not a folder; create it",
-        ("documents", run, "--step", "0"): "0 is not above 0",
+        ("documents", run, "--step", "0"): "must be greater than 0, got 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("abort", tmp_path / "runs"): f"is not a run but contains 1: {run}; give one of them",
+        ("abort", tmp_path / "runs"): f"is not a run but contains 1: {run}; use one of them",
     }
     for arguments, text in cases.items():
         assert text in message(*arguments), arguments
     (tmp_path / "empty").mkdir()
     assert "contains no runs; start one with train.py" in refused("list", tmp_path / "empty")
-    assert "0 is not above 0" in refused("documents", run, "--step", "0")
+    assert "must be greater than 0, got 0" in refused("documents", run, "--step", "0")
 
 
 def test_help_of_every_command_is_quick():

@@ -63,7 +63,7 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
     assert store.names("runs/demo/leases") == set()
 
     refused = run_script("evaluate.py", "--model", "s3://mine/runs/demo", "--data", shards, check=False)
-    said = "make one with python -m pretrain.checkpoint.mirror_fetch s3://mine/runs/demo, then"
+    said = "download it with python -m pretrain.checkpoint.mirror_fetch s3://mine/runs/demo, then"
     assert refused.returncode == 2 and said in refused.stderr
     refused = run_script("runs.py", "status", "s3://mine/runs/demo", check=False)
     assert refused.returncode == 2 and said in refused.stderr
