@@ -204,7 +204,7 @@ def launched_sizes() -> Sizes:
         elif text.isdecimal() and int(text) > 0:
             numbers[name] = int(text)
         else:
-            problems.append(f"launcher: {setting(name)}: {text} is not a size; use {allowed(processes)}")
+            problems.append(f"launcher: {setting(name)}: {text} is not a valid size; use {allowed(processes)}")
     experts = numbers.pop("ep", None)
     all_for_experts = "ep" in rest
     rest = [name for name in rest if name != "ep"]
@@ -212,7 +212,7 @@ def launched_sizes() -> Sizes:
     if len(rest) > 1 and "dp_shard" in rest:
         rest.remove("dp_shard")
     if len(rest) > 1:
-        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0; only one of them can be")
+        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0, but only one size can be")
     given = math.prod(numbers.values())
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
@@ -228,13 +228,13 @@ def launched_sizes() -> Sizes:
     if sizes.world != processes:
         product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
         problems.append(
-            f"launcher: {product} is {sizes.world} processes, but {processes} were launched; omit one size, or use "
+            f"launcher: {product} needs {sizes.world} processes, but {processes} were launched; omit one size, or use "
             f"--num_processes {sizes.world}"
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: none of {processes} processes is left for it; use another strategy, or "
-            "--num_processes 2"
+            f"launcher: {setting(rest[0])}: none of the {processes} processes are left for it; use another strategy, "
+            "or --num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp
     if all_for_experts or experts:
@@ -253,4 +253,4 @@ def launched_sizes() -> Sizes:
 def allowed(processes: int) -> str:
     """Describes the sizes that work with this number of processes."""
     works = [str(size) for size in range(2, processes + 1) if processes % size == 0]
-    return f"0 (all that remain) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
+    return f"0 (all remaining) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"

@@ -69,12 +69,12 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
             os.close(descriptor)
             raise InputError(
                 f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is using it; "
-                "wait for that process, stop it, or use another --output"
+                "wait for that process, stop it, or choose another --output"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: is still locked by process {holder.get('pid')} on {holder.get('host')}; "
+                f"{path.parent}: still locked by process {holder.get('pid')} on {holder.get('host')}; "
                 f"if that process is gone, remove {path} and run again"
             )
         if _is_at(path, descriptor):

@@ -43,8 +43,7 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     Does not check tp, which rejects 8-bit AdamW itself.
     """
     offloaded = (
-        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
-        "the GPU"
+        "optim.name: adamw_8bit does not run with fsdp_offload_params; use adamw, or keep the parameters on the GPU"
     )
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
@@ -57,12 +56,12 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     works = [str(n) for n, other in others.items() if not cut_blocks(model_config, other)]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
-    remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
+    remedy = f"set dp_shard x cp to {' or '.join(works)}, and use dp_replicate for the remaining processes"
     return [
         *problems,
-        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp), because each "
-        f"of its scales covers 256 neighboring elements, but shards of {named}{more} begin inside one; use adamw, "
-        f"or {remedy if works else 'a model whose rows divide'}",
+        f"optim.name: adamw_8bit does not run with {sizes.fsdp} shards per parameter (dp_shard x cp), because each of "
+        f"its scales covers a block of 256 consecutive elements, and shards of {named}{more} would split a block; "
+        f"use adamw, or {remedy if works else 'a model whose row counts are divisible'}",
     ]
 
 

@@ -49,27 +49,27 @@ class ExpertParallel(Dimension):
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
     """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
     if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers with {DISPATCH}, such as 5.23, and this is {transformers.__version__}"
+        return f"model: ep needs a transformers version with {DISPATCH}, such as 5.23, got {transformers.__version__}"
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
     counts = {module.num_experts for module in experts.values()}
     names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
     if not counts:
-        return f"model: {kind} has no experts to divide; use ddp or fsdp2"
+        return f"model: {kind} has no experts; use ddp or fsdp2"
     routed = {
         f"{router.name.rpartition('.')[0]}.{own}"
         for router in routers_of(model)
         for own in expert_parameters(router)[0]
     }
     if routed - names:
-        return f"model: not all experts of {kind} run through transformers' experts interface; use fsdp2 or zero3"
+        return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
     if not any(count % size for count in counts):
         return None
     works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
     return (
-        f"model: {' or '.join(map(str, sorted(counts)))} experts in a layer cannot be divided by {size} "
-        f"expert-parallel processes; {', '.join(works)} can be used, as {setting('ep')}"
+        f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
+        f"expert-parallel processes; use {', '.join(works)} as {setting('ep')}"
     )
 
 

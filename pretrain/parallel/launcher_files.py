@@ -45,7 +45,7 @@ AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit"
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
     """Returns the error message for a key that conflicts with the recipe setting at the dotted path `setting`."""
     in_recipe = reduce(getattr, setting.split("."), config)
-    where = "the launcher's file" if file == "launcher" else file
+    where = "the accelerate config" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
@@ -62,8 +62,8 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     problems = []
     if asked.num_processes not in (None, processes):
         problems.append(
-            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} runs; even without a "
-            "GPU, files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
+            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} was started; remove "
+            "--cpu, or use_cpu from the file; files in accelerate_configs don't need it, even without a GPU"
         )
     default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
     if (name := asked.config_file or default) is not None:
@@ -80,10 +80,10 @@ def process_problems(path: Path, processes: int) -> list[str]:
     asked = settings.get("num_processes")
     if asked in (None, processes):
         return []
-    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} runs"
+    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} was started"
     if settings.get("use_cpu"):
         # On CPUs, accelerate needs mpirun to start several processes.
-        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which works without a GPU too, or use "
+        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which also works without a GPU, or use "
         problem += f"accelerate_configs/ddp.yaml with --num_processes {asked}"
     return [problem]
 
@@ -113,8 +113,8 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
         )
     if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
-            f"{path.name}: distributed_type: {asked} was requested, but {strategy} runs; remove --cpu or --multi_gpu "
-            "from the command line and use_cpu from the file"
+            f"{path.name}: distributed_type: {asked} was requested, but {strategy} was started; remove --cpu or "
+            "--multi_gpu from the command line and use_cpu from the file"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", ""), ("parallelism_config", "")):
         for key in settings.get(section) or {}:
@@ -136,23 +136,23 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     """
     if path is None and not in_launcher:
         return [
-            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; name a JSON such as "
+            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; use a JSON such as "
             "those in ds_configs, or use accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
         ]
     if path is None:
         zero = in_launcher["zero_optimization"]
         if "nvme" in [section["device"] for section in zero.values() if isinstance(section, dict)]:
             return [
-                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass its path on; use "
-                "accelerate_configs/zero3_offload_nvme.yaml, with the path in ds_configs/zero3_offload_nvme.json"
+                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass on the nvme path; use "
+                "accelerate_configs/zero3_offload_nvme.yaml, and set the path in ds_configs/zero3_offload_nvme.json"
             ]
         return zero_problems("launcher", zero)
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [
-            f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
-            "are relative to the folder of the launch"
+            f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the accelerate "
+            "config are relative to the folder you launch from"
         ]
     name = Path(path).name
     problems = []
@@ -162,7 +162,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
             if in_section != "auto":
                 problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
-            problems.append(f"{name}: {key} is unknown here{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
+            problems.append(f"{name}: {key} is not a supported key{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
     problems += [
         f"{name}: aio.{key} is unknown{did_you_mean(key, AIO_KEYS)}"
         for key in settings.get("aio", {})
@@ -196,7 +196,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
-            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer's "
-            "state, which may go to nvme, is six times as large as the weights)"
+            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer "
+            "state, which can be on nvme, is six times as large as the weights)"
         )
     return problems

@@ -329,7 +329,7 @@ class MeshStrategy(Strategy):
         if STAGE_LAYOUTS[schedule].splits_backward and self.config.compile != "none":
             self.ranks.print(
                 f"compile: {self.config.compile} has no effect with {schedule}, because a compiled layer cannot "
-                "compute the gradients of its inputs and of its weights separately"
+                "compute input and weight gradients separately"
             )
         # NCCL creates a group's communicator in the group's first operation, which all of its ranks must join. The
         # first sends between stages involve only some of them.

@@ -62,15 +62,15 @@ class Pipeline(Dimension):
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
                 f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-                f"{schedule}, which computes the gradients of inputs and of weights apart; use none, or one of "
-                f"{others}"
+                f"{schedule}, which computes input and weight gradients separately; use none, or one of these "
+                f"schedules: {others}"
             )
         if config.attention == "flex_attention":
-            problems.append("attention: flex_attention does not run under a pipeline; use auto")
+            problems.append("attention: flex_attention does not run with a pipeline; use auto")
         if config.precision == "fp8" and splits_backward:
             problems.append(
-                f"precision: fp8 does not run with pipeline.schedule {schedule}: it computes the gradients of inputs "
-                "and of weights together, so twice each; use 1F1B or Interleaved1F1B"
+                f"precision: fp8 does not run with pipeline.schedule {schedule}: fp8 layers compute input and weight "
+                "gradients together, so both would be computed twice; use 1F1B or Interleaved1F1B"
             )
         return problems
 

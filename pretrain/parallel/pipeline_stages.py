@@ -213,10 +213,10 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
     ids_BT = window.inputs_BT
     targets_BT = window.ids_BT[:, 1:].contiguous()
     model = LanguageModelLoss(reference)
-    works = "llama, qwen3, gpt2, gpt_neox, mistral, olmo2, phi3 and others whose layers do all the work can"
-    said = f"model: {model_config.model_type} cannot be cut into pipeline stages"
+    works = "use an architecture such as llama, qwen3, gpt2, gpt_neox, mistral, olmo2 or phi3"
+    said = f"model: {model_config.model_type} cannot be split into pipeline stages"
     if not model.from_hidden_states:
-        return f"{said}: its logits are more than its output head on its last hidden states; {works}"
+        return f"{said}: its logits are not just the output head applied to the last hidden states; {works}"
     try:
         with torch.no_grad():
             wanted = model(ids_BT, targets_BT)[0]
@@ -229,7 +229,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
     except Exception as error:  # the base model doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
-        return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
+        return f"{said}: the loss is {x:.4f} with two stages, but {wanted:.4f} without; {works}"
     return None
 
 
@@ -241,10 +241,10 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
     stages_per_rank = stages // ranks
     works = f"at most {layers // stages_per_rank} processes per pipeline" if layers // stages_per_rank > 1 else ""
     if stages_per_rank > 1 and layers >= ranks:
-        works = f"pipeline.schedule GPipe or 1F1B, which need {ranks}" + (f", or {works}" if works else "")
+        works = f"pipeline.schedule GPipe or 1F1B, which need only {ranks} layers" + (f", or {works}" if works else "")
     return (
-        f"model: {layers} layers are fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
-        f"processes ({stages_per_rank} each); use {works or 'another strategy'}"
+        f"model: {layers} layers are too few for pipeline.schedule {schedule} on {ranks} processes, which needs "
+        f"{stages} stages ({stages_per_rank} per process); use {works or 'another strategy'}"
     )
 
 

@@ -46,7 +46,7 @@ class Ranks:
         """
         running = dist.get_world_size() if dist.is_initialized() else 1
         if running != processes_launched():  # accelerate silently falls back to fewer processes
-            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
+            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate started {running}")
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), running, dist.new_group(backend="gloo"), slow_host_group())

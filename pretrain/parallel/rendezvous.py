@@ -105,8 +105,8 @@ def choose_interface() -> None:
         others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
         if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
             raise InputError(
-                f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only "
-                "here; set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
+                f"launcher: the run uses {machines} machines, but the host name {socket.gethostname()} resolves only "
+                "to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can reach, "
                 f"one of {', '.join(others) or 'none that is up'}"
             )
         if len(others) != 1:
@@ -115,7 +115,8 @@ def choose_interface() -> None:
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; set others beforehand",
+            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; to change this, set "
+            "them before launching",
             file=sys.stderr,
             flush=True,
         )

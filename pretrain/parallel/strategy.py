@@ -54,8 +54,8 @@ LOSS_TERMS = "loss_terms"
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
 WHY_NOT = {
-    "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
-    "its largest number, at any loss scale",
+    "fp16": "the weights would be in fp16, and so would the head's gradient, a sum over tokens that can exceed "
+    "65,504, the maximum in fp16, at any loss scale",
 }
 """{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
@@ -184,8 +184,8 @@ class Strategy:
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
             problems.append(
-                f"optim.stochastic_rounding: does not run under {name}, which keeps weights in fp32; it does under "
-                "ddp, fsdp2 and meshes"
+                f"optim.stochastic_rounding: does not run with {name}, which keeps weights in fp32; use ddp, "
+                "fsdp2 or a mesh"
             )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
@@ -197,8 +197,8 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
-            f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
+            f"{path}: {value} does not run with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
+            f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]

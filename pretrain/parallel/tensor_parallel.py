@@ -65,8 +65,8 @@ class TensorParallel(Dimension):
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns, but each scale "
-                "covers 256 neighboring elements of a row; use adamw, or adamw_8bit with "
+                "optim.name: adamw_8bit does not run with tp, which splits matrices by columns, because each scale "
+                "covers 256 consecutive elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
         return problems
@@ -161,15 +161,15 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run under tp: its layers differ in "
+            f"model: {model_config.model_type} does not run with tp: its layers differ in "
             f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
         return (
-            f"model: {shape} cannot all be divided by {size} tensor-parallel processes; "
-            f"{', '.join(works) + ' can be used' if works else 'no number can: use another strategy'}"
+            f"model: {shape} must all be divisible by {size}, the number of tensor-parallel processes; "
+            f"{', '.join(works) + ' would work' if works else 'no number would work: use another strategy'}"
         )
     return None
 
@@ -192,7 +192,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {model_config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not run with tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -213,13 +213,13 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     try:
         found = gradients()
     except Exception as error:  # model code may pass its hidden states in any way
-        return f"model: {model_config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
+        return f"model: {model_config.model_type} does not run with tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {model_config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
-        "others as well, whose gradients would be counted once per process; use fsdp2 or pp"
+        f"model: {model_config.model_type} does not run with tp: the inputs of its column-split matrices have other "
+        "uses, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 
 

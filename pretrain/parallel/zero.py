@@ -51,13 +51,13 @@ class Zero(Strategy):
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
             problems.append(
-                f"optim.name: {config.optim.name} does not run with its state on a disk; "
+                f"optim.name: {config.optim.name} does not run with its state on disk; "
                 f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
         if from_disk and config.averaging.kind != "none":
             problems.append(
-                f"averaging.kind: {config.averaging.kind} does not run with weights on a disk, which it would read "
-                "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
+                f"averaging.kind: {config.averaging.kind} does not run with weights on disk, because it would read "
+                "them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
@@ -65,16 +65,16 @@ class Zero(Strategy):
         if config.batch.no_sync and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: does not run under {name} {reason}; use {other}, or false")
+            problems.append(f"batch.no_sync: does not run with {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
-                f"optim.muon.qk_clip: does not run under {name}, which updates before weights can be scaled; "
-                "use ddp, fsdp2 or a mesh, or null"
+                f"optim.muon.qk_clip: does not run with {name}, which updates weights before they can be "
+                "scaled; use ddp, fsdp2 or a mesh, or null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
-                "uses CPU memory and does not"
+                "uses CPU memory instead"
             )
         return problems
 
@@ -113,7 +113,7 @@ class Zero(Strategy):
 
         unset_hf_deepspeed_config()
         if accelerator.deepspeed_plugin is None:
-            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {accelerator.distributed_type}")
+            raise RuntimeError(f"DeepSpeed was requested, but accelerate uses {accelerator.distributed_type}")
         return accelerator
 
     def prepare(
@@ -226,7 +226,7 @@ class Zero(Strategy):
             "dtypes of the weights": ({getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()}, {dtype}),
         }
         if wrong := [f"{name} is {a} instead of {b}" for name, (a, b) in in_effect_and_expected.items() if a != b]:
-            raise RuntimeError(f"DeepSpeed does not run with the recipe's settings: {'; '.join(wrong)}")
+            raise RuntimeError(f"DeepSpeed does not use the recipe's settings: {'; '.join(wrong)}")
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
@@ -400,7 +400,7 @@ def missing_for_nvme() -> str | None:
     except MissingCUDAException:
         return (
             f"the CUDA toolkit (apt install cuda-toolkit, or conda install -c nvidia cuda-toolkit), for torch's CUDA "
-            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which has bin/nvcc"
+            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which contains bin/nvcc"
         )
     return None
 
