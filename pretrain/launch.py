@@ -1,10 +1,10 @@
-"""Wraps `accelerate launch` so that Ctrl-C lets the run save first, and the exit status is the run's.
+"""Wraps `accelerate launch`: on Ctrl-C, the run saves before it exits, and the run's exit status is returned.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # restarts the run after crashes
 
---supervise must come first. All other options are those of `accelerate launch`, plus --parallelism_config_pp_size
-and --parallelism_config_ep_size.
+--supervise must come first. All options of `accelerate launch` are supported, and in addition
+--parallelism_config_pp_size and --parallelism_config_ep_size.
 
 Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process, even before the run has saved),
 always returns 1 on failure, and restarts processes up to --max_restarts times, even if they exited on purpose.
@@ -50,7 +50,7 @@ SHORTEST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
 """Maximum pause before a restart. The pause doubles after every short run."""
 LONG_LIFE_SECONDS = 600.0
-"""A run that lasts longer than this resets the pause."""
+"""Runtime after which the pause is reset."""
 
 
 def launch(arguments: list[str]) -> int:

@@ -1,10 +1,10 @@
 """Reads the sizes of the parallel dimensions from the launcher.
 
-    pp x dp_replicate x dp_shard x cp x tp = processes; only for experts, ep divides dp_shard x cp x tp again
+    pp x dp_replicate x dp_shard x cp x tp = processes; for experts only, ep divides dp_shard x cp x tp again
 
 You can set them as parallelism_config_X_size in the accelerate config or on the command line, or as environment
-variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables for all sizes except pp and ep, so we
-read those two from the accelerate config here. `pretrain.launch` supports all sizes.
+variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables for all sizes except pp and ep. If
+these two have no variable, we read them from the accelerate config here. `pretrain.launch` supports all sizes.
 """
 
 import math

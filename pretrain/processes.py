@@ -86,9 +86,10 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Returns True if the file isn't touched for this long. Clocks may differ, so it compares the file's timestamps.
+    """Returns True if the file isn't touched for this long.
 
-    Counts polls instead of seconds, because this machine may be suspended.
+    Compares the file's own timestamps, because clocks may differ. Counts polls instead of seconds, because this
+    machine may be suspended.
     """
     if silence_seconds is None:
         return False
@@ -114,7 +115,10 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns a process's state letter as in ps (Z: dead, T: stopped), or None without the process or /proc."""
+    """Returns a process's state letter as in ps (Z: dead, T: stopped).
+
+    Returns None if the process or /proc doesn't exist.
+    """
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None

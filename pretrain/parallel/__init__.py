@@ -1,4 +1,4 @@
-"""Parallelism: shards the model and the data across processes, and connects the processes.
+"""Parallelism strategies, and communication between processes.
 
 The training loop only calls the methods defined in `strategy`, so it's the same for all strategies. See
 docs/new_strategy.md for how to add one.
@@ -18,6 +18,6 @@ docs/new_strategy.md for how to add one.
     ranks: rank, world size and collectives over CPU memory
     tensor_group: unsharded tensors by name, for checkpoints
     replicas: bitwise comparison of weight replicas
-    launcher, launcher_files: reads the strategy from the accelerate config, and checks its files
-    rendezvous: connects the launched processes, including after a restart
+    launcher, launcher_files: reading the strategy from the launcher, and checking accelerate configs
+    rendezvous: connecting the launched processes
 """

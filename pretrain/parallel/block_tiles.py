@@ -1,4 +1,4 @@
-"""Checks whether 8-bit AdamW works with a sharding: a shard must not split a block of the unsharded tensor."""
+"""Checks whether 8-bit AdamW supports a sharding: no shard may split a block of the unsharded tensor."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class LargeParameter:
             part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # other shards start at multiples
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # the others are multiples of these
         return not any(start % unit_rows(self.shape) for start in starts)
 
 

@@ -209,7 +209,7 @@ def refuse_per_head(arguments: dict[str, Any]) -> None:
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Emulates `exchanging` in a single process: the chunks of a sequence are batch rows, R = B x N."""
+    """Emulates `exchanging` in a single process, with the chunks of a sequence as batch rows (R = B x N)."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)

@@ -23,7 +23,7 @@ class Dimension:
     """Base class for mesh dimensions. dp_shard uses it directly, because fully_shard does all the work."""
 
     repeats_loss = False
-    """True if all ranks along this dimension compute the loss for the same tokens, so only the first one's counts."""
+    """True if all ranks along this dimension compute the same tokens' loss, so only the first rank's counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:

@@ -121,7 +121,7 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) ->
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         device_type = hidden_ND.device.type
         if torch.is_autocast_enabled(device_type):
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # sends half-precision rows
+            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # send rows in half precision
         return exchanged(hidden_ND, chosen_NK, weights_NK)
 
     experts.forward = forward

@@ -89,7 +89,7 @@ def process_problems(path: Path, processes: int) -> list[str]:
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Returns an accelerate config, or {} if it can't be read, an error that accelerate has already reported."""
+    """Returns an accelerate config, or {} if it can't be read. accelerate has already reported the error."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -98,11 +98,11 @@ def read_launcher_file(path: Path) -> dict[str, Any]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Returns error messages for what accelerate ignores: unknown keys in sections, and an unsupported strategy."""
+    """Returns error messages for settings that accelerate ignores: unknown keys and unsupported strategies."""
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # argparse has no public equivalent of _actions. accelerate doesn't have the pp and ep sizes, so we add them.
+    # argparse has no public equivalent of _actions. accelerate's parser lacks the pp and ep sizes, so we add them.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
@@ -131,7 +131,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
 
     Args:
         path: DeepSpeed JSON given in the accelerate config, if any.
-        in_launcher: stage and offload settings from the accelerate config, in JSON layout. Used if there's no JSON.
+        in_launcher: stage and offload settings from the accelerate config itself, used only without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:

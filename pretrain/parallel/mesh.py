@@ -1,7 +1,7 @@
 """Strategy for any combination of parallel dimensions, and its mesh of ranks.
 
     dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   for parameters
-    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  for sequences, and for the heads that cp exchanges
+    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  for sequences and head exchange
     expert  (pp, dp_replicate, efsdp, ep)                  for experts; efsdp x ep = fsdp x tp
 
 The model is modified in this order: context parallelism (cp) makes attention run on full sequences, pipeline
@@ -109,7 +109,7 @@ def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
 
 
 class MeshStrategy(Strategy):
-    """Strategy for any mesh. See `Strategy` for the order in which methods are called."""
+    """Strategy for any mesh. `Strategy` documents the call order."""
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16", "fp8")
@@ -172,7 +172,7 @@ class MeshStrategy(Strategy):
 
     @property
     def dropout_rank(self) -> int:
-        """Seed offset for dropout. tp and pp ranks share it; tp ranks compute the same hidden states."""
+        """Seed offset for dropout, shared by pp ranks and by tp ranks, which compute the same hidden states."""
         return self.data_rank * self.sizes.cp + self.part
 
     @property
@@ -197,7 +197,7 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Prepares the model as described in `Strategy`.
 
-        At most one layer, or the parameters outside the layers, are unsharded at a time.
+        A rank never holds more than one unsharded layer, or the parameters outside the layers.
         """
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
@@ -283,7 +283,8 @@ class MeshStrategy(Strategy):
         """Module with the last stage's copy of the embedding, if the first stage is on the same rank."""
         owners = {self.stage_owners[0], self.stage_owners[-1]}
         if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
-            # Both stages are on this rank, but fully_shard can assign a parameter to only one of them.
+            # The first and last stages are both on this rank, but fully_shard can assign a parameter to only one of
+            # them.
             second = copy.deepcopy(embedding)
             if self.embeds:
                 roots[-1].embedding = second
@@ -461,7 +462,7 @@ class MeshStrategy(Strategy):
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Returns the replicated weights: all for dp_replicate, those not split by tp, and a tied embedding."""
+        """Returns the replicated weights: all weights for dp_replicate, unsplit ones for tp, and a tied embedding."""
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:

@@ -25,7 +25,7 @@ from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem,
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How one of torch's schedules assigns stages to ranks."""
+    """Assignment of stages to ranks in one of torch's schedules."""
 
     stages_per_rank: int
     is_v: bool = False
@@ -81,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """torch's stage, but it reduces gradients only in a step's last call and can run without a backward pass."""
+    """A torch pipeline stage that reduces gradients only in a step's last call and can run forward only."""
 
     reduces = True
 
@@ -185,9 +185,9 @@ class PipelineModel(nn.Module):
         schedule.step(*inputs, target=target, return_outputs=False)
 
     def build_schedule(self, batch: int, length: int, trains: bool) -> tuple[Any, list[ReducingStage]]:
-        """Builds torch's schedule and its stages for this batch shape, which spares torch a trial run.
+        """Builds torch's schedule and its stages for this batch shape.
 
-        Without a loss function, a schedule only runs forward.
+        Without the shape, torch would need a trial run. Without a loss function, the schedule only runs forward.
         """
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")

@@ -89,7 +89,7 @@ def split_micro_batch(
 
 
 class Stage(nn.Module):
-    """Some of a model's layers. The first stage adds the embedding, and the last adds everything after the layers.
+    """Some of a model's layers. The first stage also has the embedding, and the last everything after the layers.
 
     The first stage takes token IDs (B, T), and all others take hidden states (B, T, D). The last stage returns the
     microbatch's loss times its weight / micro-steps, and all others return hidden states. The modules are shared with

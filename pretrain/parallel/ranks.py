@@ -101,7 +101,7 @@ class Ranks:
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Exits every process of a finished script without Python's shutdown.
+        """Exits every process at the end of a script, skipping Python's shutdown.
 
         With gloo, torch's and DeepSpeed's destructors sometimes hang or abort, and Python would wait for abandoned
         threads.

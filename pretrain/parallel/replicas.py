@@ -15,13 +15,13 @@ ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
 """(process group, or None for all ranks; {name: tensor} on this rank). All ranks must have equal tensors."""
 
 CHUNK = 2**22
-"""Number of elements digested at a time. Limits memory to 32 MB for the weights and 32 MB for their products."""
+"""Number of elements digested at a time. Limits memory to 32 MB for the products and 32 MB for the weights."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """{bytes per element: integer dtype with the same width}"""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Returns a line per difference between replicas, identical on all ranks.
+    """Returns one line per difference between replicas, the same on all ranks.
 
     Reads each tensor once and waits for the device. All ranks must call it, each with its own groups (see
     `Strategy.replicas`).
@@ -69,7 +69,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Returns a line per differing tensor, with the ranks outside the majority (all ranks if there's no majority).
+    """Returns one line per differing tensor, with the ranks outside the majority, or all ranks without a majority.
 
     Args:
         digests: int64 of shape (ranks, tensors).

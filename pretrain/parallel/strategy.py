@@ -154,7 +154,7 @@ class Strategy:
         self.microbatches: int = 1
         """Number of microbatches per micro-step that run one after another, as in a pipeline."""
         self.dispatcher: Dispatcher | None = None
-        """Provides this rank's sequences, or None if the rank reads them itself."""
+        """Source of this rank's sequences. None if the rank reads them itself."""
         self.optimizer_built = ""
         """Description of the optimizer, set by `prepare`."""
         self.average: WeightAverage | None = None
@@ -225,7 +225,7 @@ class Strategy:
         Args:
             model: the model on the meta device.
             weights: the initial weights. Sharded models are filled unit by unit.
-            build_optimizer: builds the optimizer from (name, parameter) pairs that this rank updates.
+            build_optimizer: builds the optimizer from the (name, parameter) pairs that this rank updates.
         """
         if self.precision == "fp8":
             from pretrain.model.fp8 import use_fp8
@@ -373,7 +373,7 @@ class Strategy:
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's loss counts. Among ranks that share a model replica, only one rank's loss does."""
+        """True if this rank's loss counts. Among ranks that share a model replica, only one counts."""
         return True
 
     def describe(self) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def order_buckets(model: DistributedDataParallel) -> None:
 
     DDP normally orders its buckets after the first backward pass, by the order in which gradients arrive. With three
     or more ranks, a gradient's position in its bucket determines the summation order, and therefore the rounding.
-    Without this function, the first step after a resume would round differently from an uninterrupted run.
+    Without this function, the first step after a resume would round differently than in an uninterrupted run.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)

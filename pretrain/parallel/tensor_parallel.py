@@ -181,7 +181,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
 
     Matrices must be plain linear layers. The tensor passed on by `share_input` must have no other uses, because their
     gradients would be summed over the ranks as well. To detect other uses, a small copy doubles the gradient where tp
-    would sum it, and halves it at each column-split matrix. Only other uses make the gradients change. Raises
+    would sum it, and halves it at each column-split matrix. Without other uses, the gradients don't change. Raises
     InputError like `reference_of`.
     """
     model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
@@ -232,7 +232,7 @@ def split_unit(
     *,
     splits_experts: bool,
 ) -> None:
-    """Splits the matrices in `unit` according to the plan, and frees the unsplit matrices.
+    """Splits the matrices in `unit` according to the plan, and frees the full matrices.
 
     splits_experts: see `plan_problem`.
     """
@@ -329,7 +329,7 @@ def parents_of_columns(styles: Mapping[str, str | None]) -> list[str]:
 
 
 def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
-    """Applies one function to a module's hidden states on behalf of all its column-split matrices.
+    """Applies a function to a module's hidden states, once for all of its column-split matrices.
 
     Otherwise, each matrix would all-reduce its gradient separately. The hidden states are cast to autocast's dtype
     first, so that the gradient is sent in that dtype. `input_problem` rejects models that this would break.

@@ -40,7 +40,7 @@ class Zero(Strategy):
 
     parameter_form = "pieces"  # slices of flat tensors that contain many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # every layer's hooks would break a full graph
+    compilations = ("auto", "none", "regional")  # a full graph would break at every layer's hooks
 
     holds_whole_model = False
 
@@ -189,7 +189,7 @@ class Zero(Strategy):
     ) -> None:
         """Restores the fp32 values of the master weights and rotary tables, which DeepSpeed has rounded.
 
-        The values come from a second model, initialized one unit at a time to save memory.
+        The weights come from a second model, initialized one unit at a time to save memory.
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
@@ -340,7 +340,7 @@ class Zero(Strategy):
         self.masters.release()
 
     def get(self, name: str) -> torch.Tensor:
-        """Gathers a master weight or, as '<parameter>.<state>', optimizer state on every rank (a collective call)."""
+        """Gathers a master weight or optimizer state ('<parameter>.<state>') on every rank (a collective call)."""
         key = None
         if name not in self.parameter_of:
             name, _, key = name.rpartition(".")
