@@ -212,7 +212,7 @@ def launched_sizes() -> Sizes:
     if len(rest) > 1 and "dp_shard" in rest:
         rest.remove("dp_shard")
     if len(rest) > 1:
-        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0, but only one size can be")
+        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0, but only one size can be 0")
     given = math.prod(numbers.values())
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
@@ -233,8 +233,8 @@ def launched_sizes() -> Sizes:
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: none of the {processes} processes are left for it; use another strategy, "
-            "or --num_processes 2"
+            f"launcher: {setting(rest[0])}: no processes remain for it (out of {processes}); use another "
+            "strategy, or --num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp
     if all_for_experts or experts:

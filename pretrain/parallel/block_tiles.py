@@ -61,7 +61,7 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
         *problems,
         f"optim.name: adamw_8bit does not run with {sizes.fsdp} shards per parameter (dp_shard x cp), because each of "
         f"its scales covers a block of 256 consecutive elements, and shards of {named}{more} would split a block; "
-        f"use adamw, or {remedy if works else 'a model whose row counts are divisible'}",
+        f"use adamw, or {remedy if works else 'a model whose row counts divide evenly'}",
     ]
 
 

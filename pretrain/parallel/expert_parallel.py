@@ -69,7 +69,7 @@ def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
     works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
     return (
         f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
-        f"expert-parallel processes; use {', '.join(works)} as {setting('ep')}"
+        f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
     )
 
 

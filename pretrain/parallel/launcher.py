@@ -148,7 +148,7 @@ def parallelism_problems() -> list[str]:
     if came_through_launcher and missing and launcher_command() is None:
         problems.append(
             f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launcher's command "
-            f"line is not visible; set {' and '.join(missing)} (1 if unused)"
+            f"line is not visible; set {' and '.join(missing)} to their sizes (1 if unused)"
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):

@@ -136,8 +136,9 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     """
     if path is None and not in_launcher:
         return [
-            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; use a JSON such as "
-            "those in ds_configs, or use accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; set "
+            "deepspeed_config_file to a JSON such as those in ds_configs, or use accelerate_configs/zero1.yaml, "
+            "zero2.yaml or zero3.yaml"
         ]
     if path is None:
         zero = in_launcher["zero_optimization"]

@@ -80,7 +80,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
     elif not problems:
         problems.append(
             f"launcher: {name} is not a supported strategy ({', '.join(STRATEGIES)}); use one of the files in "
-            "accelerate_configs, or set fsdp_version: 2 in your own"
+            "accelerate_configs, or set fsdp_version: 2 in your own config"
         )
     if problems:
         raise InputError(*problems)

@@ -106,8 +106,8 @@ def choose_interface() -> None:
         if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
             raise InputError(
                 f"launcher: the run uses {machines} machines, but the host name {socket.gethostname()} resolves only "
-                "to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can reach, "
-                f"one of {', '.join(others) or 'none that is up'}"
+                "to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can reach "
+                f"(active interfaces: {', '.join(others) or 'none found'})"
             )
         if len(others) != 1:
             return

@@ -65,7 +65,7 @@ class TensorParallel(Dimension):
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which splits matrices by columns, because each scale "
+                "optim.name: adamw_8bit does not run with tp: tp splits matrices by columns, but each scale "
                 "covers 256 consecutive elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
@@ -169,7 +169,7 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
         return (
             f"model: {shape} must all be divisible by {size}, the number of tensor-parallel processes; "
-            f"{', '.join(works) + ' would work' if works else 'no number would work: use another strategy'}"
+            f"{', '.join(works) + ' would work' if works else 'no number would work; use another strategy'}"
         )
     return None
 

@@ -158,4 +158,4 @@ def test_8bit_moments_are_refused_with_tp_and_in_host_memory(recipe, monkeypatch
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     (problem,) = MeshStrategy.problems(given, "fsdp_tp")
-    assert problem.startswith("optim.name: adamw_8bit does not run with tp, which splits matrices by columns")
+    assert problem.startswith("optim.name: adamw_8bit does not run with tp: tp splits matrices by columns")

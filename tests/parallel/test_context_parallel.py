@@ -121,7 +121,7 @@ def test_refusals_before_the_start(launched, recipe):
     )
     launched(1)
     assert (
-        "parallelism_config_cp_size: none of the 1 processes are left for it; use another strategy, or --num"
+        "parallelism_config_cp_size: no processes remain for it (out of 1); use another strategy, or --num"
         in problems(recipe)
     )
     launched(4, "2", DP_REPLICATE_SIZE="2")

@@ -170,7 +170,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     assert problems(recipe) == ""
     found = problems(recipe, **{"optim.name": "adamw_8bit"})
-    assert found.startswith("optim.name: adamw_8bit does not run with tp, which splits matrices by columns")
+    assert found.startswith("optim.name: adamw_8bit does not run with tp: tp splits matrices by columns")
     assert "use adamw, or adamw_8bit with dp_shard" in found
     launched(4)
     assert "must all be divisible by 4, the number of tensor-parallel processes; 2 would work" in problems(recipe)
@@ -180,7 +180,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))
-    assert "no number would work: use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
+    assert "no number would work; use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
 def test_shares_of_the_loss_add_up_to_it(monkeypatch):

@@ -241,7 +241,7 @@ def test_what_cannot_run_is_reported_with_the_reason(recipe):
     assert "adamw_8bit does not run with zero2; use adamw or adafactor or muon, or a strategy that supports it" in text
     assert "num_key_value_heads 2" in text and "must all be divisible by 8" in text
     assert not candidate(plan, "zero2").runs and candidate(plan, "ddp").runs
-    assert "adamw_8bit does not run with tp, which splits matrices by columns" in text
+    assert "adamw_8bit does not run with tp: tp splits matrices by columns" in text
 
 
 def test_shards_have_their_share_of_8_bit_moments(recipe):
