@@ -1,10 +1,10 @@
-"""Wraps `accelerate launch` so that Ctrl-C lets the run save first, and the exit status is the run's.
+"""Wraps `accelerate launch`: on Ctrl-C, the run saves before it exits, and the run's exit status is returned.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # restarts the run after crashes
 
---supervise must come first. All other options are those of `accelerate launch`, plus --parallelism_config_pp_size
-and --parallelism_config_ep_size.
+--supervise must come first. All options of `accelerate launch` are supported, and in addition
+--parallelism_config_pp_size and --parallelism_config_ep_size.
 
 Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process, even before the run has saved),
 always returns 1 on failure, and restarts processes up to --max_restarts times, even if they exited on purpose.
@@ -39,22 +39,22 @@ ENDED_ON_PURPOSE = {
     EXIT_PREEMPTED,
     EXIT_INTERRUPTED,
 }
-"""Exit statuses after which a restarted run would fail again immediately."""
+"""Exit statuses after which torchrun must not restart the processes."""
 
 SHUTDOWN_SECONDS = 300
 """Seconds that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
 
-The default of 30 s is too short to save a large model's checkpoint.
+The default of 30 s is too short for saving a large model.
 """
 SHORTEST_PAUSE_SECONDS = 5.0
 LONGEST_PAUSE_SECONDS = 300.0
-"""Maximum pause before a restart. The pause doubles after every short-lived start."""
+"""Maximum pause before a restart. The pause doubles after every short run."""
 LONG_LIFE_SECONDS = 600.0
-"""Lifetime after which the pause is reset."""
+"""Runtime after which the pause is reset."""
 
 
 def launch(arguments: list[str]) -> int:
-    """Runs `accelerate launch` with these arguments, and returns the script's exit status."""
+    """Runs `accelerate launch` with these arguments and returns the script's exit status."""
     import torch.distributed.launcher.api
     import torch.distributed.run  # loads all of torchrun, including its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -69,7 +69,7 @@ def launch(arguments: list[str]) -> int:
     sizes, arguments = take_own_options(arguments)
     os.environ.update({variable(name): size for name, size in sizes.items()})
     parsed = launch_command_parser().parse_args(arguments)
-    parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's own default lacks SIGUSR1
+    parsed.signals_to_handle = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun's default doesn't include SIGUSR1
     try:
         launch_command(parsed)
     except subprocess.CalledProcessError as ended:  # with one process
@@ -79,7 +79,7 @@ def launch(arguments: list[str]) -> int:
     except SignalException as asked:
         wait_for_the_rest(asked.sigval)
         return status_after(asked.sigval)
-    except ValueError as error:  # from accelerate's own checks of its arguments and files
+    except ValueError as error:  # from accelerate's checks of its arguments and files
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
@@ -96,16 +96,16 @@ def wait_for_checkpoints() -> None:
 
 
 def patient_agent() -> type:
-    """Returns torchrun's agent class, changed so that it doesn't restart processes that ended on purpose."""
+    """Returns torchrun's agent class, modified not to restart processes that exited on purpose."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     class Agent(LocalElasticAgent):
-        # torchrun restarts after any exit status and has no public hook before a restart. Its max_restarts is fixed
-        # when the agent starts.
+        # torchrun restarts after any exit status, has no public hook before a restart, and reads max_restarts only
+        # once.
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.is_failed():
-                # If one process ends and torchrun terminates the others, they also count as failures.
+                # If one process exits, torchrun terminates the others, which also count as failures.
                 codes = {end.exitcode for end in result.failures.values()} - {-signal.SIGTERM}
                 if codes and codes <= ENDED_ON_PURPOSE:
                     self._remaining_restarts = 0
@@ -115,12 +115,12 @@ def patient_agent() -> type:
 
 
 def status_after(number: int) -> int:
-    """Returns the exit status for a run that was ended by a signal."""
+    """Returns the exit status for a run that was stopped by a signal."""
     return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED
 
 
 def status_of(code: int) -> int:
-    """Returns a process's exit status. If a signal killed the process, it counts as crashed."""
+    """Returns a process's exit status, or CRASHED if it was killed by a signal."""
     if code < 0:
         print(f"the run was killed by {signal.Signals(-code).name}", file=sys.stderr)
         return CRASHED
@@ -128,7 +128,7 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """Forwards a second signal, which has ended torchrun's wait, and returns after all processes have ended."""
+    """Forwards a second signal, which has ended torchrun's wait, and waits until all processes have exited."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -143,8 +143,7 @@ def pass_on(number: int) -> None:
 def supervise(command: list[str]) -> int:
     """Runs a command, restarts it if it crashes or must be continued, and returns its exit status.
 
-    It doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash
-    loop.
+    Doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash loop.
     """
     pause = SHORTEST_PAUSE_SECONDS
     while True:
@@ -154,7 +153,7 @@ def supervise(command: list[str]) -> int:
         while (code := ended(process)) is None:
             with suppress(psutil.NoSuchProcess):
                 left = psutil.Process(process.pid).children(recursive=True) or left
-        if code < 0:  # the run's processes save and end, and hold its lock until then
+        if code < 0:  # the remaining processes save, and hold the run's lock until they exit
             psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)
         if (code not in (CRASHED, EXIT_PREEMPTED) and code >= 0) or HEARD:
             return status_of(code)
@@ -171,7 +170,7 @@ def supervise(command: list[str]) -> int:
 
 
 def ended(process: subprocess.Popen) -> int | None:
-    """Returns the exit status, or None if the process is still running after a second."""
+    """Returns the exit status, or None if the process is still running after one second."""
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:
@@ -183,10 +182,11 @@ HEARD: list[int] = []
 
 
 def hear_signals(*, alone_ends: bool) -> None:
-    """Records each signal and forwards it. A process without child processes ends immediately if `alone_ends`.
+    """Records and forwards signals. With `alone_ends`, a process without child processes exits immediately.
 
-    This is for a single process, for which accelerate only waits. With several processes, torchrun's handlers take
-    over. The terminal sends Ctrl-C to all processes. SIG_IGN wouldn't work, because child processes inherit it.
+    Needed for a single process, for which accelerate only waits. With several, torchrun's handlers take over. Ctrl-C
+    isn't forwarded, because the terminal sends it to all processes. SIG_IGN wouldn't work, because child processes
+    inherit it.
     """
 
     def hear(number, _):

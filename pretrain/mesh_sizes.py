@@ -1,11 +1,10 @@
 """Reads the sizes of the parallel dimensions from the launcher.
 
-    pp x dp_replicate x dp_shard x cp x tp = processes; ep divides dp_shard x cp x tp again, only for experts
+    pp x dp_replicate x dp_shard x cp x tp = processes; for experts only, ep divides dp_shard x cp x tp again
 
-You can set them as parallelism_config_X_size in the accelerate config, as command-line options with this name, or as
-environment variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables from its options and its
-config, except for pp and ep. If these two have no variable, we read them from the config here. `pretrain.launch` has
-all options.
+You can set them as parallelism_config_X_size in the accelerate config or on the command line, or as environment
+variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables for all sizes except pp and ep. If
+these two have no variable, we read them from the accelerate config here. `pretrain.launch` supports all sizes.
 """
 
 import math
@@ -22,11 +21,11 @@ class Row(NamedTuple):
     """A row in DIMENSIONS."""
 
     kind: str
-    """Module and class that apply the dimension to a model; see pretrain/parallel/dimension.py."""
+    """Module and class that implement the dimension; see pretrain/parallel/dimension.py."""
     reads: bool = False
     """True if the dimension's ranks read different sequences."""
     is_inner: bool = False
-    """True if it divides other dimensions' ranks, as ep divides those of dp_shard, cp and tp."""
+    """True if it subdivides other dimensions, as ep subdivides dp_shard, cp and tp."""
 
 
 DIMENSIONS: dict[str, Row] = {
@@ -37,7 +36,7 @@ DIMENSIONS: dict[str, Row] = {
     "tp": Row("pretrain.parallel.tensor_parallel:TensorParallel"),
     "ep": Row("pretrain.parallel.expert_parallel:ExpertParallel", is_inner=True),
 }
-"""The dimensions, outermost first. tp is innermost, because neighboring ranks have the fastest links."""
+"""The dimensions, outermost first. tp is innermost because consecutive ranks have the fastest links."""
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
 """Modules that launch processes."""
 DROPPED = ("pp", "ep")
@@ -47,7 +46,7 @@ THE_REST = ("0", "all", "none", "null", "")
 
 
 class Sizes:
-    """Number of ranks along each dimension, given by position or name. The default is 1."""
+    """Number of ranks along each dimension, given by position or name. Defaults to 1."""
 
     pp: int
     dp_replicate: int
@@ -79,7 +78,7 @@ class Sizes:
     def fsdp(self) -> int:
         """Number of ranks that shard the dense parameters.
 
-        cp ranks count, because they are data parallel for parameters.
+        This includes cp ranks, which are data parallel with respect to parameters.
         """
         return self.dp_shard * self.cp
 
@@ -99,7 +98,7 @@ class Sizes:
 
 
 def setting(dimension: str) -> str:
-    """Returns a size's name in the accelerate config."""
+    """Returns a size's key in the accelerate config."""
     return f"parallelism_config_{dimension}_size"
 
 
@@ -118,9 +117,9 @@ def processes_launched() -> int:
 
 
 def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Splits a launcher's arguments into {dimension: size} for sizes that accelerate doesn't support, and the rest.
+    """Splits a launcher's arguments into {dimension: size}, for sizes that accelerate doesn't support, and the rest.
 
-    Stops at the first file ending in .py or at --module, because everything after it belongs to the script.
+    Stops at the first .py file or --module, because all later arguments belong to the script.
     """
     found: dict[str, str] = {}
     rest: list[str] = []
@@ -145,7 +144,7 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 def launcher_command() -> tuple[list[str], Path] | None:
     """Returns the arguments and folder of the `accelerate launch` that started this process, or None.
 
-    The launcher passes on neither its config's name nor its command line, so we read them from the parent process.
+    The launcher passes on neither its command line nor its config's name, so we read them from the parent process.
     """
     import psutil
 
@@ -164,7 +163,7 @@ def launcher_command() -> tuple[list[str], Path] | None:
 
 
 def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size} from the accelerate config as text, or {} if it's unreadable."""
+    """Returns {dimension: size as text} from the accelerate config, or {} if it can't be read."""
     command = launcher_command()
     if command is None:
         return {}
@@ -181,7 +180,7 @@ def sizes_in_file() -> dict[str, str]:
 
 
 def requested_sizes() -> dict[str, str]:
-    """Returns {dimension: size} from the launcher as text, without sizes of 1."""
+    """Returns {dimension: size as text} from the launcher, without sizes of 1."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}
     in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
@@ -193,7 +192,7 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises an InputError that lists invalid sizes and alternatives.
+    """Returns the size of every dimension. Raises InputError for invalid sizes, and suggests alternatives.
 
     Remaining processes shard the model with `distributed_type: FSDP`, and replicate it with `MULTI_GPU`.
     """
@@ -205,15 +204,15 @@ def launched_sizes() -> Sizes:
         elif text.isdecimal() and int(text) > 0:
             numbers[name] = int(text)
         else:
-            problems.append(f"launcher: {setting(name)}: {text} is not a size; use {allowed(processes)}")
+            problems.append(f"launcher: {setting(name)}: {text} is not a valid size; use {allowed(processes)}")
     experts = numbers.pop("ep", None)
     all_for_experts = "ep" in rest
     rest = [name for name in rest if name != "ep"]
-    # accelerate's own configs write null for an open dp_shard.
+    # accelerate writes null for an unset dp_shard.
     if len(rest) > 1 and "dp_shard" in rest:
         rest.remove("dp_shard")
     if len(rest) > 1:
-        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0; only one of them can be")
+        problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0, but only one size can be 0")
     given = math.prod(numbers.values())
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
@@ -229,13 +228,13 @@ def launched_sizes() -> Sizes:
     if sizes.world != processes:
         product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
         problems.append(
-            f"launcher: {product} is {sizes.world} processes, but {processes} were launched; omit one size, or use "
+            f"launcher: {product} needs {sizes.world} processes, but {processes} were launched; omit one size, or use "
             f"--num_processes {sizes.world}"
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: none of {processes} processes is left for it; use another strategy, or "
-            "--num_processes 2"
+            f"launcher: {setting(rest[0])}: no processes remain for it (out of {processes}); use another "
+            "strategy, or --num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp
     if all_for_experts or experts:
@@ -252,6 +251,6 @@ def launched_sizes() -> Sizes:
 
 
 def allowed(processes: int) -> str:
-    """Lists the sizes of a dimension that divide this number of processes."""
+    """Describes the sizes that work with this number of processes."""
     works = [str(size) for size in range(2, processes + 1) if processes % size == 0]
-    return f"0 (all that remain) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"
+    return f"0 (all remaining) or {', '.join(works)}" if works else "another strategy, or --num_processes 2"

@@ -18,28 +18,28 @@ LOOK_SECONDS = 0.2
 
 @contextmanager
 def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
-    """Locks the file `path` during a with block and removes the file at the end.
+    """Locks the file `path` during a with block, and then removes it.
 
-    The kernel releases the lock when its holder dies, so the next process takes over an abandoned file. Raises
-    InputError with the process ID and host if another process holds the lock, or if the file is from another host,
-    whose processes can't be seen from here.
+    The kernel releases the lock when its holder dies, so the next process can take it. Raises InputError with the
+    process ID and host if another process holds the lock, or if the file is from another host, whose processes can't
+    be checked from here.
 
     Args:
-        silence_seconds: holders touch the file. After this long without a touch, a holder on another host counts as
-            dead.
+        silence_seconds: holders touch the file regularly. After this long without a touch, a holder on another host
+            counts as dead.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
         yield
     finally:
-        # Removed while still held, so a process that has opened it notices the changed inode.
+        # Remove it while still locked, so that a process that has already opened it notices the changed inode.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def hold_while_open(file: IO) -> None:
     """Locks an open file until every process that inherits it has closed it or died."""
-    with suppress(OSError):  # waiting processes also ignore file systems without locks
+    with suppress(OSError):  # processes that wait also ignore file systems without locks
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
@@ -69,12 +69,12 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
             os.close(descriptor)
             raise InputError(
                 f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is using it; "
-                "wait for that process, stop it, or use another --output"
+                "wait for that process, stop it, or choose another --output"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: is still locked by process {holder.get('pid')} on {holder.get('host')}; "
+                f"{path.parent}: still locked by process {holder.get('pid')} on {holder.get('host')}; "
                 f"if that process is gone, remove {path} and run again"
             )
         if _is_at(path, descriptor):
@@ -86,9 +86,10 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 
 
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
-    """Returns True if the file hasn't been touched for this long, by its own timestamps, because clocks may differ.
+    """Returns True if the file isn't touched for this long.
 
-    Counts polls instead of seconds, because this machine may be suspended.
+    Compares the file's own timestamps, because clocks may differ. Counts polls instead of seconds, because this
+    machine may be suspended.
     """
     if silence_seconds is None:
         return False
@@ -114,14 +115,17 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns a process's state letter, as in ps (Z: dead, T: stopped); None if the process or /proc doesn't exist."""
+    """Returns a process's state letter as in ps (Z: dead, T: stopped).
+
+    Returns None if the process or /proc doesn't exist.
+    """
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return None
 
 
 def is_alive(pid: int) -> bool:
-    """Returns True if a process on this machine is running. A zombie isn't."""
+    """Returns True if a process is running on this machine. Zombies don't count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

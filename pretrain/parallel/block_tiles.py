@@ -1,4 +1,4 @@
-"""Checks if 8-bit AdamW can train a layout: every shard must consist of whole blocks of the unsharded tensor."""
+"""Checks whether 8-bit AdamW supports a sharding: no shard may split a block of the unsharded tensor."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 
 SHOWN = 3
-"""Number of parameters to list in a message."""
+"""Maximum number of parameters to list in a message."""
 
 
 @dataclass(frozen=True)
 class LargeParameter:
-    """A parameter with 8-bit moments."""
+    """A parameter whose AdamW moments are stored in 8 bits."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Returns True if its shards consist of whole blocks with these sizes. tp must be 1."""
+        """Returns True if no shard splits a block. Requires tp = 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts
@@ -33,18 +33,17 @@ class LargeParameter:
             part = torch.empty(rows, *self.shape[1:], device="meta")
             if dimension_to_shard(shards, part) is not None:
                 return False
-        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # all later starts are multiples
+        starts = [rows] * (experts > 1) + [-(-rows // shards)] * (shards > 1)  # the others are multiples of these
         return not any(start % unit_rows(self.shape) for start in starts)
 
 
 def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
-    """Lists the reasons why parameters can't have 8-bit moments with these sizes, and suggests alternatives.
+    """Returns error messages if 8-bit AdamW doesn't work with these sizes.
 
-    Sizes with tp pass this check, because tp itself rejects 8-bit AdamW.
+    Does not check tp, which rejects 8-bit AdamW itself.
     """
     offloaded = (
-        "optim.name: adamw_8bit does not run with fsdp_offload_params: use adamw with it, or leave the parameters on "
-        "the GPU"
+        "optim.name: adamw_8bit does not run with fsdp_offload_params; use adamw, or keep the parameters on the GPU"
     )
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
@@ -57,17 +56,17 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     works = [str(n) for n, other in others.items() if not cut_blocks(model_config, other)]
     named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
     more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
-    remedy = f"dp_shard x cp of {' or '.join(works)}, with dp_replicate for the other processes"
+    remedy = f"set dp_shard x cp to {' or '.join(works)}, and use dp_replicate for the remaining processes"
     return [
         *problems,
-        f"optim.name: adamw_8bit does not run with parameters in {sizes.fsdp} shards (dp_shard x cp), because each "
-        f"of its scales covers 256 neighboring elements, but shards of {named}{more} begin inside one; use adamw, "
-        f"or {remedy if works else 'a model whose rows divide'}",
+        f"optim.name: adamw_8bit does not run with {sizes.fsdp} shards per parameter (dp_shard x cp), because each of "
+        f"its scales covers a block of 256 consecutive elements, and shards of {named}{more} would split a block; "
+        f"use adamw, or {remedy if works else 'a model whose row counts divide evenly'}",
     ]
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
-    """Lists the parameters for which a shard would begin inside a block."""
+    """Returns the parameters whose shards would split a block."""
     return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 

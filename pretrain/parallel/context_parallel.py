@@ -1,14 +1,12 @@
-"""Context parallelism: each rank holds part of every sequence, and attends with some of the heads over all of it.
+"""Context parallelism: each rank holds a chunk of every sequence, and computes attention for some of the heads.
 
-Every layer except attention processes each position separately, so a rank only needs its own positions. Before
-attention, the ranks that share a sequence exchange heads for positions: each rank receives all positions for its share
-of the heads. After attention, a second exchange sends the outputs back (Ulysses, Jacobs et al., arXiv 2309.14509).
-Between the two exchanges, any attention works as it does on one rank, including sliding windows and documents that
-cross rank boundaries. All ranks have the same amount of work, causal or not. docs/long_context.md compares this method
-with gathering keys and values.
+All layers except attention process positions independently, so a rank only needs its own positions. For attention, an
+all-to-all gives each rank all positions for its share of the heads, and a second all-to-all returns the outputs
+(Ulysses, Jacobs et al., arXiv 2309.14509). Any attention implementation works in between, including sliding windows
+and documents that cross rank boundaries. docs/long_context.md compares this method with gathering keys and values.
 
-Shapes: B sequences, T positions of a whole sequence, P positions on this rank, N ranks in a group, H query heads, G
-key heads, E head width.
+Shapes: B sequences, T positions in a full sequence, P positions on this rank, N ranks per group, H query heads, G key
+heads, E head dimension.
 """
 
 import functools
@@ -41,14 +39,14 @@ from pretrain.model.small_copy import (
 from pretrain.parallel.dimension import Dimension
 
 PER_HEAD = ("s_aux", "position_bias")
-"""Attention arguments that have a value for each head or each pair of positions."""
+"""Attention arguments with one value per head or per pair of positions."""
 EXCHANGING = "groundwork_exchanging"
-"""Name of the registered `exchanging` function."""
+"""Name under which `exchanging` is registered."""
 FOLDED = "groundwork_folded"
-"""Name of the registered `folded` function."""
+"""Name under which `folded` is registered."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-"""A function for transformers' attention interface."""
+"""Attention function for transformers' attention interface."""
 
 
 class ContextParallel(Dimension):
@@ -61,7 +59,7 @@ class ContextParallel(Dimension):
             return []
         below = length // sizes.cp * sizes.cp
         return [
-            f"data.sequence_length: {length:,} cannot be cut into {sizes.cp} equal parts; "
+            f"data.sequence_length: {length:,} cannot be split into {sizes.cp} equal chunks; "
             f"nearest: {f'{below:,} or ' if below else ''}{below + sizes.cp:,}"
         ]
 
@@ -84,34 +82,37 @@ class ContextParallel(Dimension):
 
 
 def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> str | None:
-    """Explains why this model's heads can't be split over the ranks, with alternatives. Returns None if they can."""
+    """Returns an error message if this model's heads can't be split across the ranks, otherwise None."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        return f"model: {model_config.model_type} does not run under cp: its layers differ in their heads; use fsdp2"
+        return (
+            f"model: {model_config.model_type} does not run with cp: its layers have different numbers of heads; "
+            "use fsdp2"
+        )
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp or key_heads % tp:
-        return None  # tp's own check reports it
+        return None  # reported by tp
     heads, key_heads = heads // tp, key_heads // tp
     if divides(heads, key_heads, parts):
         return None
     works = [str(n) for n in range(2, heads + 1) if divides(heads, key_heads, n)]
     remedy = f"{setting('cp')} can be {', '.join(works)}" if works else "use fsdp2"
-    left = " that tp leaves" if tp > 1 else ""
+    left = " per tp rank" if tp > 1 else ""
     return (
-        f"model: {heads} query heads and {key_heads} key-value heads{left} cannot be divided among the {parts} "
-        f"processes of a sequence; {remedy}"
+        f"model: {heads} query heads and {key_heads} key-value heads{left} cannot be split across {parts} "
+        f"context-parallel processes; {remedy}"
     )
 
 
 def divides(heads: int, key_heads: int, parts: int) -> bool:
-    """Returns True if all ranks can have equally many query heads, and the key heads for them."""
+    """Returns True if the ranks can split the query heads evenly, and either split or share the key heads evenly."""
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)
 
 
 def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Cuts a batch down to this rank's positions, as a pre-hook of `LanguageModelLoss`.
+    """Slices a batch to this rank's positions. Registered as a forward pre-hook of `LanguageModelLoss`.
 
-    Attention arguments stay whole.
+    Attention arguments aren't sliced, because attention runs on full sequences.
     """
     batch = {**dict(zip(("input_ids_BT", "targets_BT"), args, strict=False)), **kwargs}
     length = batch["input_ids_BT"].shape[1] // parts
@@ -124,14 +125,14 @@ def part_of_batch(part: int, parts: int, module: torch.nn.Module, args: tuple, k
 
 @dataclass(frozen=True)
 class PartsOfSequences:
-    """Sequences whose parts are on different ranks, for loss terms; see `loss_terms.Sequences`."""
+    """Sequences split across ranks, for loss terms; see `loss_terms.Sequences`."""
 
     part: int
     parts: int
     group: str
 
     def whole(self, values_BP: Tensor) -> Tensor:
-        """Gathers (B, T, ...) from the parts on all ranks. This collective call is differentiable."""
+        """Gathers (B, T, ...) from all ranks (a differentiable collective)."""
         sent_NBP = values_BP.expand(self.parts, *values_BP.shape)
         return exchange(sent_NBP, self.parts, self.group).transpose(0, 1).flatten(1, 2)
 
@@ -141,17 +142,17 @@ class PartsOfSequences:
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes a model attend over whole sequences although its inputs are parts of sequences.
+    """Makes attention run on full sequences although the model's inputs are chunks.
 
-    group: name of the process group whose ranks hold the parts, for torch's functional collectives.
+    group: name of the process group that shares the sequences, for torch's functional collectives.
 
-    Raises InputError for transformers' own attentions, whose masks would treat a part as a whole sequence.
+    Raises InputError for transformers' built-in attention, whose masks would treat a chunk as a full sequence.
     """
-    name = causal_lm.config._attn_implementation  # private; transformers has no public name for it
+    name = causal_lm.config._attn_implementation  # private, but there is no public equivalent
     if name in ("sdpa", "eager"):
         raise InputError(
             f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "
-            "treat a part of a sequence as the whole; use fsdp2, or another architecture"
+            "treat part of a sequence as a full sequence; use fsdp2, or another architecture"
         )
     AttentionInterface.register(EXCHANGING, functools.partial(exchanging, ALL_ATTENTION_FUNCTIONS[name], parts, group))
     causal_lm.set_attn_implementation(EXCHANGING)
@@ -168,7 +169,7 @@ def exchanging(
     attention_mask: Any,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Exchanges heads for positions, calls `attend` on whole sequences with some heads, and reverses the exchange."""
+    """Exchanges heads for positions, calls `attend` on full sequences, and reverses the exchange."""
     refuse_per_head(kwargs)
     query_BHPE, key_BGPE, value_BGPE = in_one_dtype(query_BHPE, key_BGPE, value_BGPE)
     copies = max(1, parts // key_BGPE.shape[1])  # with fewer key heads than ranks, some ranks share one
@@ -179,7 +180,7 @@ def exchanging(
 
 
 def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
-    """Turns (B, heads, P, E) for this rank's positions into (B, heads / N, T, E), in one exchange for all tensors."""
+    """Converts (B, heads, P, E) to (B, heads / N, T, E), with one all-to-all for all tensors."""
     sent = [x.unflatten(1, (parts, -1)).permute(1, 0, 3, 2, 4) for x in tensors]  # (N, B, P, heads / N, E)
     received_NBPW = exchange(torch.cat([x.flatten(3) for x in sent], dim=-1), parts, group)
     whole_BTW = received_NBPW.transpose(0, 1).flatten(1, 2)
@@ -188,31 +189,30 @@ def to_whole(tensors: Sequence[Tensor], parts: int, group: str) -> list[Tensor]:
 
 
 def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
-    """Turns (B, T, H / N, E) for this rank's heads into (B, P, H, E)."""
+    """Converts (B, T, H / N, E) to (B, P, H, E)."""
     sent_NBPW = out_BTHE.flatten(2).unflatten(1, (parts, -1)).transpose(0, 1)
     received_NBPW = exchange(sent_NBPW, parts, group)
     return received_NBPW.permute(1, 2, 0, 3).unflatten(-1, out_BTHE.shape[2:]).flatten(2, 3)
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to the group's rank n, and returns the entries that this rank receives.
+    """Sends entry n of (N, ...) to rank n of the group, and returns the received entries.
 
-    Recomputed layers exchange again. This works because all ranks recompute them at the same time.
+    Activation checkpointing repeats the exchange, which is safe because all ranks recompute at the same time.
     """
     ones = [1] * parts
-    # This private operator is behind torch's functional collectives. Unlike the public dist.all_to_all_single, it
-    # supports autograd and torch.compile.
+    # This operator is private. Unlike the public dist.all_to_all_single, it supports autograd and torch.compile.
     received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), ones, ones, group)
     return torch.ops._c10d_functional.wait_tensor(received)
 
 
 def refuse_per_head(arguments: dict[str, Any]) -> None:
     if given := [name for name in PER_HEAD if arguments.get(name) is not None]:
-        raise InputError(f"this model's attention uses {', '.join(given)}, which does not run under cp; use fsdp2")
+        raise InputError(f"this model's attention uses {', '.join(given)}, which does not run with cp; use fsdp2")
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes what `exchanging` computes, but in one process: parts of a sequence are batch rows, R = B x N."""
+    """Emulates `exchanging` in a single process, with the chunks of a sequence as batch rows (R = B x N)."""
     refuse_per_head(kwargs)
     whole = [x.unflatten(0, (-1, parts)).transpose(1, 2).flatten(2, 3) for x in (query_RHPE, key_RGPE, value_RGPE)]
     out_BTHE, _ = without_cap(module, *whole, attention_mask, **kwargs)
@@ -220,7 +220,7 @@ def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask,
 
 
 def without_cap(module, query, key, value, attention_mask, softcap=None, **kwargs) -> tuple[Tensor, None]:
-    """Calls `sdpa` without capping scores. That is precise enough to find other layers that mix positions."""
+    """Calls `sdpa` without softcap, which is accurate enough to detect layers that mix positions."""
     return sdpa(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -231,10 +231,10 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 @once_per_config
 @one_thread()
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
-    """Explains why a rank can't compute this model's layers from its own positions. Returns None if it can.
+    """Returns an error message if the model mixes positions outside of attention, otherwise None.
 
-    The check runs a small copy of the model on two halves that meet only in attention. Raises InputError as
-    `reference_of` does.
+    Runs a small copy of the model on two half sequences that interact only in attention. Raises InputError like
+    `reference_of`.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     model_type = model_config.model_type
@@ -259,16 +259,14 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
             }
             logits = logits_of(model, cut["input_ids_BT"], position_ids=cut["position_ids"], **inputs)
             found.append(logits.unflatten(0, (-1, parts)).flatten(1, 2))
-    except Exception as error:  # a model's own code may fail in any way on arguments it doesn't support
-        # If a mixer carries a state, transformers' message recommends packages that wouldn't help here.
+    except Exception as error:  # model code can fail in any way on unsupported arguments
+        # For stateful mixers, transformers' message recommends packages that don't help here.
         if "can't keep packed sequences apart" not in str(error):
-            return (
-                f"model: {model_type} does not run under cp ({described(error)}); use fsdp2, or another architecture"
-            )
+            return f"model: {model_type} does not run with cp ({described(error)}); use fsdp2, or another architecture"
     else:
         if relative_difference(found[1], found[0]) <= TOLERANCE:
             return None
     return (
-        f"model: {model_type} does not run under cp: it mixes positions outside of attention, or "
-        "numbers them itself; use fsdp2, or another architecture such as llama, qwen3, olmo2, qwen3_moe"
+        f"model: {model_type} does not run with cp: it mixes positions outside of attention, or computes "
+        "its own position IDs; use fsdp2, or an architecture such as llama, qwen3, olmo2 or qwen3_moe"
     )

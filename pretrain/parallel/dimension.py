@@ -1,7 +1,7 @@
-"""Base class for a mesh's dimensions: checks, model changes and gradient completion.
+"""Base class for mesh dimensions.
 
-`pretrain.mesh_sizes.DIMENSIONS` lists the classes. `MeshStrategy` calls the methods of each dimension with several
-ranks, innermost dimension first. A dimension overrides only the methods it needs.
+`pretrain.mesh_sizes.DIMENSIONS` lists the subclasses. `MeshStrategy` calls each method on all dimensions larger than
+1, innermost first. Subclasses override only the methods they need.
 """
 
 from collections.abc import Mapping
@@ -20,57 +20,58 @@ if TYPE_CHECKING:
 
 
 class Dimension:
-    """A dimension that only divides the ranks, such as dp_shard. fully_shard does the rest."""
+    """Base class for mesh dimensions. dp_shard uses it directly, because fully_shard does all the work."""
 
     repeats_loss = False
-    """True if the dimension's ranks compute the loss for the same tokens, so that only the first
-    rank's loss counts.
-    """
+    """True if all ranks along this dimension compute the same tokens' loss, so only the first rank's counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
-        """Lists the recipe settings that don't run with these sizes."""
+        """Returns an error message for each recipe setting that doesn't work with these sizes."""
         return []
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
-        """Explains why this model can't be split, with alternatives. Raises InputError as `reference_of` does."""
+        """Returns an error message if this model can't be split, otherwise None.
+
+        Raises InputError like `reference_of`.
+        """
         return None
 
     def __init__(self, strategy: Any, name: str):
         self.strategy = strategy
-        """The `MeshStrategy`. It has no type here because its module imports this one."""
+        """The `MeshStrategy`. Untyped because its module imports this one."""
         self.name = name
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that differ from this one only along this dimension."""
+        """Process group of the ranks that differ from this one only along this dimension."""
         mesh = self.strategy.mesh
-        views = (mesh.dense, mesh.expert, mesh.data)  # the first that has it, so that views share communicators
+        views = (mesh.dense, mesh.expert, mesh.data)  # use the first match, so that views share communicators
         return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
 
     def before_sharding(self, model: "LanguageModelLoss") -> None:
-        """Changes the whole model on the meta device."""
+        """Modifies the model while it is still on the meta device."""
 
     def divide(self, unit: str, module: nn.Module) -> None:
-        """Splits the weights of a newly initialized unit of the model before fully_shard shards them."""
+        """Splits the weights of a newly initialized unit before fully_shard shards them."""
 
     def after_sharding(self, model: "LanguageModelLoss", called: nn.Module) -> None:
-        """Prepares the model for training steps. called: the module that the loop calls."""
+        """Prepares the model for training. called: the module that the training loop calls."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Completes this rank's parts of the gradients in place, once per step.
+        """Completes this rank's gradient shards in place, once per step.
 
         fully_shard has already averaged them over dp_replicate, dp_shard and cp.
         """
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
-        """Lists this rank's weights that must be bitwise equal on all ranks of the dimension."""
+        """Returns this rank's weights that must be bitwise equal on all ranks along this dimension."""
         return []
 
 
 class Replicas(Dimension):
-    """The dp_replicate dimension, whose ranks hold identical parts."""
+    """The dp_replicate dimension, whose ranks hold identical shards."""
 
     def replicas(self, parts: dict[str, Tensor]) -> list[ReplicaGroup]:
         return [(self.group, parts)]

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank holds some of every layer's experts, and tokens are sent to the experts they choose.
+"""Expert parallelism: each rank holds some of each layer's experts, and tokens are sent to their experts' ranks.
 
-The other dimensions shard the rest of the model. Each layer sorts its tokens' rows by expert, sends them to the ranks
-with these experts, and gets the results back (Lepikhin et al., arXiv 2006.16668). transformers implements the exchange
-with two all-to-alls in the forward pass and two in the backward pass. Experts have no capacity limit, so no token is
-dropped. The CPU must know how many rows to send, so it waits for the GPU once per layer and forward pass.
+Each layer sorts its tokens by expert, sends them to the ranks with these experts, and receives the outputs (Lepikhin
+et al., arXiv 2006.16668). transformers implements this with two all-to-alls in the forward pass and two in the
+backward pass. Experts have no capacity limit, so no tokens are dropped. The CPU waits for the GPU once per layer and
+forward pass to learn how many rows to send. All other weights are sharded by the other dimensions.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from pretrain.model.routers import expert_parameters, routers_of
 from pretrain.parallel.dimension import Dimension
 
 DISPATCH = "transformers.distributed.expert_parallel"
-"""The transformers module that exchanges rows. transformers 5.17 doesn't have it."""
+"""The transformers module that dispatches tokens. transformers 5.17 doesn't have it."""
 
 
 class ExpertParallel(Dimension):
@@ -39,59 +39,59 @@ class ExpertParallel(Dimension):
             divide_experts(experts.to(self.strategy.device), mesh.expert["ep"], mesh.dense["tp"])
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        # fully_shard has divided by the number of ranks with the same experts. But these experts have also processed
-        # other ranks' rows, so the divisor must be the number of all ranks with different tokens.
+        # fully_shard divides by the number of ranks with the same experts. But these experts have also processed
+        # tokens from other ranks, so we need to divide by the number of all ranks with different tokens.
         # set_gradient_divide_factor would do that, but torch 2.13 divides twice if only one rank holds the experts.
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
         torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
-    """Explains why this many ranks can't share this model's experts, with alternatives. Returns None if they can."""
+    """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
     if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers with {DISPATCH}, such as 5.23, and this is {transformers.__version__}"
+        return f"model: ep needs a transformers version with {DISPATCH}, such as 5.23, got {transformers.__version__}"
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
     counts = {module.num_experts for module in experts.values()}
     names = {f"{name}.{own}" for name, module in experts.items() for own, _ in module.named_parameters()}
     if not counts:
-        return f"model: {kind} has no experts to divide; use ddp or fsdp2"
+        return f"model: {kind} has no experts; use ddp or fsdp2"
     routed = {
         f"{router.name.rpartition('.')[0]}.{own}"
         for router in routers_of(model)
         for own in expert_parameters(router)[0]
     }
     if routed - names:
-        return f"model: not all experts of {kind} run through transformers' experts interface; use fsdp2 or zero3"
+        return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
     if not any(count % size for count in counts):
         return None
     works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
     return (
-        f"model: {' or '.join(map(str, sorted(counts)))} experts in a layer cannot be divided by {size} "
-        f"expert-parallel processes; {', '.join(works)} can be used, as {setting('ep')}"
+        f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
+        f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
     )
 
 
 def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Returns {name: module} for modules run by transformers' experts interface.
 
-    Their parameters have shape (E, ...).
+    Their parameters have shape (experts, ...).
     """
-    # The interface marks these modules only with this private attribute.
+    # This private attribute is the only way to recognize these modules.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
 def pads_much(experts: int, ranks: int) -> bool:
-    """Returns True if padding makes an expert-sharded stack over 25% larger, as when 8 ranks pad 2 experts to 8."""
+    """Returns True if padding makes a sharded expert stack over 25% larger, for example with 2 experts on 8 ranks."""
     return math.ceil(experts / ranks) * ranks > 1.25 * experts
 
 
 def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
-    """Returns the dimension along which fully_shard should shard a stack of experts over this many ranks.
+    """Returns the dimension along which fully_shard should shard an expert stack, or None for dimension 0.
 
-    None means the first dimension, as for all other parameters. The dimension must divide evenly. tp or ep must not
-    have split it already, because a shard would then mix rows of two matrices.
+    The dimension must be divisible by the number of ranks. It must not be split by tp or ep already, because a shard
+    would then mix rows of two matrices.
     """
     is_divided = isinstance(parameter, DTensor)
     shape = parameter.to_local().shape if is_divided else parameter.shape
@@ -103,25 +103,25 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts in a layer, and makes all ranks send their rows to the experts' ranks.
+    """Keeps only this rank's experts in a layer, and sends tokens to the ranks with their experts.
 
-    tp_mesh: ranks that hold the same rows. Each rank sends its part of them.
+    tp_mesh: ranks that hold the same tokens. Each of them sends its share.
     """
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 
     sharding = MoEParamShard(Shard(0), shards_expert_dim=True)
     for name in list(experts._parameters):
         sharding.shard_param(experts, name, mesh)
-    # With this attribute, transformers would mask rows for experts on other ranks, but no such rows arrive here.
+    # If this is True, transformers masks tokens for experts on other ranks, but such tokens never arrive here.
     experts._is_expert_parallel = False
     EpDispatchExpertsParallel().install_forward(experts, mesh, tp_mesh=tp_mesh, ep_implementation="all_to_all")
     exchanged = experts.forward
 
-    @torch.compiler.disable  # the number of rows changes in every step
+    @torch.compiler.disable  # the number of rows changes every step
     def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         device_type = hidden_ND.device.type
         if torch.is_autocast_enabled(device_type):
-            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # this sends the rows in half precision
+            hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device_type))  # send rows in half precision
         return exchanged(hidden_ND, chosen_NK, weights_NK)
 
     experts.forward = forward

@@ -1,9 +1,9 @@
-"""All-gathers fp8 layers' weights in fp8, which takes half the bytes of bf16 and rounds each weight only once.
+"""All-gathers fp8 weights in fp8, which takes half the bytes of bf16 and rounds each weight only once.
 
-Before each all-gather, fully_shard calls a local tensor's `fsdp_pre_all_gather` and `fsdp_post_all_gather` if it has
-them, instead of doing its own cast. torchao implements both methods on a tensor subclass. We keep plain parameters, so
-optimizers and checkpoints don't have to handle fp8, and attach to each local tensor the two methods of a subclass
-instance that shares its memory.
+If a local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather` methods, fully_shard calls them instead of
+casting the tensor. torchao implements them in a tensor subclass. We keep plain parameters, so that optimizers and
+checkpoints don't have to handle fp8, and take the two methods from a subclass instance that shares the parameter's
+memory.
 """
 
 import math
@@ -14,11 +14,10 @@ from torch import nn
 
 
 class Fp8Gathers:
-    """The fp8 weights of a module under fully_shard, and their scales.
+    """Sets up fp8 all-gathers for a module under fully_shard, and computes the scales.
 
-    Each weight matrix has a single scale, which depends on the largest value across all shards. One all-reduce
-    computes the scales of all weights. It runs before the first forward pass of a step, and before every forward pass
-    without gradients.
+    Each weight matrix has one scale, based on the largest value across all shards. A single all-reduce computes all
+    scales, before the first forward pass of each step and before every forward pass without gradients.
     """
 
     def __init__(self, root: nn.Module, group: dist.ProcessGroup):
@@ -27,13 +26,13 @@ class Fp8Gathers:
 
         self.group = group
         self.is_stale = True
-        """True if the scales may not belong to the current weights."""
+        """True if the scales may be out of date."""
         self.weights = []
-        """The weights, wrapped in torchao's subclass."""
+        """Weights wrapped in torchao's subclass."""
         for module in root.modules():
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()
-                # Every rank must send the same number of rows. fully_shard pads shorter shards with zeros.
+                # All ranks must send the same number of rows. fully_shard pads shorter shards with zeros.
                 rows, columns = module.weight.shape
                 padded = part.as_strided((math.ceil(rows / group.size()), columns), (columns, 1))
                 dtype = module.config.cast_config_weight.target_dtype
@@ -42,15 +41,14 @@ class Fp8Gathers:
                     setattr(module.weight._local_tensor, name, getattr(weight, name))
                 self.weights.append(weight)
         if self.weights:
-            # This hook must run before fully_shard's own hook, which makes its streams wait for earlier work.
+            # Must run before fully_shard's own hook, which makes its streams wait for earlier work.
             root.register_forward_pre_hook(self.measure, prepend=True)
 
     def measure(self, *_) -> None:
-        """Computes the scales of the current weights, unless this step has already computed them."""
+        """Computes the scales for the current weights, unless already done in this step."""
         from torchao.float8.float8_utils import amax_to_scale
 
-        # Outside of a step, we can't rely on the old scales: the weights may have been loaded or swapped with their
-        # average.
+        # Outside of training steps, always recompute: the weights may have been loaded or swapped with their average.
         is_step = torch.is_grad_enabled()
         if is_step and not self.is_stale:
             return

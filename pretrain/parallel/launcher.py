@@ -1,7 +1,7 @@
-"""Reads the strategy and its settings from the launcher's environment, and checks them against the recipe.
+"""Reads the strategy and its settings from the launcher's environment variables, and checks them against the recipe.
 
-`accelerate launch --config_file F` passes the settings in F on as environment variables, typos included. We check them
-here before anything starts.
+`accelerate launch --config_file F` turns settings into environment variables without rejecting typos, so we check them
+before anything starts.
 """
 
 import json
@@ -23,10 +23,10 @@ from pretrain.mesh_sizes import (
 )
 
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-"""{precision in the recipe: the same precision in accelerate}"""
+"""{recipe precision: accelerate's mixed_precision}"""
 
 FLAGS = {"DEEPSPEED": "ACCELERATE_USE_DEEPSPEED", "FSDP": "ACCELERATE_USE_FSDP"}
-"""{distributed_type in an accelerate config: environment variable set by the launcher}. MULTI_GPU has no variable."""
+"""{distributed_type in an accelerate config: environment variable set by the launcher}. MULTI_GPU sets none."""
 LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
     ("MULTI_GPU", ()): "ddp",
     ("MULTI_GPU", ("tp",)): "tp",
@@ -39,21 +39,21 @@ LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
 }
 """{(distributed_type, sizes set by the launcher): strategy}.
 
-All other sizes run as `mesh`, and ddp with one process as `single`. For DeepSpeed, the name depends on the stage in
-its JSON.
+All other combinations run as `mesh`. ddp with a single process is called `single`, and DeepSpeed strategies are named
+after the stage in the JSON.
 """
 
 OF_SEVERAL_PROCESSES = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("ACCELERATE_", "FSDP_"),
 )
-"""Prefixes of the environment variables that a launcher sets for distributed processes."""
+"""Prefixes of the environment variables that launchers set for distributed processes."""
 
 
 def launched_strategy() -> str:
-    """Returns the name of the launched strategy. If the strategy isn't supported, the name is not in STRATEGIES."""
+    """Returns the name of the launched strategy. Unsupported strategies get a name that is not in STRATEGIES."""
     kinds = [kind for kind, variable in FLAGS.items() if environment_flag(variable)] or ["MULTI_GPU"]
-    # The remaining processes form dp_shard or, without FSDP, dp_replicate.
+    # All remaining processes go to dp_shard (or dp_replicate without FSDP).
     sizes = tuple(name for name in requested_sizes() if name != "dp_shard")
     if kinds == ["DEEPSPEED"] and not sizes:
         return f"zero{deepspeed_file().get('zero_optimization', {}).get('stage', 0)}"
@@ -67,20 +67,19 @@ def launched_strategy() -> str:
 
 
 def environment_alone() -> dict[str, str]:
-    """Returns the environment for a child process that doesn't take part in training."""
+    """Returns the environment for a child process that isn't part of the distributed run."""
     return {name: value for name, value in os.environ.items() if not name.startswith(OF_SEVERAL_PROCESSES)}
 
 
 def python_path() -> str:
-    """Returns the PYTHONPATH for a process that runs one of this project's modules from any folder."""
+    """Returns a PYTHONPATH that lets a process run this project's modules from any folder."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def deepspeed_file() -> dict:
-    """Reads the accelerate config's DeepSpeed JSON, or returns {} if it's unreadable.
+    """Returns the accelerate config's DeepSpeed JSON, or {} if it can't be read.
 
-    `accelerate config` can write the stage and the offload settings into its own file instead of a JSON. Only these
-    settings are present in that case.
+    If `accelerate config` wrote the stage and offload settings to its own file instead, returns only these settings.
     """
     if path := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         try:
@@ -99,13 +98,13 @@ def deepspeed_file() -> dict:
 
 
 def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[str]:
-    """Lists launcher settings that contradict the recipe or aren't supported."""
+    """Returns error messages for launcher settings that contradict the recipe or aren't supported."""
     problems = []
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
         problems.append(
             f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
-            "remove mixed_precision from the launcher's file, or set precision in the recipe"
+            "remove mixed_precision from the accelerate config, or set precision in the recipe"
         )
     set_by_recipe = {
         "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "batch.tokens_per_step"),
@@ -140,24 +139,25 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 
 
 def parallelism_problems() -> list[str]:
-    """Lists problems that affect a parallelism_config as a whole. `launched_sizes` checks the individual sizes."""
+    """Returns error messages for parallelism_config as a whole. `launched_sizes` checks the individual sizes."""
     problems = []
-    # Only accelerate's launcher sets this variable. It drops two of the sizes, which are lost unless we find its file.
+    # Only accelerate's launcher sets this variable. It drops the pp and ep sizes, so without its config file they are
+    # lost.
     came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:
         problems.append(
-            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launching process "
-            f"does not show its command line; set {' and '.join(missing)}, 1 for none"
+            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launcher's command "
+            f"line is not visible; set {' and '.join(missing)} to their sizes (1 if unused)"
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
         problems.append(f"launcher: parallelism_config_sp_size: {sequence} is not supported; use {setting('cp')}")
     if not environment_flag("ACCELERATE_USE_FSDP") and not requested_sizes():
-        # If a pp or ep size was lost, plain replicas would start instead.
+        # If a pp or ep size was lost, this would silently start DDP.
         names = ", ".join(map(setting, DIMENSIONS))
         problems.append(
-            f"launcher: parallelism_config has no size above 1; give one of {names} in the launcher's file, or as "
-            "an environment variable, such as PARALLELISM_CONFIG_PP_SIZE=2"
+            f"launcher: parallelism_config has no size above 1; set one of {names} in the accelerate config, or an "
+            "environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
         )
     return problems

@@ -1,7 +1,7 @@
 """Checks accelerate configs and DeepSpeed JSONs for unknown keys and for settings that belong in the recipe.
 
-accelerate silently drops unknown keys inside sections such as fsdp_config, and DeepSpeed ignores them at the top of
-its JSON. These files must not contain recipe settings, so that each setting is defined in only one place.
+accelerate silently drops unknown keys in sections such as fsdp_config, and DeepSpeed ignores unknown top-level keys.
+Recipe settings aren't allowed in these files, so that each setting is defined in only one place.
 """
 
 import json
@@ -31,7 +31,7 @@ FROM_RECIPE = {
     "activation_checkpointing": "activation_checkpointing",
     "compile": "compile",
 }
-"""{key at the top of a DeepSpeed JSON: equivalent recipe setting}"""
+"""{top-level key in a DeepSpeed JSON: equivalent recipe setting}"""
 
 ALLOWED_IN_DEEPSPEED_JSON = (
     *("zero_optimization", "aio", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer", "comms_logger"),
@@ -43,14 +43,14 @@ AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit"
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
-    """Returns the error message for a key whose equivalent in the recipe is at the dotted path `setting`."""
+    """Returns the error message for a key that conflicts with the recipe setting at the dotted path `setting`."""
     in_recipe = reduce(getattr, setting.split("."), config)
-    where = "the launcher's file" if file == "launcher" else file
+    where = "the accelerate config" if file == "launcher" else file
     return f"{file}: {key}: {value} conflicts with the recipe's {setting}: {in_recipe}; remove it from {where}"
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Lists differences between the launcher's options or config and the launched processes."""
+    """Returns error messages if the launched processes don't match the launcher's options or config."""
     command = launcher_command()
     if command is None:
         return []
@@ -62,8 +62,8 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     problems = []
     if asked.num_processes not in (None, processes):
         problems.append(
-            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} runs; even without a "
-            "GPU, files in accelerate_configs start all requested processes; remove --cpu, or use_cpu from the file"
+            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} was started; remove "
+            "--cpu, or use_cpu from the file; files in accelerate_configs don't need it, even without a GPU"
         )
     default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
     if (name := asked.config_file or default) is not None:
@@ -75,21 +75,21 @@ def command_problems(strategy: str, processes: int) -> list[str]:
 
 
 def process_problems(path: Path, processes: int) -> list[str]:
-    """Lists the problem if accelerate hasn't started as many processes as the file requests."""
+    """Returns an error message if accelerate started a different number of processes than the file requests."""
     settings = read_launcher_file(path)
     asked = settings.get("num_processes")
     if asked in (None, processes):
         return []
-    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} runs"
+    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} was started"
     if settings.get("use_cpu"):
-        # On CPUs, accelerate starts several processes only with mpirun.
-        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which works without a GPU too, or use "
+        # On CPUs, accelerate needs mpirun to start several processes.
+        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which also works without a GPU, or use "
         problem += f"accelerate_configs/ddp.yaml with --num_processes {asked}"
     return [problem]
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Reads an accelerate config, or returns {} if it's unreadable, which accelerate has already reported."""
+    """Returns an accelerate config, or {} if it can't be read. accelerate has already reported the error."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -98,23 +98,23 @@ def read_launcher_file(path: Path) -> dict[str, Any]:
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:
-    """Lists the parts of this file that accelerate ignored: unknown keys in sections and an unsupported strategy."""
+    """Returns error messages for settings that accelerate ignores: unknown keys and unsupported strategies."""
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # _actions is private, but argparse has no public list. Only this project reads two of the sizes from the file.
+    # argparse has no public equivalent of _actions. accelerate's parser lacks the pp and ep sizes, so we add them.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
     if asked not in RUN_HERE:
-        # accelerate would start plain replicas or a single process.
+        # accelerate would fall back to DDP or a single process.
         problems.append(
             f"{path.name}: distributed_type: {asked} is unsupported; use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
         )
     if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
-            f"{path.name}: distributed_type: {asked} was requested, but {strategy} runs; remove --cpu or --multi_gpu "
-            "from the command line and use_cpu from the file"
+            f"{path.name}: distributed_type: {asked} was requested, but {strategy} was started; remove --cpu or "
+            "--multi_gpu from the command line and use_cpu from the file"
         )
     for section, prefix in (("fsdp_config", "fsdp_"), ("deepspeed_config", ""), ("parallelism_config", "")):
         for key in settings.get(section) or {}:
@@ -127,32 +127,33 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
 
 
 def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: RunConfig) -> list[str]:
-    """Lists problems in the launcher's DeepSpeed settings, including settings that belong in the recipe.
+    """Returns error messages for the launcher's DeepSpeed settings, including those that belong in the recipe.
 
     Args:
-        path: the JSON named in the accelerate config, if any.
-        in_launcher: stage and offload from the accelerate config itself, in the form of a JSON. Used without a JSON.
+        path: DeepSpeed JSON given in the accelerate config, if any.
+        in_launcher: stage and offload settings from the accelerate config itself, used only without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:
         return [
-            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; name a JSON such as "
-            "those in ds_configs, or use accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml"
+            "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; set "
+            "deepspeed_config_file to a JSON such as those in ds_configs, or use accelerate_configs/zero1.yaml, "
+            "zero2.yaml or zero3.yaml"
         ]
     if path is None:
         zero = in_launcher["zero_optimization"]
         if "nvme" in [section["device"] for section in zero.values() if isinstance(section, dict)]:
             return [
-                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass its path on; use "
-                "accelerate_configs/zero3_offload_nvme.yaml, with the path in ds_configs/zero3_offload_nvme.json"
+                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass on the nvme path; use "
+                "accelerate_configs/zero3_offload_nvme.yaml, and set the path in ds_configs/zero3_offload_nvme.json"
             ]
         return zero_problems("launcher", zero)
     try:
         settings = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [
-            f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the launcher's file "
-            "are relative to the folder of the launch"
+            f"deepspeed_config_file: {path} cannot be read from {Path.cwd()} ({error}); paths in the accelerate "
+            "config are relative to the folder you launch from"
         ]
     name = Path(path).name
     problems = []
@@ -162,7 +163,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
             if in_section != "auto":
                 problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
-            problems.append(f"{name}: {key} is unknown here{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
+            problems.append(f"{name}: {key} is not a supported key{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
     problems += [
         f"{name}: aio.{key} is unknown{did_you_mean(key, AIO_KEYS)}"
         for key in settings.get("aio", {})
@@ -172,7 +173,7 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
 
 
 def zero_problems(name: str, settings: Any) -> list[str]:
-    """Lists unknown keys and unsupported values in a DeepSpeed JSON's zero_optimization section."""
+    """Returns error messages for unknown keys and unsupported values in a zero_optimization section."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.runtime.zero.offload_config import (
         DeepSpeedZeroOffloadOptimizerConfig,
@@ -196,7 +197,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
-            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer's "
-            "state, which may go to nvme, is six times as large as the weights)"
+            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer "
+            "state, which can be on nvme, is six times as large as the weights)"
         )
     return problems

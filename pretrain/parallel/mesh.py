@@ -1,14 +1,14 @@
-"""The mesh of ranks for any combination of parallel dimensions, and its strategy.
+"""Strategy for any combination of parallel dimensions, and its mesh of ranks.
 
-    dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   parameters
-    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  a rank's sequences; the ranks that exchange heads
-    expert  (pp, dp_replicate, efsdp, ep)                  experts; efsdp x ep = fsdp x tp
+    dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   for parameters
+    data    (pp, batch = dp_replicate x dp_shard, cp, tp)  for sequences and head exchange
+    expert  (pp, dp_replicate, efsdp, ep)                  for experts; efsdp x ep = fsdp x tp
 
-A model is changed in this order: context parallelism (cp) makes attention see whole sequences, pipeline parallelism
-(pp) selects this rank's stages, tensor parallelism (tp) slices matrices, and expert parallelism (ep) moves experts to
-their ranks. Then torch's fully_shard shards experts, layers and the rest. We apply fully_shard even on a single rank,
-so that every parameter is a DTensor and all meshes share this code. Checkpoints contain whole tensors, so a run can
-resume on any other mesh.
+The model is modified in this order: context parallelism (cp) makes attention run on full sequences, pipeline
+parallelism (pp) selects this rank's stages, tensor parallelism (tp) splits matrices, and expert parallelism (ep)
+distributes the experts. Finally, torch's fully_shard shards experts, layers and the remaining parameters. We apply it
+even on a single rank, so that every parameter is a DTensor and all meshes share this code. Checkpoints contain
+unsharded tensors, so a run can resume on any other mesh.
 """
 
 import copy
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Mesh:
-    """Three views of the same ranks. Each view has all of its dimensions, including those of size 1."""
+    """Three views of the same ranks. Each view includes dimensions of size 1."""
 
     def __init__(self, sizes: Sizes, device_type: str):
         s = sizes
@@ -83,19 +83,19 @@ class Mesh:
         return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
     def ranks_along(self, *names: str) -> Tensor:
-        """Returns the ranks of all groups along some dimensions of the dense view, (groups, ranks)."""
+        """Returns the ranks in each group along some dimensions of the dense view, with shape (groups, ranks)."""
         chosen = [self.dense.mesh_dim_names.index(name) for name in names]
         return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
     def shards(self, *, experts: bool = False) -> DeviceMesh:
-        """Returns the mesh for fully_shard. It has one dimension, or two if there are replicas (HSDP)."""
+        """Returns the mesh for fully_shard. It is 1-D, or 2-D with replicas (HSDP)."""
         mesh, name = (self.expert, "efsdp") if experts else (self.dense, "fsdp")
         return mesh["dp_replicate", name] if self.sizes.dp_replicate > 1 else mesh[name]
 
     def replica_group(self) -> dist.ProcessGroup | None:
-        """Creates the group for this rank's stage and replica, fsdp x tp or efsdp x ep, in a collective call.
+        """Creates the group of ranks that together hold one replica of this rank's stage (a collective call).
 
-        Returns None if it would be the same group as a single dimension's.
+        Returns None if a single mesh dimension already has this group.
         """
         s = self.sizes
         if min(s.fsdp, s.tp) == 1 and min(s.efsdp, s.ep) == 1:
@@ -109,7 +109,7 @@ def dimensions_of(sizes: Sizes) -> dict[str, type[Dimension]]:
 
 
 class MeshStrategy(Strategy):
-    """Strategy for any mesh. See `Strategy` for the order of calls."""
+    """Strategy for any mesh. `Strategy` documents the call order."""
 
     parameter_form = "sharded"
     precisions = ("fp32", "bf16", "fp8")
@@ -124,10 +124,10 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists the base class's problems and those of the sizes, the recipe and the model."""
+        """Returns the base class's error messages, and those for the mesh sizes, the recipe and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
-        # If a size is invalid, we still check the recipe against the requested dimensions.
+        # Even if a size is invalid, check the recipe against the requested dimensions.
         asked = {dimension: 2 for dimension in requested_sizes() if dimension != "cp"}
         judged = sizes or Sizes(**asked)
         for kind in dimensions_of(judged).values():
@@ -159,20 +159,20 @@ class MeshStrategy(Strategy):
         self.head_part = self.mesh.rank("tp") * sizes.cp + self.part
         self.micro_batches_per_call = sizes.pp
         self.stage_owners = [0]
-        """Each stage's rank within the pipeline."""
+        """Pipeline rank of each stage."""
         if sizes.pp > 1:
             self.stage_owners = STAGE_LAYOUTS[config.pipeline.schedule].owners(sizes.pp)
             self.microbatches = len(self.stage_owners) * config.pipeline.microbatches_per_stage
 
     def make_accelerator(self) -> Accelerator:
-        # We hide the mesh from accelerate, because it supports neither pipelines nor expert parallelism, and its
-        # context parallelism ignores document boundaries.
+        # Hide the mesh from accelerate, which supports neither pipelines nor expert parallelism. Its context
+        # parallelism ignores document boundaries.
         with patch_environment(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_PARALLELISM_CONFIG="false"):
             return super().make_accelerator()
 
     @property
     def dropout_rank(self) -> int:
-        """Seed offset for dropout. tp and pp ranks share it because they compute the same hidden states."""
+        """Seed offset for dropout, shared by pp ranks and by tp ranks, which compute the same hidden states."""
         return self.data_rank * self.sizes.cp + self.part
 
     @property
@@ -182,10 +182,7 @@ class MeshStrategy(Strategy):
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's metrics count, so that no token counts twice.
-
-        In a pipeline, only the last stage reports.
-        """
+        """True if this rank's metrics count. In a pipeline, only those of the last stage do."""
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
@@ -198,9 +195,9 @@ class MeshStrategy(Strategy):
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares the model as in `Strategy`.
+        """Prepares the model as described in `Strategy`.
 
-        A rank never holds more than a layer, or all parameters outside layers.
+        A rank never holds more than one unsharded layer, or the parameters outside the layers.
         """
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
@@ -212,16 +209,15 @@ class MeshStrategy(Strategy):
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
-        # With one rank there is nothing to free, because the gathered weights are the shards. A pipeline keeps weights
-        # gathered from the first backward pass to the last, because otherwise each microbatch would gather them again.
-        # A split backward pass needs them too: torch computes gradients only for the modules' current parameters, and
+        # With one rank, resharding frees nothing, because the gathered weights are the shards. A pipeline keeps
+        # weights gathered from its first backward pass to its last, so that microbatches don't gather them again. A
+        # split backward pass also needs this: torch computes gradients only for a module's current parameters, and
         # silently skips weights that fully_shard has swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # With a pipeline, this costs no memory, because the schedule keeps unsharded gradients after its first
-        # backward pass.
+        # With a pipeline, this costs no memory, because the schedule keeps unsharded gradients anyway.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
@@ -235,9 +231,9 @@ class MeshStrategy(Strategy):
         return self.model
 
     def stages_of(self, model: LanguageModelLoss) -> dict[int, nn.Module]:
-        """Returns {number: stage} for this rank's stages, on the meta device.
+        """Returns {index: stage} for this rank's stages, on the meta device.
 
-        Without a pipeline, the only stage is the model.
+        Without a pipeline, the model is the only stage.
         """
         if self.sizes.pp == 1:
             return {0: model}
@@ -246,11 +242,11 @@ class MeshStrategy(Strategy):
         ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, stages, of_terms)
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
         if stages - 1 not in mine:
-            self.loss_terms.to("meta")  # as for the layers of other stages
+            self.loss_terms.to("meta")  # like the layers of other stages
         return {number: Stage(model, ranges[number], self.precision) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
-        """Initializes the modules inside these roots, splits them over tp and ep, and shards them."""
+        """Initializes the modules in these roots, splits them across tp and ep ranks, and applies fully_shard."""
         causal_lm = self.causal_lm
         inside = MixedPrecisionPolicy()
         if self.precision != "fp32":
@@ -263,14 +259,14 @@ class MeshStrategy(Strategy):
         is_tied = head.weight is embedding.weight
         self.embeds_twice = is_tied or self.embeds
         if is_tied and head in here:
-            here.add(embedding)  # a tied head gets its values from the embedding
+            here.add(embedding)  # a tied head is initialized with the embedding
         layers = layers_of(causal_lm)
         for unit in units_of(causal_lm):
             module = causal_lm.get_submodule(unit)
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            # The backward pass begins with the last layer, so we keep its weights gathered.
+            # The backward pass starts with the last layer, so its weights stay gathered.
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
@@ -284,10 +280,10 @@ class MeshStrategy(Strategy):
                 apply(module, mesh=mesh, reshard_after_forward=frees, shard_placement_fn=placement)
         causal_lm.tie_weights()
         self.copying: nn.Module | None = None
-        """Module with the last stage's own copy of the embedding, if this rank also has the first stage."""
+        """Module with the last stage's copy of the embedding, if the first stage is on the same rank."""
         owners = {self.stage_owners[0], self.stage_owners[-1]}
         if self.embeds_twice and len(roots) > 1 and owners == {self.mesh.rank("pp")}:
-            # The first and the last stage are both on this rank, but fully_shard can assign a parameter to only one of
+            # The first and last stages are both on this rank, but fully_shard can assign a parameter to only one of
             # them.
             second = copy.deepcopy(embedding)
             if self.embeds:
@@ -295,7 +291,8 @@ class MeshStrategy(Strategy):
             if is_tied:
                 head.weight = second.weight
             self.copying = head if is_tied else second
-        # Parameters outside the layers are used last in forward and first in backward, so we keep them gathered.
+        # Parameters outside the layers are used last in the forward pass and first in the backward pass, so they stay
+        # gathered.
         for root in roots:
             apply(root, mesh=self.mesh.shards(), reshard_after_forward=False)
             root.register_forward_hook(reshard_without_backward)
@@ -305,7 +302,7 @@ class MeshStrategy(Strategy):
 
             self.fp8_gathers = [Fp8Gathers(root, self.mesh.dense.get_group("fsdp")) for root in roots]
         if is_tied and self.copying is None:
-            # fully_shard has replaced the parameter in only one module, the one in this rank's stage.
+            # fully_shard has replaced the parameter only in the module that is in this rank's stage.
             if head in here and 0 not in self.roots:
                 embedding.weight = head.weight
             else:
@@ -320,7 +317,7 @@ class MeshStrategy(Strategy):
 
     @torch.no_grad()
     def copy_embedding(self, *_) -> None:
-        """Copies the first stage's embedding into the last stage's before each call of the model."""
+        """Copies the first stage's embedding to the last stage, before each forward call."""
         local_tensor(self.copying.weight).copy_(local_tensor(self.causal_lm.get_input_embeddings().weight))
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -333,10 +330,10 @@ class MeshStrategy(Strategy):
         if STAGE_LAYOUTS[schedule].splits_backward and self.config.compile != "none":
             self.ranks.print(
                 f"compile: {self.config.compile} has no effect with {schedule}, because a compiled layer cannot "
-                "compute the gradients of its inputs and of its weights separately"
+                "compute input and weight gradients separately"
             )
-        # NCCL creates a group's communicator in the group's first operation, which all of its ranks must join. But
-        # only some of them take part in the first sends between stages.
+        # NCCL creates a group's communicator in the group's first operation, which all of its ranks must join. The
+        # first sends between stages involve only some of them.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.pp_group)
         return PipelineModel(
             self.roots,
@@ -350,18 +347,18 @@ class MeshStrategy(Strategy):
         )
 
     def find_copies(self) -> None:
-        """Counts the ranks that hold the same part of each parameter, and finds an embedding shared by two stages."""
+        """Counts the replicas of each shard, and creates the group for an embedding shared by two stages."""
         stage_ranks = self.sizes.world // self.sizes.pp
         self.copies_of = {
             parameter: stage_ranks // math.prod(map(parameter.device_mesh.size, divided_axes(parameter)))
             for parameter in self.name_of
         }
-        """Number of the stage's ranks with the same part of a parameter."""
+        """{parameter: number of ranks in this stage with the same shard}"""
         first, last = self.stage_owners[0], self.stage_owners[-1]
         self.tied_group: dist.ProcessGroup | None = None
         self.tied: nn.Parameter | None = None
         if self.embeds_twice and first != last:
-            # Every rank must take part in creating every group, because the call is collective.
+            # Creating a group is a collective call, so every rank creates all groups.
             pairs = self.mesh.ranks_along("pp")[:, [first, last]].tolist()
             group, _ = dist.new_subgroups_by_enumeration(pairs)
             if self.mesh.rank("pp") in (first, last):
@@ -371,7 +368,7 @@ class MeshStrategy(Strategy):
         super().begin_step(learning_rate, micro_steps)
         for gathers in self.fp8_gathers:
             gathers.is_stale = True
-        if self.sizes.pp > 1:  # the pipeline runs the backward pass itself, so the loop can't divide the loss
+        if self.sizes.pp > 1:  # the pipeline runs backward itself, so it also divides the loss
             self.model.micro_steps = micro_steps
 
     @contextmanager
@@ -389,7 +386,7 @@ class MeshStrategy(Strategy):
             loss.backward()
 
     def combine_gradients(self) -> None:
-        """Completes the gradients, which fully_shard has averaged over the ranks that read different data."""
+        """Completes the gradients. fully_shard has already averaged them over the ranks with different data."""
         if self.copying is not None:
             embedding = self.causal_lm.get_input_embeddings()
             local_tensor(embedding.weight.grad).add_(local_tensor(self.copying.weight.grad))
@@ -403,14 +400,17 @@ class MeshStrategy(Strategy):
             self.sum_gradients([gradients[self.tied]], self.tied_group)
 
     def sum_gradients(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Sums gradients in place over a group's ranks. Offloaded gradients are summed on the GPU."""
+        """Sums gradients over a group, in place. Offloaded gradients are summed on the GPU."""
         here = [gradient.to(self.device) for gradient in gradients] if self.offloads else gradients
         sum_in_place(here, group)
         if self.offloads and gradients:
             torch._foreach_copy_(gradients, here)
 
     def gradient_norm(self) -> Tensor:
-        """Returns the gradient norm from one all-reduce of local squares, each divided by its number of replicas."""
+        """Returns the gradient norm.
+
+        Each rank divides its squared sums by the number of replicas, so that one all-reduce counts each element once.
+        """
         self.combine_gradients()
         by_share: dict[float, list[Tensor]] = {}
         for parameter in self.name_of:
@@ -427,9 +427,9 @@ class MeshStrategy(Strategy):
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns all stages' tensors in the whole model's order; `mine` has those on this rank.
+        """Returns the tensors of all stages in model order. mine: the tensors on this rank.
 
-        Fetching a tensor broadcasts it to the whole pipeline from the rank that holds it.
+        Fetching a tensor broadcasts it to the whole pipeline.
         """
         if self.sizes.pp == 1:
             return mine
@@ -452,17 +452,17 @@ class MeshStrategy(Strategy):
         return TensorGroup(shapes, dtypes, gather)
 
     def place_of(self, name: str) -> tuple[int, str]:
-        """Returns a tensor's sort key: parameters and their optimizer state in the model's order, then buffers."""
+        """Returns a sort key: parameters and their optimizer state in model order, then buffers."""
         parameter = name if name in self.places else name.rpartition(".")[0]
         return self.places.get(parameter, len(self.places)), name
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Loads only the tensors for this rank's stages."""
+        """Loads only the tensors of this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists replicated weights: all weights over dp_replicate, weights not split by tp, and a tied embedding."""
+        """Returns the replicated weights: all weights for dp_replicate, unsplit ones for tp, and a tied embedding."""
         parts = {name: local_tensor(parameter.detach()) for parameter, name in self.name_of.items()}
         groups = [group for dimension in self.dimensions for group in dimension.replicas(parts)]
         if self.tied is not None:
@@ -482,13 +482,16 @@ class MeshStrategy(Strategy):
 
 
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
-    """Explains why these sizes can't split this model, with alternatives. Raises InputError as `reference_of` does."""
+    """Returns an error message for each dimension that can't split this model.
+
+    Raises InputError like `reference_of`.
+    """
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]
 
 
 def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Splits each parameter group by mesh, because fused and foreach kernels accept only one mesh per call."""
+    """Splits parameter groups by mesh, because fused and foreach kernels accept only one mesh per call."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups.clear()
     for group in groups:
@@ -500,9 +503,9 @@ def separate_kinds(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def reshard_without_backward(model: nn.Module, *_) -> None:
-    """Frees gathered weights if no backward pass follows. Registered as a forward hook.
+    """Frees gathered weights after a forward pass without gradients. Registered as a forward hook.
 
-    The gathered weights would be stale after the next update, or after a swap with the averaged weights.
+    Otherwise, they would be stale after the next update or after a swap with the averaged weights.
     """
     if not torch.is_grad_enabled():
         for module in model.modules():

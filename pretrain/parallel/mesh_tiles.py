@@ -1,4 +1,4 @@
-"""Determines which tile of each parameter every rank in a mesh holds, for Muon and Adafactor."""
+"""Determines which tile of each parameter a rank in a mesh holds, for Muon and Adafactor."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def divided_axes(tensor: DTensor) -> dict[int, int]:
-    """Returns {mesh dimension: tensor dimension that it shards} for mesh dimensions larger than 1."""
+    """Returns {mesh dimension: tensor dimension that it shards}, without mesh dimensions of size 1."""
     mesh = tensor.device_mesh
-    # We don't use is_shard() because it is False for a _StridedShard, which shards an already sharded dimension.
+    # is_shard() is False for _StridedShard, which shards an already sharded dimension.
     return {
         axis: placement.dim % tensor.dim()
         for axis, placement in enumerate(tensor.placements)
@@ -28,10 +28,9 @@ def divided_axes(tensor: DTensor) -> dict[int, int]:
 
 
 def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Sets which ranks hold which part of each parameter, in Muon or Adafactor (a collective call).
+    """Tells Muon or Adafactor which ranks hold which tiles of each parameter (a collective call).
 
-    replica_group: returns the group of ranks that together hold one replica, or None if a single mesh dimension
-    already has that group.
+    replica_group: see `Mesh.replica_group`.
     """
     from pretrain.optim.adafactor import Adafactor
     from pretrain.optim.muon import MuonWithAdamW
@@ -48,7 +47,7 @@ def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], di
 
 
 def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "ParameterPart":
-    """Returns Adafactor's view of a parameter: this rank's tile and the ranks with the other tiles."""
+    """Returns this rank's tile of a parameter and the ranks with the other tiles, for Adafactor."""
     from pretrain.optim.adafactor import ParameterPart
     from pretrain.optim.matrix_exchange import Holders
 
@@ -57,26 +56,26 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "Parameter
     copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
     adds = True
     if copies > 1:
-        # tp is the innermost dimension, and its ranks hold identical parts. If each of their groups computed its own
-        # sum, the statistics, and so the weight replicas, could differ in the last bit.
+        # Here, tp ranks (the innermost dimension) hold identical tiles. If each of their groups computed its own sum,
+        # the statistics, and therefore the weight replicas, could differ in the last bit.
         holders = Holders(replica, holders.device)
         adds = dist.get_rank(replica) % copies == 0
     return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)
 
 
 def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":
-    """Returns Muon's view of a parameter: the pieces of its matrix, or of all matrices in a stack."""
+    """Returns this rank's pieces of a matrix, or of each matrix in a stack, for Muon."""
     from pretrain.optim.matrix_exchange import pieces_of
 
     divided = divided_axes(parameter)
     *stack, _, _ = shape_of(tile_of(parameter))
-    # A mesh dimension that divides a stack between matrices doesn't cut any matrix.
+    # Sharding a stack between matrices doesn't split any matrix.
     axes = tuple(axis for axis, dim in divided.items() if dim >= parameter.dim() - 2)
     tiles: tuple[Tile, ...] = ()
     if axes:
         tiles = tuple(tile[-2:] for tile in tiles_along(parameter, axes))
     elif not divided:
-        # Every rank has the whole matrix, so the ranks along the first dimension with several ranks share the work.
+        # The matrix is replicated, so the ranks along the first mesh dimension larger than 1 share the work.
         axes = tuple(axis for axis, size in enumerate(parameter.device_mesh.shape) if size > 1)[:1]
     return pieces_of(matrix, holders_along(parameter, axes, replica), tiles, math.prod(stack))
 
@@ -96,7 +95,7 @@ def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
 def holders_along(tensor: DTensor, axes: Sequence[int], replica: dist.ProcessGroup | None) -> "Holders":
     """Returns the ranks that differ from this one only along these mesh dimensions.
 
-    replica: the group to use for two dimensions. Its ranks together hold one replica.
+    replica: group to use for two dimensions; see `Mesh.replica_group`.
     """
     from pretrain.optim.matrix_exchange import Holders
 

@@ -1,6 +1,6 @@
-"""Pipeline parallelism: each rank holds some of the layers, and microbatches flow through them.
+"""Pipeline parallelism: each rank runs some of the layers, and microbatches pass through the ranks.
 
-The schedules come from torch.distributed.pipelining. One model call runs a whole schedule, forward and backward, so
+The schedules come from torch.distributed.pipelining. One model call runs a complete schedule, forward and backward, so
 the training loop doesn't change. See docs/pipelines.md.
 """
 
@@ -25,16 +25,16 @@ from pretrain.parallel.pipeline_stages import Stage, cut_problem, layer_problem,
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Assignment of stages to ranks, as expected by one of torch's schedules."""
+    """Assignment of stages to ranks in one of torch's schedules."""
 
     stages_per_rank: int
     is_v: bool = False
-    """True if the second half of the stages is assigned in reverse, so that rank 0 also has the last stage."""
+    """True if the second half of the stages is assigned in reverse order, so rank 0 also has the last stage."""
     splits_backward: bool = False
-    """True if input and weight gradients are computed separately, to fill idle time (arXiv 2401.10241)."""
+    """True if input and weight gradients are computed separately to fill bubbles (arXiv 2401.10241)."""
 
     def owners(self, ranks: int) -> list[int]:
-        """Returns each stage's rank within the pipeline."""
+        """Returns the pipeline rank of each stage."""
         if self.is_v:
             return [*range(ranks), *reversed(range(ranks))]
         return [stage % ranks for stage in range(ranks * self.stages_per_rank)]
@@ -51,7 +51,7 @@ STAGE_LAYOUTS: dict[str, StageLayout] = {
 
 
 class Pipeline(Dimension):
-    """Checks for the pipeline-parallel (pp) dimension of a mesh. `MeshStrategy` cuts the model into stages."""
+    """Checks for the pipeline-parallel (pp) dimension. `MeshStrategy` splits the model into stages."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -62,15 +62,15 @@ class Pipeline(Dimension):
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
                 f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-                f"{schedule}, which computes the gradients of inputs and of weights apart; use none, or one of "
-                f"{others}"
+                f"{schedule}, which computes input and weight gradients separately; use none, or one of these "
+                f"schedules: {others}"
             )
         if config.attention == "flex_attention":
-            problems.append("attention: flex_attention does not run under a pipeline; use auto")
+            problems.append("attention: flex_attention does not run with a pipeline; use auto")
         if config.precision == "fp8" and splits_backward:
             problems.append(
-                f"precision: fp8 does not run with pipeline.schedule {schedule}: it computes the gradients of inputs "
-                "and of weights together, so twice each; use 1F1B or Interleaved1F1B"
+                f"precision: fp8 does not run with pipeline.schedule {schedule}: fp8 layers compute input and weight "
+                "gradients together, so both would be computed twice; use 1F1B or Interleaved1F1B"
             )
         return problems
 
@@ -81,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """Extends torch's stage: it reduces gradients only in a step's last call, and can run forward only."""
+    """A torch pipeline stage that reduces gradients only in a step's last call and can run forward only."""
 
     reduces = True
 
@@ -89,8 +89,8 @@ class ReducingStage(PipelineStage):
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
 
-    # A schedule without a loss skips backward passes. But if a rank has two neighboring stages, as in ZBVZeroBubble,
-    # torch 2.13 still passes gradients between them, and its stages raise AssertionError.
+    # Without a loss, a schedule skips backward passes. But if a rank has two consecutive stages, as in ZBVZeroBubble,
+    # torch 2.13 still passes gradients between them and raises AssertionError.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
@@ -100,18 +100,17 @@ class ReducingStage(PipelineStage):
 
 
 class PipelineModel(nn.Module):
-    """This rank's stages, called like the whole model. All ranks in the pipeline call it with the same batch.
+    """This rank's stages, called like a complete model. All ranks in the pipeline must pass the same batch.
 
-    In training, a call also runs the backward pass, which adds the gradient of the micro-batch's mean loss /
-    `micro_steps`. Gradients stay unsharded and differ between ranks until a call with `reduces`. In evaluation, a call
-    only runs forward. The call returns (cross-entropy, cross-entropy), detached, on the last stage's rank, and zeros
-    on all other ranks.
+    In training, a call also runs the backward pass for the micro-batch's mean loss / `micro_steps`. Gradients stay
+    unsharded and unreduced until a call with `reduces`. A call returns (cross-entropy, cross-entropy), detached, on
+    the last stage's rank and zeros on all other ranks.
 
     Args:
-        stages: this rank's stages by number.
-        owners: each stage's rank within the group.
-        microbatches: number of pipeline microbatches into which a micro-batch is split.
-        hidden_size: width of the hidden states between stages, which are sent in the stages' dtype.
+        stages: this rank's stages by index.
+        owners: pipeline rank of each stage.
+        microbatches: number of pipeline microbatches per micro-batch.
+        hidden_size: width of the hidden states sent between stages.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class PipelineModel(nn.Module):
         self.micro_steps = 1
         """Divisor for the loss."""
         self.reduces = True
-        """True if training calls end with a gradient reduction."""
+        """True if training calls reduce the gradients at the end."""
         self.hidden_size = hidden_size
         self.hidden_dtype = next(iter(stages.values())).dtype
         self.group = group
@@ -142,11 +141,11 @@ class PipelineModel(nn.Module):
         self.rank = dist.get_rank(group)
         self.sequence_parts = sequence_parts
         self.schedules: dict[tuple[int, int, bool], tuple[Any, list[ReducingStage]]] = {}
-        """torch's schedules and their stages, by (B, T, True if they also run backward)."""
+        """{(B, T, True if it runs backward): (torch's schedule, its stages)}"""
 
     @property
     def last_stage(self) -> Stage | None:
-        """The last stage, if this rank has it."""
+        """The last stage, or None if it is on another rank."""
         return self.numbered.get(len(self.owners) - 1)
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_arguments) -> tuple[Tensor, Tensor]:
@@ -159,8 +158,7 @@ class PipelineModel(nn.Module):
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
-                # The training loop gives all of a pipeline's ranks the same seed, but stages must not drop the same
-                # elements.
+                # All ranks in a pipeline have the same seed, but their dropout masks must differ.
                 seed_dropout((torch.initial_seed() + self.rank) % 2**63, self.device)
             self.run_schedule(input_ids_BT)
         if self.last_stage is None:
@@ -169,13 +167,13 @@ class PipelineModel(nn.Module):
         return self.last_stage.cross_entropy, self.last_stage.cross_entropy
 
     def compile(self, **options) -> None:
-        """Compiles each stage's part of the model, but not the schedule."""
+        """Compiles the model code in each stage, but not the schedule."""
         for stage in self.stages:
             stage.base.compile(**options)
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
         key = (*input_ids_BT.shape, self.training)
-        if self.training:  # torch's stages keep buffers for every microbatch, so we drop those from evaluation
+        if self.training:  # drop evaluation stages, which hold buffers for every microbatch
             self.schedules = {other: built for other, built in self.schedules.items() if other[-1]}
         if key not in self.schedules:
             self.schedules[key] = self.build_schedule(*key)
@@ -187,9 +185,9 @@ class PipelineModel(nn.Module):
         schedule.step(*inputs, target=target, return_outputs=False)
 
     def build_schedule(self, batch: int, length: int, trains: bool) -> tuple[Any, list[ReducingStage]]:
-        """Builds torch's schedule and its stages for this shape. Without the shape, torch would need a trial run.
+        """Builds torch's schedule and its stages for this batch shape.
 
-        A schedule without a loss function only runs forward.
+        Without the shape, torch would need a trial run. Without a loss function, the schedule only runs forward.
         """
         rows = batch // self.microbatches
         ids = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -217,8 +215,7 @@ class PipelineModel(nn.Module):
             stages[0] if one else stages,
             self.microbatches,
             loss_fn=output_as_loss if trains else None,
-            # torch would also divide the gradients accumulated in earlier micro-steps, so we weight the losses
-            # instead.
+            # torch would also divide the gradients from earlier micro-steps, so we weight the losses instead.
             scale_grads=False,
         )
         return schedule, stages
@@ -230,5 +227,5 @@ def no_second_part() -> Callable[[], None]:
 
 
 def output_as_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Returns the last stage's output, which is already the loss. torch needs a loss function to run backward."""
+    """Returns the output, which is already the loss. torch requires a loss function to run the backward pass."""
     return output

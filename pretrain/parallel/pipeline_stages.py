@@ -1,6 +1,6 @@
-"""Pipeline stages, each of which runs the model's own forward pass over some of its layers.
+"""Pipeline stages, which run the model's own forward pass on some of its layers.
 
-Shapes: B sequences, T positions, D hidden width.
+Shapes: B sequences, T positions, D hidden size.
 """
 
 import copy
@@ -20,10 +20,10 @@ from pretrain.model.small_copy import TOLERANCE, ReferenceWindow, one_thread, re
 
 
 def split_layers(parameters_per_layer: list[int], stages: int, first: int, last: int) -> list[range]:
-    """Splits layers into consecutive ranges, one per stage and at least one layer each, balanced by parameters.
+    """Splits layers into one consecutive, non-empty range per stage, balanced by parameter count.
 
-    `first` and `last` count the parameters outside the layers in the first stage (the embedding) and in the last stage
-    (final norm and head). Dynamic programming minimizes the sum of parameters^2 over the stages.
+    `first` and `last` are the parameter counts outside the layers in the first stage (embedding) and in the last stage
+    (final norm and head). Dynamic programming minimizes the sum over stages of parameters^2.
     """
     layers = len(parameters_per_layer)
     before = [0]
@@ -34,7 +34,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         return (before[end] - before[start] + extra) ** 2
 
-    # best[end]: (sum of squares, ends of the stages so far) if the stages so far hold the layers before `end`.
+    # {end: (sum of squares, end of each stage)} for the best split of the layers before `end` into the stages so far.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(stages):
         room_for_the_rest = stages - 1 - stage
@@ -50,21 +50,21 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
 
 @dataclass(frozen=True)
 class PipelineMicroBatch:
-    """A pipeline microbatch's inputs to a stage, except the hidden states from the previous stage."""
+    """A stage's inputs for one pipeline microbatch, except the hidden states from the previous stage."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     weight: Tensor
-    """This microbatch's share of the micro-batch's targets. Losses times weights add up to the micro-batch's loss."""
+    """This microbatch's share of the micro-batch's targets. The weighted losses add up to the micro-batch's loss."""
     attention_arguments: dict[str, Any]
 
 
 def split_micro_batch(
     input_ids_BT: Tensor, targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
 ) -> list[PipelineMicroBatch]:
-    """Splits a micro-batch by rows into equal parts, each with its own attention arguments.
+    """Splits a micro-batch by rows into equal microbatches with their own attention arguments.
 
-    sequence_parts: number of ranks that share each sequence; `cu_seq_lens` describe whole sequences.
+    sequence_parts: number of ranks that share each sequence; `cu_seq_lens` describes full sequences.
     """
     batch = targets_BT.shape[0]
     length = targets_BT.shape[1] * sequence_parts
@@ -77,10 +77,10 @@ def split_micro_batch(
         part = {}
         for name, value in arguments.items():
             if name.startswith("cu_seq_lens"):
-                # Segments from other rows become empty. Kernels accept that, and the tensor keeps its shape.
+                # Segments from other rows become empty, which kernels accept, so the tensor keeps its shape.
                 part[name] = (value - first * length).clamp(0, rows * length)
             elif isinstance(value, Tensor):
-                part[name] = value if len(value) == 1 else value[here]  # positions that all rows share
+                part[name] = value if len(value) == 1 else value[here]  # position IDs shared by all rows
             else:
                 part[name] = value
         weight = counted_B[here].sum() / all_counted
@@ -89,16 +89,16 @@ def split_micro_batch(
 
 
 class Stage(nn.Module):
-    """Some of a model's layers, with the embedding in the first stage and everything after the layers in the last.
+    """Some of a model's layers. The first stage also has the embedding, and the last everything after the layers.
 
     The first stage takes token IDs (B, T), and all others take hidden states (B, T, D). The last stage returns the
-    pipeline microbatch's loss times its weight / micro-steps, and all others return hidden states. The stage uses the
-    model's own modules, which are on the meta device until they are initialized.
+    microbatch's loss times its weight / micro-steps, and all others return hidden states. The modules are shared with
+    the model and stay on the meta device until they are initialized.
 
     Args:
-        model: the whole model.
+        model: the complete model.
         layers: indices of this stage's layers.
-        precision: "fp32" for no autocast; any other value for autocast to bf16.
+        precision: "fp32" runs without autocast. Any other value runs with bf16 autocast.
     """
 
     def __init__(self, model: LanguageModelLoss, layers: range, precision: str):
@@ -117,23 +117,23 @@ class Stage(nn.Module):
         self.embedding = model.causal_lm.get_input_embeddings() if embeds else None
         self.recorder = model.recorder
         self.microbatches: list[PipelineMicroBatch] = []
-        """The current micro-batch's pipeline microbatches."""
+        """Pipeline microbatches of the current micro-batch."""
         self.microbatches_run = 0
         self.micro_steps = 1
         self.cross_entropy: Tensor | None = None
-        """Weighted sum over the pipeline microbatches so far. Only the last stage has it."""
+        """Weighted sum over the microbatches so far (last stage only)."""
 
     def begin(self, microbatches: list[PipelineMicroBatch], micro_steps: int) -> None:
-        """Sets the pipeline microbatches for the next pipeline call, and the step's number of micro-steps."""
+        """Sets the microbatches for the next pipeline call, and the number of micro-steps per step."""
         self.microbatches = microbatches
         self.micro_steps = micro_steps
         self.microbatches_run = 0
         self.cross_entropy = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Runs the stage on the next pipeline microbatch, with inputs `x`."""
-        # Every schedule runs a stage's microbatches in order, so we can count them. A number passed with `x` would
-        # have to be a tensor, which fully_shard would copy to the device. Reading it would then wait for the device.
+        """Runs the stage on the next microbatch. x: token IDs or hidden states."""
+        # Every schedule runs a stage's microbatches in order, so we can count them. Passing an index would require a
+        # tensor, which fully_shard would copy to the device, so reading it would wait for the device.
         microbatch = self.microbatches[self.microbatches_run]
         self.microbatches_run += 1
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x}
@@ -141,8 +141,8 @@ class Stage(nn.Module):
             hidden_BTD = self.base(**inputs, use_cache=False, **microbatch.attention_arguments).last_hidden_state
             if not self.is_last:
                 hidden_BTD = hidden_BTD.to(self.dtype)
-                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. There is no
-                # public alternative to `_is_view`.
+                # Zero-bubble schedules detach a stage's output in place, which torch forbids for views. `_is_view` has
+                # no public equivalent.
                 return hidden_BTD.clone() if hidden_BTD._is_view() else hidden_BTD
             loss, cross_entropy = self.loss_of_hidden(hidden_BTD, microbatch.targets_BT)
             of_terms = self.of_terms(hidden_BTD, microbatch)
@@ -151,7 +151,7 @@ class Stage(nn.Module):
         return (loss * microbatch.weight + of_terms) / self.micro_steps
 
     def of_terms(self, hidden_BTD: Tensor, microbatch: PipelineMicroBatch) -> Tensor | float:
-        """Returns this pipeline microbatch's share of the loss terms."""
+        """Returns this microbatch's share of the loss terms."""
         if self.terms is None or not torch.is_grad_enabled():
             return 0.0
         ids_BT = microbatch.input_ids_BT
@@ -161,17 +161,18 @@ class Stage(nn.Module):
 
 
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
-    """Returns the base model with only these layers, with embeddings in the first part and the final norm in the last.
+    """Returns the base model with only these layers.
 
-    The base model's own forward pass provides masks, rotary tables and the layers' arguments. All parts except the
-    first take `inputs_embeds`. The modules are shared with the whole model.
+    Only the first stage has embeddings, and only the last has a final norm. The base model's own forward pass provides
+    masks, rotary tables and layer arguments. All stages except the first take `inputs_embeds`. The modules are shared
+    with the complete model.
     """
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
     part = copy.copy(whole)
-    # A shallow copy shares this dict. It is private, but nn.Module has no public way to replace it.
+    # A shallow copy shares this private dict. nn.Module has no public way to replace it.
     part._modules = dict(whole._modules)
-    # Models index per-layer lists by the layer's position in their own list.
+    # Models index per-layer lists by position in their own list of layers.
     part.config = copy.copy(whole.config)
     part.config.num_hidden_layers = len(layers)
     if getattr(whole.config, "layer_types", None):
@@ -193,7 +194,7 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
 
 
 class Nothing(nn.Module):
-    """Stands in for an embedding that an earlier stage has already added. Returns zero."""
+    """Replaces an embedding that an earlier stage has already added. Returns zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
@@ -202,20 +203,20 @@ class Nothing(nn.Module):
 @once_per_config
 @one_thread()
 def cut_problem(model_config: PreTrainedConfig) -> str | None:
-    """Explains why this architecture's stages compute a different result from the whole model, or returns None.
+    """Returns an error message if splitting this architecture changes its outputs, otherwise None.
 
-    The check cuts a small copy in two. `cut` can't split models that scale their embeddings in the forward pass, or
-    compute anything between layers.
+    Splits a small copy into two stages. Models that scale their embeddings in the forward pass, or compute anything
+    between layers, can't be split.
     """
     reference = reference_of(KeyedConfig.of(model_config))
     window = ReferenceWindow.of(reference.config)
     ids_BT = window.inputs_BT
     targets_BT = window.ids_BT[:, 1:].contiguous()
     model = LanguageModelLoss(reference)
-    works = "llama, qwen3, gpt2, gpt_neox, mistral, olmo2, phi3 and others whose layers do all the work can"
-    said = f"model: {model_config.model_type} cannot be cut into pipeline stages"
+    works = "use an architecture such as llama, qwen3, gpt2, gpt_neox, mistral, olmo2 or phi3"
+    said = f"model: {model_config.model_type} cannot be split into pipeline stages"
     if not model.from_hidden_states:
-        return f"{said}: its logits are more than its output head on its last hidden states; {works}"
+        return f"{said}: its logits are not just the output head applied to the last hidden states; {works}"
     try:
         with torch.no_grad():
             wanted = model(ids_BT, targets_BT)[0]
@@ -225,32 +226,32 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
                 stage = Stage(model, part, "fp32")
                 stage.begin(split_micro_batch(ids_BT, targets_BT, {}, 1), micro_steps=1)
                 x = stage(x)
-    except Exception as error:  # if the base model doesn't consist of embeddings, layers and a norm
+    except Exception as error:  # the base model doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
-        return f"{said}: the loss of two stages is {x:.4f}, that of the whole {wanted:.4f}; {works}"
+        return f"{said}: the loss is {x:.4f} with two stages, but {wanted:.4f} without; {works}"
     return None
 
 
 def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> str | None:
-    """Explains why this model has too few layers for this many stages. Returns None if each stage can have one."""
+    """Returns an error message if this model has fewer layers than stages, otherwise None."""
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
     stages_per_rank = stages // ranks
     works = f"at most {layers // stages_per_rank} processes per pipeline" if layers // stages_per_rank > 1 else ""
     if stages_per_rank > 1 and layers >= ranks:
-        works = f"pipeline.schedule GPipe or 1F1B, which need {ranks}" + (f", or {works}" if works else "")
+        works = f"pipeline.schedule GPipe or 1F1B, which need only {ranks} layers" + (f", or {works}" if works else "")
     return (
-        f"model: {layers} layers are fewer than the {stages} stages of pipeline.schedule {schedule} on {ranks} "
-        f"processes ({stages_per_rank} each); use {works or 'another strategy'}"
+        f"model: {layers} layers are too few for pipeline.schedule {schedule} on {ranks} processes, which needs "
+        f"{stages} stages ({stages_per_rank} per process); use {works or 'another strategy'}"
     )
 
 
 def stage_parameters(causal_lm: PreTrainedModel, stages: int, in_last: int = 0) -> tuple[list[range], list[int]]:
-    """Returns (layers, parameters) for balanced stages. A tied embedding counts in the first and the last stage.
+    """Returns the layers and the parameter counts of balanced stages.
 
-    in_last: number of the loss terms' parameters, which are in the last stage.
+    A tied embedding counts in both the first and the last stage. in_last: number of loss-term parameters.
     """
     layers = layers_of(causal_lm)
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]

@@ -1,4 +1,4 @@
-"""The launched processes, and their communication through CPU memory."""
+"""The launched processes and their communication over CPU memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,38 +19,34 @@ _Value = TypeVar("Value")
 
 
 def slow_host_group() -> dist.ProcessGroup:
-    """Creates a CPU-memory group of all ranks for use by one background thread (a collective call)."""
+    """Creates a gloo group with a long timeout for use by one background thread (a collective call)."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and the number of ranks.
-
-    Communicating methods are collective; a single process never waits.
-    """
+    """This process's rank and the number of ranks. Methods that communicate must be called on all ranks."""
 
     rank: int = 0
-    """This process's rank, from 0."""
+    """Global rank of this process."""
     count: int = 1
     host_group: dist.ProcessGroup | None = None
-    """Group of all ranks over CPU memory, for the training loop."""
+    """Gloo group of all ranks, for the training loop."""
     background_group: dist.ProcessGroup | None = None
-    """Second group of all ranks over CPU memory, for a background thread.
+    """Second gloo group of all ranks, for a background thread.
 
-    It has a long timeout because the slowest disk may take hours to write a checkpoint. The watchdog detects a hanging
-    loop.
+    Its timeout is long because writing a checkpoint to a slow disk can take hours.
     """
 
     @classmethod
     def of_launch(cls) -> "Ranks":
         """Builds the ranks after torch.distributed has started.
 
-        Raises RuntimeError if a launched process is missing.
+        Raises RuntimeError if accelerate isn't running all launched processes.
         """
         running = dist.get_world_size() if dist.is_initialized() else 1
         if running != processes_launched():  # accelerate silently falls back to fewer processes
-            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate runs {running}")
+            raise RuntimeError(f"{processes_launched()} processes were launched, but accelerate started {running}")
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), running, dist.new_group(backend="gloo"), slow_host_group())
@@ -61,9 +57,9 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: Any, in_background: bool = False) -> list[Any]:
-        """Gathers one small object from each rank, and returns the list on every rank.
+        """Gathers a small object from each rank, and returns the list on every rank.
 
-        in_background: True if the caller is the background thread.
+        in_background: True if called from the background thread.
         """
         if self.count == 1:
             return [value]
@@ -73,7 +69,7 @@ class Ranks:
 
     @contextmanager
     def together(self, error: type[Exception]) -> Iterator[None]:
-        """Raises `error` on all ranks if this block fails on any rank, so that no rank waits for a failed one."""
+        """Raises `error` on all ranks if the block raises OSError or SafetensorError on any rank."""
         problem = None
         try:
             yield
@@ -83,9 +79,9 @@ class Ranks:
             raise error("; ".join(problems))
 
     def by_main(self, work: Callable[[], _Value], beat: Callable[[], None]) -> _Value | None:
-        """Runs `work` in a thread on the main rank while all ranks wait and call `beat`. Other ranks get None.
+        """Runs `work` in a thread on the main rank while all ranks call `beat`. Returns None on the other ranks.
 
-        If `beat` raises, it must do so on all ranks in the same call. The work continues, but no rank waits for it.
+        If `beat` raises, it must do so on all ranks in the same call. `work` then continues in the background.
         """
         executor = ThreadPoolExecutor(max_workers=1)
         future = executor.submit(work) if self.is_main else None
@@ -101,14 +97,14 @@ class Ranks:
             say(text)
 
     def barrier(self) -> None:
-        """Waits until every rank has called this method."""
+        """Waits for all ranks."""
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Ends every process of a finished script without Python's own shutdown.
+        """Exits every process at the end of a script, skipping Python's shutdown.
 
-        With gloo, torch's and DeepSpeed's destructors sometimes hang or abort after everything has been written, and
-        Python's shutdown would wait for abandoned threads.
+        With gloo, torch's and DeepSpeed's destructors sometimes hang or abort, and Python would wait for abandoned
+        threads.
         """
         self.barrier()
         end_now(code)

@@ -1,4 +1,4 @@
-"""Lists all strategies by name, and builds the one requested by the launcher."""
+"""Lists all strategies by name, and builds the launched one."""
 
 import os
 from pkgutil import resolve_name
@@ -21,19 +21,19 @@ STRATEGIES: dict[str, str] = {
     **dict.fromkeys(("hsdp", "tp", "fsdp_tp", "pp", "cp", "ep", "mesh"), MESH),
     **dict.fromkeys(("zero3_offload", "zero3_offload_nvme"), ZERO),
 }
-"""{accelerate config: module and class}, simplest first. Plans list the strategies in this order."""
+"""{accelerate config: module and class}, simplest first. Plans use the same order."""
 
 
 def strategy_named(name: str) -> type[Strategy]:
-    """Imports a single strategy from STRATEGIES."""
+    """Imports the class of a strategy in STRATEGIES."""
     return resolve_name(STRATEGIES[name])
 
 
 def micro_batches_launched() -> int:
-    """Returns the number of micro-batches that all launched processes together run in a micro-step."""
+    """Returns the number of micro-batches per micro-step, over all processes."""
     try:
         sizes = launched_sizes()
-    except InputError:  # the strategy's own check reports this error
+    except InputError:  # reported by the strategy's own check
         return processes_launched()
     return sizes.batch * sizes.pp
 
@@ -46,7 +46,7 @@ def parts_of_micro_batch(config: RunConfig) -> int:
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """Builds the strategy requested by the launcher. Raises InputError as `strategy_class` does."""
+    """Builds the launched strategy. Raises InputError like `strategy_class`."""
     if config.deterministic:
         compute_deterministically()
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
@@ -58,7 +58,7 @@ def make_strategy(config: RunConfig) -> Strategy:
 def share_shards(data: Data) -> None:
     """Sends the first rank's description of the shards to all ranks, if the recipe sets `dispatch_batches`.
 
-    It must run before any process opens the shards.
+    Must be called before any process opens the shards.
     """
     if data.dispatch_batches and processes_launched() > 1:
         from pretrain.data.dispatch import describe_shards, rely_on_description
@@ -69,9 +69,9 @@ def share_shards(data: Data) -> None:
 
 
 def strategy_class(config: RunConfig) -> type[Strategy]:
-    """Returns the class of the strategy requested by the launcher.
+    """Returns the launched strategy's class.
 
-    Raises an InputError that lists all launcher settings that contradict the recipe or can't run.
+    Raises InputError with all launcher settings that contradict the recipe or aren't supported.
     """
     name = launched_strategy()
     problems = launcher_problems(config, resolve_precision(config.precision), name)
@@ -80,7 +80,7 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
     elif not problems:
         problems.append(
             f"launcher: {name} is not a supported strategy ({', '.join(STRATEGIES)}); use one of the files in "
-            "accelerate_configs, or set fsdp_version: 2 in your own"
+            "accelerate_configs, or set fsdp_version: 2 in your own config"
         )
     if problems:
         raise InputError(*problems)
@@ -88,11 +88,11 @@ def strategy_class(config: RunConfig) -> type[Strategy]:
 
 
 def evaluation_strategy() -> Strategy:
-    """Builds the strategy for scripts that don't train. Raises InputError unless every rank has a whole model."""
+    """Builds the strategy for scripts that don't train. Raises InputError unless it is `single` or `ddp`."""
     name = launched_strategy()
     if name not in ("single", "ddp"):
         raise InputError(
-            f"launcher: {name} is for training; use accelerate_configs/single.yaml or ddp.yaml here: a "
-            "checkpoint of any strategy can be read under them"
+            f"launcher: {name} only supports training; use accelerate_configs/single.yaml or ddp.yaml, which "
+            "can read checkpoints from any strategy"
         )
     return Strategy("fp32")

@@ -1,8 +1,8 @@
-"""Rendezvous of the launched processes: the store through which they meet, and their network interface.
+"""Connects the launched processes: sets up their rendezvous store and network interface.
 
-After a restart, torch's launcher gives the new processes the first attempt's store. Our accelerate configs use a
-static rendezvous, with which that store still contains the dead processes' addresses. The new processes would wait for
-these addresses and fail.
+After a restart, torch's launcher passes the first attempt's store to the new processes. Our accelerate configs use a
+static rendezvous, so this store still contains the dead processes' addresses, and the new processes would wait for
+them and fail.
 """
 
 import functools
@@ -21,27 +21,26 @@ from torch.distributed import TCPStore
 from pretrain.errors import InputError
 
 INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""{variable: format for an interface's name}. NCCL treats a name as a prefix unless it follows '='."""
+"""{variable: format for an interface name}. NCCL treats a name without '=' as a prefix."""
 PATIENCE = timedelta(minutes=5)
-"""Time limit for reaching the first process, which may be on another machine."""
+"""Timeout for connecting to the first process, which may be on another machine."""
 READING = timedelta(hours=1)
-"""Time limit for the first process to read the text that it sends to the others."""
+"""Timeout for the first process to read the text that it sends to the others."""
 
 
 @functools.cache
 def host_store(address: str, port: int) -> TCPStore:
-    """Hosts a store on this port (0 for any free port) until this process ends.
+    """Hosts a store on this port (0: any free port) until this process ends.
 
-    If torch later opens a store on this port in this process, it uses the same server.
+    If torch later opens a store on this port in this process, it shares the server.
     """
     return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def renew_store() -> None:
-    """Points a restarted process to a new store, which rank 0 hosts for this attempt.
+    """Switches a restarted process to a new store, which rank 0 hosts. Does nothing in the first attempt.
 
-    The first attempt needs no new store. Changes the environment variables that init_process_group reads, so all ranks
-    must call it first.
+    All ranks must call it before init_process_group, because it changes the environment variables read there.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -49,29 +48,28 @@ def renew_store() -> None:
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
     key = f"port-of-attempt-{attempt}"
     if os.environ["RANK"] == "0":
-        # We host the store immediately so that no other process can take the port.
+        # Host the store immediately so that no other process can take the port.
         launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def join_nccl() -> None:
-    """Creates the process group on GPUs before accelerate does, bound to this process's GPU.
+    """Creates the NCCL process group before accelerate does, bound to this process's GPU.
 
-    accelerate uses an existing group. If accelerate created the group, it wouldn't be bound to a device, and each
-    subgroup would create its own communicator in its first collective (5 to 20 s on 32 GPUs) instead of splitting an
-    existing one. On CPUs, accelerate still creates gloo's group.
+    accelerate uses an existing group. Its own group wouldn't be bound to a device, so each subgroup would create a new
+    communicator in its first collective (5 to 20 s on 32 GPUs) instead of splitting an existing one.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "-1"))
     if local_rank < 0 or dist.is_initialized():
         return
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # accelerate computes the index the same way
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # same formula as in accelerate
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
 
 
 def text_of_first(subject: str, text: Callable[[], str]) -> str:
-    """Returns the first process's `text()` in every launched process. It needs no process group.
+    """Returns the first process's `text()` in all processes, without a process group.
 
     Every process must call it once per subject.
     """
@@ -91,9 +89,10 @@ def text_of_first(subject: str, text: Callable[[], str]) -> str:
 def choose_interface() -> None:
     """Makes gloo and NCCL use the network interface that routes to the main address, in multi-node runs.
 
-    By default, gloo advertises the address of the machine's host name, which is 127.0.1.1 on many systems. NCCL uses
-    the first interface, which may be a container bridge. The other machines then hang. Sets GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME unless you have set them. Raises InputError if gloo would fail and the interface is ambiguous.
+    By default, gloo advertises the address of the machine's host name, which is 127.0.1.1 on many systems, and NCCL
+    uses the first interface, which may be a container bridge. The other machines then hang. Sets GLOO_SOCKET_IFNAME
+    and NCCL_SOCKET_IFNAME unless they are already set. Raises InputError if gloo would fail and the interface is
+    ambiguous.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
@@ -102,13 +101,13 @@ def choose_interface() -> None:
     main = os.environ.get("MASTER_ADDR", "")
     interfaces = interfaces_by_address()
     name = interfaces.get(local_address_towards(main))
-    if name is None:  # this happens on the main machine if its name resolves to loopback
+    if name is None:  # on the main machine, if its name resolves to loopback
         others = sorted({interface for address, interface in interfaces.items() if not is_loopback(address)})
         if len(others) != 1 and "GLOO_SOCKET_IFNAME" in unset and own_name_is_loopback():
             raise InputError(
-                f"launcher: {machines} machines, but the host name {socket.gethostname()} resolves to loopback only "
-                "here; set GLOO_SOCKET_IFNAME to the interface of the network by which the others reach this machine, "
-                f"one of {', '.join(others) or 'none that is up'}"
+                f"launcher: the run uses {machines} machines, but the host name {socket.gethostname()} resolves only "
+                "to loopback; set GLOO_SOCKET_IFNAME to the network interface that the other machines can reach "
+                f"(active interfaces: {', '.join(others) or 'none found'})"
             )
         if len(others) != 1:
             return
@@ -116,14 +115,15 @@ def choose_interface() -> None:
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; set others beforehand",
+            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; to change this, set "
+            "them before launching",
             file=sys.stderr,
             flush=True,
         )
 
 
 def own_name_is_loopback() -> bool:
-    """Returns True if this host's name has no address that another machine could use."""
+    """Returns True if this machine's host name resolves only to loopback addresses."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
     except OSError:
@@ -149,7 +149,7 @@ def interfaces_by_address() -> dict[str, str]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Returns this machine's address on the route to a host, or None if there is only loopback. Sends no packets."""
+    """Returns this machine's address on the route to a host, or None if there's only loopback. Sends no packets."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as udp, suppress(OSError):

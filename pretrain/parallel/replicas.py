@@ -1,9 +1,9 @@
-"""Compares weight replicas on several ranks bit by bit.
+"""Compares weight replicas across ranks bit by bit.
 
-Replicas get the same updates and are not compared anywhere else. A flipped bit, a broken link or a kernel that sums in
-a different order on one GPU would go unnoticed until the loss shows it. An exact integer digest of each tensor finds
-any changed bit. torch.hash_tensor XORs the elements, so it would miss swapped elements or the same flip in two
-elements.
+Replicas get the same updates and are never compared otherwise. A flipped bit, a broken link or a GPU kernel with a
+different summation order would go unnoticed until the loss shows it. Each tensor gets an exact integer digest that
+changes with any single bit. torch.hash_tensor XORs the elements, so it would miss swapped elements, or the same flip
+in two elements.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,22 @@ import torch
 import torch.distributed as dist
 
 ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
-"""(process group, or None for all ranks; this rank's tensors by name, which must be equal on all
-ranks in the group)
-"""
+"""(process group, or None for all ranks; {name: tensor} on this rank). All ranks must have equal tensors."""
 
 CHUNK = 2**22
-"""Number of elements to digest at a time. It bounds memory to 32 MB for the products and 32 MB for the weights."""
+"""Number of elements digested at a time. Limits memory to 32 MB for the products and 32 MB for the weights."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """{bytes per element: integer dtype with the same width}"""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Lists the differences between replicas, with the same result on all ranks. The list is empty if there are none.
+    """Returns one line per difference between replicas, the same on all ranks.
 
-    Reads each tensor once and waits for the device. This is a collective call by all ranks, each with its own groups
-    (see `Strategy.replicas`).
+    Reads each tensor once and waits for the device. All ranks must call it, each with its own groups (see
+    `Strategy.replicas`).
 
     Args:
-        device: the strategy's device, used for exchanging digests.
+        device: the strategy's device, used to exchange digests.
     """
     found: list[str] = []
     for group, tensors in groups:
@@ -50,8 +48,8 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns a 64-bit digest of each tensor's bits, as an int64 tensor of shape (tensors,) on `device`."""
-    # The weights are random, so that changes to several elements don't cancel, and odd, so that no single change
+    """Returns a 64-bit digest of each tensor's bits, as int64 of shape (tensors,) on `device`."""
+    # The weights are random, so that changes to several elements don't cancel out, and odd, so that no single change
     # vanishes modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
@@ -62,7 +60,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums the elements' bit patterns, weighted by position, modulo 2^64. The result is exact in any order."""
+    """Sums the elements' bit patterns, weighted by position, modulo 2^64. Integer sums don't depend on the order."""
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):
@@ -71,7 +69,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Lists the differences, one line per tensor, with the ranks outside the majority, or all ranks if there is none.
+    """Returns one line per differing tensor, with the ranks outside the majority, or all ranks without a majority.
 
     Args:
         digests: int64 of shape (ranks, tensors).

@@ -1,9 +1,8 @@
 """Base class of all strategies, which also runs a single process or DDP.
 
-`accelerate launch --config_file accelerate_configs/X.yaml` chooses the strategy. `Strategy` builds the Accelerator,
-checks that accelerate runs the requested strategy, and defines the methods that the training loop calls (prepare,
-accumulate, backward, update, sum) and those for checkpoints (tensors by name, load). Memory and traffic estimates are
-in pretrain_tools/planning.
+The strategy is selected with `accelerate launch --config_file accelerate_configs/X.yaml`. `Strategy` builds the
+Accelerator, checks that accelerate runs the requested strategy, and defines the methods for the training loop and for
+checkpoints. Memory and traffic estimates are in pretrain_tools/planning.
 
 The accelerate configs work with and without GPUs. Without GPUs, processes communicate over gloo.
 """
@@ -51,22 +50,20 @@ _Value = TypeVar("_Value")
 FP16_CAPABILITY = (7, 0)
 """Minimum CUDA compute capability with fp16 tensor cores (V100, T4)."""
 LOSS_TERMS = "loss_terms"
-"""Name prefix for the loss terms' parameters."""
+"""Name prefix of the loss terms' parameters."""
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
 WHY_NOT = {
-    "fp16": "weights would be in it and, with them, the head's gradient, a sum over tokens that can exceed 65,504, "
-    "its largest number, at any loss scale",
+    "fp16": "the weights would be in fp16, and so would the head's gradient, a sum over tokens that can exceed "
+    "65,504, the maximum in fp16, at any loss scale",
 }
-"""{value of optim.name, precision or compile: reason why a strategy doesn't support it}, for reasons that aren't
-obvious.
-"""
+"""{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
 
 def device_type() -> str:
-    """Returns 'cuda' if a GPU is visible, otherwise 'cpu'. accelerate's ACCELERATE_USE_CPU forces 'cpu'.
+    """Returns 'cuda' if a GPU is visible, otherwise 'cpu'. ACCELERATE_USE_CPU forces 'cpu'.
 
-    Raises InputError if torch can't use a GPU that is present.
+    Raises InputError if there is a GPU that torch can't use.
     """
     if environment_flag("ACCELERATE_USE_CPU"):
         return "cpu"
@@ -80,7 +77,7 @@ def device_type() -> str:
 def resolve_precision(requested: str) -> str:
     """Resolves auto to bf16 if the device has bf16 matmuls, and otherwise to fp16 or fp32.
 
-    fp16 is for GPUs with tensor cores (eight times the fp32 speed on V100 and T4), with strategies that scale the
+    fp16 is used on GPUs with tensor cores (eight times the fp32 speed on V100 and T4), with strategies that scale the
     loss. Raises InputError for unsupported precisions.
     """
     device = device_type()
@@ -100,36 +97,36 @@ def resolve_precision(requested: str) -> str:
 
 
 class Strategy:
-    """Base class of all strategies, for one process or data parallelism (DDP).
+    """Base class of all strategies, for a single process or data parallelism (DDP).
 
-    The training loop calls `prepare`, then `load` to continue a run. In each step it calls `begin_step`, wraps every
-    micro-step's forward and backward pass in `accumulate`, and calls `update`. All methods are collective: every rank
-    must call them.
+    The training loop calls `prepare`, and `load` when resuming. In each step, it calls `begin_step`, runs each
+    micro-step's forward and backward pass inside `accumulate`, and calls `update`. All methods are collective: every
+    rank must call them.
     """
 
     parameter_form: str = "whole"
-    """Form of the parameters that the optimizer receives; see `OptimizerSpec.takes`."""
+    """Format of the parameters passed to the optimizer; see `OptimizerSpec.takes`."""
     precisions: tuple[str, ...] = tuple(PRECISIONS)
-    """Values of the recipe's precision that this strategy supports."""
+    """Supported values of the recipe's precision."""
     compilations: tuple[str, ...] = ("auto", "none", "regional", "full")
-    """Values of the recipe's compile setting that this strategy supports."""
+    """Supported values of the recipe's compile setting."""
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
     untrained: list[str] | None = None
     """Names of this rank's parameters without a gradient in the first step. None before the first update."""
     before_step: tuple[Callable[[int], None], ...] = ()
-    """Functions to call before each step's first micro-step, with the number of micro-steps."""
+    """Functions called before each step's first micro-step, with the number of micro-steps."""
     before_update: tuple[Callable[[], None], ...] = ()
-    """Functions to call when the gradients are complete but not yet clipped.
+    """Functions called when the gradients are complete but not yet clipped.
 
-    ZeRO doesn't expose them, so it calls none.
+    ZeRO doesn't call them, because it doesn't expose these gradients.
     """
     after_update: tuple[Callable[[torch.Tensor], None], ...] = ()
-    """Functions to call with `skipped` at the end of every update, including skipped updates."""
+    """Functions called with `skipped` after every update, including skipped ones."""
 
     def __init__(self, precision: str, config: RunConfig | None = None):
-        """Starts communication between the processes. `config` may be None if there's no training."""
+        """Starts communication between the processes. `config` is only needed for training."""
         self.precision = precision
         self.config = config
         self.name = launched_strategy()
@@ -141,32 +138,30 @@ class Strategy:
         self.device: torch.device = self.accelerator.device
         self.ranks = Ranks.of_launch()
         self.data_rank = self.ranks.rank
-        """Index of the part of the batch that this rank reads. Ranks that share a model read the same part."""
+        """Index of this rank's share of the batch. Ranks that share a model replica read the same data."""
         self.data_ranks = self.ranks.count
-        """Number of parts of the batch."""
+        """Number of shares into which the batch is split."""
         self.sequence_parts: int = 1
-        """Number of ranks that share each sequence and its targets."""
+        """Number of ranks that split each sequence and its targets."""
         self.part: int = 0
-        """Index of this rank's part of each sequence."""
+        """Index of this rank's chunk of each sequence."""
         self.head_parts: int = 1
-        """Number of ranks that split the attention heads for the same tokens, in equal parts and in order."""
+        """Number of ranks that split the attention heads for the same tokens, evenly and in order."""
         self.head_part: int = 0
-        """Index of this rank's part of the heads."""
+        """Index of this rank's share of the heads."""
         self.micro_batches_per_call: int = 1
-        """Factor by which one model call multiplies batch.sequences_per_micro_batch."""
+        """Number of micro-batches per model call."""
         self.microbatches: int = 1
-        """Number of equal parts into which a micro-step's sequences are split, if they run one after another as in a
-        pipeline.
-        """
+        """Number of microbatches per micro-step that run one after another, as in a pipeline."""
         self.dispatcher: Dispatcher | None = None
-        """Sender of this rank's windows, or None if the rank reads them itself."""
+        """Source of this rank's sequences. None if the rank reads them itself."""
         self.optimizer_built = ""
         """Description of the optimizer, set by `prepare`."""
         self.average: WeightAverage | None = None
-        """Average of the weights, if the recipe asks for one."""
+        """Weight average, if enabled in the recipe."""
         self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
         """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
-        use_all_cores()  # also with a GPU, because offloaded AdamW, initialization and export checks run on the CPU
+        use_all_cores()  # even with a GPU, because offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
 
@@ -178,23 +173,23 @@ class Strategy:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 
     def read(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Returns this rank's token IDs, read by this rank or the first one; see `Dispatcher.take`."""
+        """Returns this rank's token IDs, read by this rank or by the first one; see `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
         return self.dispatcher.take(number, read).result()
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Lists all recipe settings that this strategy, called `name`, doesn't support."""
+        """Returns error messages for the recipe settings that this strategy, called `name`, doesn't support."""
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
             problems.append(
-                f"optim.stochastic_rounding: does not run under {name}, which keeps weights in fp32; it does under "
-                "ddp, fsdp2 and meshes"
+                f"optim.stochastic_rounding: does not run with {name}, which keeps weights in fp32; use ddp, "
+                "fsdp2 or a mesh"
             )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
-            # Only done on failure, because it imports every optimizer.
+            # Only in this case, because it imports every optimizer.
             optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
@@ -202,8 +197,8 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run under {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
-            f"choose {' or '.join(allowed)}, or a strategy that runs it, as ddp does"
+            f"{path}: {value} does not run with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
+            f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
@@ -225,11 +220,11 @@ class Strategy:
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Initializes the model, moves it to the device and builds the optimizer; returns the model to call.
+        """Initializes the model on the device, builds the optimizer, and returns the module to call in training.
 
         Args:
-            model: the model on the meta device, so its parameters have no values yet.
-            weights: fills the model, unit by unit if the strategy shards it.
+            model: the model on the meta device.
+            weights: the initial weights. Sharded models are filled unit by unit.
             build_optimizer: builds the optimizer from the (name, parameter) pairs that this rank updates.
         """
         if self.precision == "fp8":
@@ -241,7 +236,7 @@ class Strategy:
         self.causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         optimizer = self.optimizer_of_parameters(build_optimizer)
-        with warnings.catch_warnings():  # torch renamed broadcast_buffers, but accelerate still passes the old name
+        with warnings.catch_warnings():  # accelerate still passes broadcast_buffers, which torch has renamed
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if isinstance(self.model, DistributedDataParallel):
@@ -249,12 +244,12 @@ class Strategy:
         return self.model
 
     def trained_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Lists (name, parameter) for all parameters that this rank updates."""
+        """Returns (name, parameter) for all parameters that this rank updates."""
         named = [*self.causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
         return [(name, parameter) for name, parameter in named if not parameter.is_meta]
 
     def optimizer_of_parameters(self, build_optimizer: OptimizerBuilder) -> torch.optim.Optimizer:
-        """Builds the optimizer for this rank's parameters, and sets `name_of` to their names."""
+        """Builds the optimizer for this rank's parameters. Sets `name_of` to {parameter: name}."""
         named_parameters = self.trained_parameters()
         self.name_of = {parameter: name for name, parameter in named_parameters}
         self.spec = build_optimizer.spec
@@ -266,7 +261,7 @@ class Strategy:
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
-        """Wraps a micro-step's forward and backward pass. Ranks exchange gradients only in the last micro-step."""
+        """Wraps a micro-step's forward and backward pass. Gradients are exchanged only in the last micro-step."""
         if is_last:
             yield
         else:
@@ -274,7 +269,7 @@ class Strategy:
                 yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Adds the gradient of `loss`, which is already divided by the number of micro-steps."""
+        """Runs the backward pass. `loss` is already divided by the number of micro-steps."""
         self.accelerator.backward(loss)
 
     def begin_step(self, learning_rate: float, micro_steps: int) -> None:
@@ -286,16 +281,16 @@ class Strategy:
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the learning rate before a step's first backward pass.
 
-        Some strategies update the weights inside the last backward pass, so it can't be set later.
+        It can't be set later, because some strategies update weights inside the last backward pass.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
 
     def update(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips the gradients, updates the weights and clears the gradients.
+        """Clips the gradients, updates the weights, and clears the gradients.
 
-        If the gradient norm isn't finite, the update is skipped. Returns (gradient norm before clipping, 1 if the step
-        was skipped else 0), both on the device, without waiting.
+        Skips the update if the gradient norm isn't finite. Returns (gradient norm before clipping, 1 if skipped else
+        0) as tensors on the device, without waiting for it.
         """
         if self.untrained is None:
             self.untrained = self.without_gradient()
@@ -305,7 +300,7 @@ class Strategy:
         return grad_norm, skipped
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implements `update` for this strategy, with the same arguments and results."""
+        """Implements `update`, with the same arguments and results."""
         grad_norm = self.gradient_norm()
         for call in self.before_update:
             call()
@@ -316,10 +311,10 @@ class Strategy:
         inner = self.inner_optimizer
         scaler = self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
-            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor follow its protocol.
+            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor use the same protocol.
             # The kernels read both values on the device. They divide on the fly, which saves a pass over the
             # gradients, and change nothing if found_inf is 1. For offloaded parameters, torch would copy both values
-            # to the CPU without waiting for the copies, so we move them here.
+            # to the CPU without waiting for the copies, so we copy them here.
             device = inner.param_groups[0]["params"][0].device
             inner.grad_scale = divisor if divisor is None else divisor.to(device)
             inner.found_inf = skipped.to(device)
@@ -329,60 +324,60 @@ class Strategy:
                 torch._foreach_div_(gradients, divisor.to(gradients[0].device))
             if not skipped.item():
                 inner.step()
-        if scaler is not None:  # fp16; scaler.step would wait for the device, or not report a skipped step
+        if scaler is not None:  # fp16; scaler.step would wait for the device or not report skipped steps
             scaler.update()
         inner.zero_grad()
         return grad_norm, skipped
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
-        """torch's optimizer without accelerate's wrapper."""
+        """The torch optimizer inside accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the norm of the whole model's gradient as a scalar on the device."""
+        """Returns the norm of the full gradient as a scalar on the device."""
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients()
         return total_norm(self.gradients())
 
     def without_gradient(self) -> list[str]:
-        """Lists the parameters that should have a gradient by now, but don't."""
+        """Returns the names of trainable parameters that have no gradient."""
         return [name for parameter, name in self.name_of.items() if parameter.requires_grad and parameter.grad is None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns this rank's parts of the gradients."""
+        """Returns this rank's gradient shards."""
         return [local_tensor(parameter.grad) for parameter in self.name_of if parameter.grad is not None]
 
     def share_of(self, parameter: torch.nn.Parameter) -> float:
-        """Returns this rank's factor for a parameter in a sum over ranks that counts each element once."""
+        """Returns this rank's weight in a sum over ranks that must count each element of a parameter once."""
         return 1 / self.ranks.count
 
     @property
     def dropout_rank(self) -> int:
         """Seed offset for dropout.
 
-        Ranks that compute the same hidden states share it, so they drop the same elements.
+        Ranks that compute the same hidden states share one, so that they drop the same elements.
         """
         return self.data_rank
 
     def running_modules(self) -> list[torch.nn.Module]:
-        """Returns this rank's modules that run forward on every microbatch: the model, or pipeline stages."""
+        """Returns this rank's modules that run forward on each microbatch: the model, or pipeline stages."""
         return [self.model]
 
     def sum(self, tensor: torch.Tensor, *, by_layer: bool = False) -> torch.Tensor:
         """Sums a tensor over the ranks with different data, and returns the sum on all ranks.
 
-        by_layer: each rank contributes its own layers' values, and zeros for all other layers.
+        by_layer: each rank passes values for its own layers and zeros for all others.
         """
         return self.accelerator.reduce(tensor, reduction="sum")
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's loss counts in the mean. Only one of the ranks that share a model reports the loss."""
+        """True if this rank's loss counts. Among ranks that share a model replica, only one counts."""
         return True
 
     def describe(self) -> dict[str, Any]:
-        """Describes what was built, for the run's record."""
+        """Returns facts about the strategy for the run's record."""
         return {
             "strategy": self.name,
             "ranks": self.ranks.count,
@@ -392,26 +387,26 @@ class Strategy:
         }
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns all pipeline stages' tensors; `mine` has those on this rank."""
+        """Returns the tensors of all pipeline stages. mine: the tensors on this rank."""
         return mine
 
     def model_tensors(self) -> TensorGroup:
-        """Returns the parameters by HF name in fp32, with tied parameters only once."""
+        """Returns the fp32 parameters by HF name, with tied parameters only once, and the saved buffers."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
 
     def term_tensors(self) -> TensorGroup:
-        """Returns the loss terms' parameters, with names that begin with "loss_terms."."""
+        """Returns the loss terms' parameters. Their names begin with "loss_terms."."""
         return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """Returns the buffers that checkpoints contain although they aren't trained by gradients."""
+        """Returns the persistent buffers, which checkpoints contain."""
         saved = self.causal_lm.state_dict().keys()
         return {
             name: buffer for name, buffer in self.causal_lm.named_buffers() if name in saved and not buffer.is_meta
         }
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parts of the optimized fp32 weights, by name."""
+        """Returns this rank's shards of the fp32 weights, by name."""
         return {name: parameter for parameter, name in self.name_of.items()}
 
     def update_average(self, share: float) -> None:
@@ -423,7 +418,7 @@ class Strategy:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Swaps in the averaged weights inside the context, and afterwards restores the weights bit for bit."""
+        """Uses the averaged weights inside the context, and then restores the original weights bit for bit."""
         self.average.exchange(self.weights())
         try:
             yield
@@ -431,7 +426,7 @@ class Strategy:
             self.average.exchange(self.weights())
 
     def average_tensors(self) -> TensorGroup:
-        """Returns the averaged weights by HF name in fp32, with buffers as in `model_tensors`."""
+        """Returns the averaged fp32 weights by HF name, and the saved buffers."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
 
     def average_term_tensors(self) -> TensorGroup:
@@ -439,12 +434,12 @@ class Strategy:
         return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
-        """Copies named whole tensors into the average."""
+        """Loads unsharded tensors into the average."""
         self.average = WeightAverage(self.weights())
         load_parts(self.average.means, average)
 
     def optimizer_tensors(self) -> TensorGroup:
-        """Returns the optimizer state, with names of the form '<parameter>.<state>'."""
+        """Returns the optimizer state, with names like '<parameter>.<state>'."""
         shapes = {
             f"{name}.{key}": shape
             for name in self.name_of.values()
@@ -453,12 +448,12 @@ class Strategy:
         return self.of_all_stages(TensorGroup.of(optimizer_state_by_name(self.inner_optimizer, self.name_of), shapes))
 
     def load(self, model: Mapping[str, torch.Tensor], optimizer: Mapping[str, torch.Tensor]) -> None:
-        """Copies named whole tensors into the running model, its loss terms, and the optimizer."""
+        """Loads unsharded tensors into the model, its loss terms and the optimizer."""
         load_parts(self.weights() | self.saved_buffers(), model)
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
-        """Returns any remaining state that an exact resume needs, such as the fp16 loss scale."""
+        """Returns the remaining state needed for an exact resume, such as the fp16 loss scale."""
         if self.accelerator.scaler is None:
             return {}
         saved = self.accelerator.scaler.state_dict()
@@ -470,13 +465,13 @@ class Strategy:
             self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
 
     def copies(self) -> "Holders | None":
-        """Returns the ranks that can share the update of the same whole parameters, or None for a single rank."""
+        """Returns the ranks that can share the update of replicated parameters, or None for a single rank."""
         from pretrain.optim.matrix_exchange import Holders
 
         return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists the weights that several ranks replicate bit for bit; see `replica_differences`."""
+        """Returns the weights that must be bitwise equal on several ranks; see `replica_differences`."""
         if self.ranks.count == 1:
             return []
         return [(None, {name: parameter.detach() for parameter, name in self.name_of.items()})]
@@ -488,22 +483,22 @@ def of_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def without_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Returns the entries for the model's own parameters."""
+    """Returns the entries for everything except the loss terms' parameters."""
     return {name: value for name, value in by_name.items() if not name.startswith(f"{LOSS_TERMS}.")}
 
 
 def order_buckets(model: DistributedDataParallel) -> None:
     """Makes DDP order its buckets before the first step, with a backward pass that leaves no gradients.
 
-    DDP normally orders its buckets after the first backward pass, by the arrival time of the gradients. A gradient's
-    position in a bucket determines the order in which three or more ranks sum it, and so its rounding. Without this
-    function, the first step after a resume would round differently from the same step in an uninterrupted run.
+    DDP normally orders its buckets after the first backward pass, by the order in which gradients arrive. With three
+    or more ranks, a gradient's position in its bucket determines the summation order, and therefore the rounding.
+    Without this function, the first step after a resume would round differently than in an uninterrupted run.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)
-    # The backward pass visits the sum's terms in reverse, so the last parameter added gets its gradient first, as the
-    # last layer does. Vectors are added first because a norm gets its gradient after its block's matrices, although
-    # the model lists the norm after them.
+    # The backward pass visits the sum's terms in reverse, so the parameter added last gets its gradient first, like
+    # the last layer. Vectors come first because a norm gets its gradient after the matrices in its block, although the
+    # model lists it later.
     for parameter in sorted(parameters, key=lambda parameter: parameter.dim() > 1):
         loss = loss + 0 * parameter.sum()
     model.reducer.prepare_for_backward([])

@@ -1,4 +1,4 @@
-"""Named tensors that a checkpoint stores whole, although training may shard them."""
+"""Tensors by name that checkpoints store unsharded, although training may shard them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,61 +12,58 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Named whole tensors, independent of how they are sharded. All ranks must fetch them in the same order."""
+    """Unsharded tensors by name. All ranks must fetch them in the same order."""
 
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     gather: Callable[[str], torch.Tensor]
-    """Function that gathers a tensor by name, in a collective call.
+    """Function that gathers a tensor by name (a collective call).
 
-    It returns the whole tensor on its device, possibly the training tensor itself.
+    Returns the unsharded tensor on its device, possibly the training tensor itself.
     """
 
     @classmethod
     def of(
         cls, tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
     ) -> Self:
-        """Builds a group from tensors that every rank holds, either whole or, for DTensors, as a shard.
+        """Builds a group from tensors that every rank holds, either unsharded or as DTensors.
 
-        shapes: unsharded shapes of the tensors that have a different shape in training; see `in_shape`.
+        shapes: unsharded shapes of the tensors whose shape is different in training; see `in_shape`.
         """
         shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         return cls(shapes, dtypes, lambda name: in_shape(whole_of(tensors[name]), shapes[name]))
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the result of `gather`, or None on a rank that takes part but doesn't want the tensor."""
+        """Returns the result of `gather`, or None if not `wanted`. All ranks must call it."""
         whole = self.gather(name)
         return whole if wanted else None
 
     def fetch(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the whole tensor on the CPU, or None on a rank that takes part but doesn't want it."""
+        """Returns the unsharded tensor on the CPU, or None if not `wanted`. All ranks must call it."""
         whole = self.whole(name, wanted)
         return whole.to("cpu") if wanted else None
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the whole tensor.
-
-    A DTensor is gathered on its mesh's device. This is a collective call for the mesh's ranks.
-    """
+    """Returns the unsharded tensor. Gathers a DTensor on its mesh's device (a collective call)."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     from pretrain.optim.optimizers import sharded_like
 
-    # full_tensor needs the shard on the GPU. from_local moves an offloaded shard there.
+    # full_tensor needs the shard on the GPU. from_local, called in sharded_like, moves an offloaded shard there.
     return sharded_like(tensor, tensor.to_local(), tuple(tensor.shape)).full_tensor()
 
 
 def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns a tensor's first elements in the given shape, or the tensor itself if it already has this shape."""
+    """Returns the first elements of a tensor in this shape, or the tensor itself if it already has this shape."""
     return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 
 
 @torch.no_grad()
 def load_parts(tensors: Mapping[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> None:
-    """Copies whole tensors into the training tensors with these names. A DTensor receives this rank's shard."""
+    """Copies unsharded tensors into the training tensors with the same names. A DTensor gets this rank's shard."""
     from pretrain.optim.tiles import local_part
 
     for name, tensor in tensors.items():

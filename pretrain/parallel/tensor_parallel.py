@@ -1,8 +1,8 @@
 """Tensor parallelism: each rank holds a slice of every large matrix in the layers, and ranks sum partial results.
 
-It follows the model's own plan (transformers' base_model_tp_plan). A column-split matrix needs no communication. The
-row-split matrix after it needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053). Embedding, head and
-norms are replicated, and each rank computes its share of the tokens' loss.
+Matrices are split according to the model's own plan (transformers' base_model_tp_plan). A column-split matrix needs no
+communication. The row-split matrix after it needs one all-reduce of its outputs (Shoeybi et al., arXiv 1909.08053).
+The embedding, head and norms are replicated, and each rank computes the loss for its share of the tokens.
 """
 
 import copy
@@ -41,13 +41,13 @@ from pretrain.parallel.mesh_tiles import divided_axes
 from pretrain.parallel.replicas import ReplicaGroup
 
 MATRIX_DIMENSION = {"colwise": 0, "rowwise": 1}
-"""{style: dimension along which a linear layer's weight (outputs, inputs) is split}"""
+"""{style: dimension along which a linear layer's (outputs, inputs) weight is split}"""
 SUMMED = "replicated_with_grad_allreduce"
-"""Style for a norm inside a split part. It is replicated, but each rank only has the gradient from its own heads."""
+"""Style of a norm that is replicated but only sees this rank's heads, so its gradient needs an all-reduce."""
 
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Matches names of a layer's stacked experts, both modules and parameters. Shared experts are plain matrices."""
+"""Matches names of stacked experts, both modules and parameters. Shared experts are plain matrices."""
 
 
 class TensorParallel(Dimension):
@@ -65,8 +65,8 @@ class TensorParallel(Dimension):
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp, which divides matrices by columns, but each scale "
-                "covers 256 neighboring elements of a row; use adamw, or adamw_8bit with "
+                "optim.name: adamw_8bit does not run with tp: tp splits matrices by columns, but each scale "
+                "covers 256 consecutive elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
         return problems
@@ -97,10 +97,10 @@ class TensorParallel(Dimension):
             for parameter, name in name_of.items()
             if style_of(name.removeprefix(prefix).rpartition(".")[0], plan) == SUMMED
         }
-        """Parameters that every rank holds whole, although it has only its share of their gradients."""
+        """Replicated parameters for which each rank has only its share of the gradient."""
         if model.from_hidden_states:
-            # The gradient of a copied head is added to the embedding's, so each rank has only a share of the
-            # embedding's gradient.
+            # The gradient of a copied head is added to the embedding's, so each rank has only its share of that one
+            # too.
             head = causal_lm.get_output_embeddings()
             sharing = causal_lm.get_input_embeddings() if self.strategy.copying is head else head
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
@@ -109,12 +109,12 @@ class TensorParallel(Dimension):
             for parameter in name_of
             if not any(parameter.device_mesh.mesh_dim_names[axis] in ("tp", "ep") for axis in divided_axes(parameter))
         ]
-        """Parameters that are unsharded, or have the same shard on all ranks."""
+        """Parameters that are unsharded, or have the same shard on all tp ranks."""
 
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
         self.strategy.sum_gradients(list(whole.values()), self.group)
-        # In theory, all other gradients are already equal. But GPU kernels may sum in any order, and replicas must not
+        # The other gradients should already be equal. But GPU kernels may sum in any order, and replicas must not
         # drift apart.
         others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
         if others:
@@ -126,19 +126,19 @@ class TensorParallel(Dimension):
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """Returns the model's own plan, {pattern for module names in the base model: style}, or {} if it has none."""
+    """Returns the model's plan, {pattern for module names in the base model: style}, or {} if it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """Returns the style for the module with this name. `*` in a pattern matches a layer's index."""
+    """Returns the style for a module name, or None. `*` in a pattern matches a layer index."""
     return next((style for pattern, style in plan.items() if re.fullmatch(pattern.replace("*", r"\d+"), name)), None)
 
 
 def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
-    """Explains why the model's plan or sizes don't allow `size` ranks, with alternatives. Returns None if they do.
+    """Returns an error message if the model's plan or sizes don't allow `size` ranks, otherwise None.
 
-    splits_experts: tp also splits the experts, because no other dimension does.
+    splits_experts: True if tp also splits the experts, because no other dimension does.
     """
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
@@ -161,15 +161,15 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run under tp: its layers differ in "
+            f"model: {model_config.model_type} does not run with tp: its layers differ in "
             f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
         works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
         return (
-            f"model: {shape} cannot all be divided by {size} tensor-parallel processes; "
-            f"{', '.join(works) + ' can be used' if works else 'no number can: use another strategy'}"
+            f"model: {shape} must all be divisible by {size}, the number of tensor-parallel processes; "
+            f"{', '.join(works) + ' would work' if works else 'no number would work; use another strategy'}"
         )
     return None
 
@@ -177,12 +177,12 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
 @once_per_config
 @one_thread()
 def input_problem(model_config: PreTrainedConfig) -> str | None:
-    """Explains why the model's code can't be split according to its plan, or returns None.
+    """Returns an error message if the model's code can't be split according to its plan, otherwise None.
 
-    Matrices must be plain linear layers, and the tensor passed on by `share_input` must have no other uses, because
-    their gradients would be summed over the ranks as well. To find other uses, a small copy doubles the gradient at
-    the place where tp would sum it, and halves it at each column-split matrix. Gradients change only if there are
-    other uses. Raises InputError as `reference_of` does.
+    Matrices must be plain linear layers. The tensor passed on by `share_input` must have no other uses, because their
+    gradients would be summed over the ranks as well. To detect other uses, a small copy doubles the gradient where tp
+    would sum it, and halves it at each column-split matrix. Without other uses, the gradients don't change. Raises
+    InputError like `reference_of`.
     """
     model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
     styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
@@ -192,7 +192,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {model_config.model_type} does not run under tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not run with tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -212,14 +212,14 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
             model.base_model.get_submodule(name).register_forward_pre_hook(halve)
     try:
         found = gradients()
-    except Exception as error:  # a model's own code may pass its hidden states in any way
-        return f"model: {model_config.model_type} does not run under tp ({described(error)}); use fsdp2 or pp"
+    except Exception as error:  # model code may pass its hidden states in any way
+        return f"model: {model_config.model_type} does not run with tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {model_config.model_type} does not run under tp: the inputs of its column-split matrices are used by "
-        "others as well, whose gradients would be counted once per process; use fsdp2 or pp"
+        f"model: {model_config.model_type} does not run with tp: the inputs of its column-split matrices have other "
+        "uses, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 
 
@@ -232,17 +232,16 @@ def split_unit(
     *,
     splits_experts: bool,
 ) -> None:
-    """Splits the matrices of `unit` that are in the plan, and frees the whole matrices.
+    """Splits the matrices in `unit` according to the plan, and frees the full matrices.
 
-    splits_experts: as in `plan_problem`.
+    splits_experts: see `plan_problem`.
     """
     module = causal_lm.get_submodule(unit)
     if any(parameter.is_meta for parameter in module.parameters()):
         return  # a tied head uses the embedding's weight
     module.to(device)
     inside = unit.removeprefix(f"{causal_lm.base_model_prefix}.")
-    # Parameters come first, because functions that replace a module's forward pass read its parameters after
-    # splitting.
+    # Split parameters before modules: functions that replace a module's forward pass read its split parameters.
     names = [*(name for name, _ in module.named_parameters()), *(name for name, _ in module.named_modules())]
     styles = {name: style for name in names if (style := style_of(f"{inside}.{name}", plan))}
     experts = {name: styles.pop(name) for name in list(styles) if EXPERTS.search(name)}
@@ -257,37 +256,37 @@ def split_unit(
 
 
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
-    """Replaces a linear layer's weights with this rank's slice, and makes its forward pass use plain tensors.
+    """Replaces a linear layer's weight and bias with this rank's slices, used as plain tensors in the forward pass.
 
-    Parameters are DTensors because fully_shard and checkpoints need that. The forward pass uses their local parts,
-    because on the CPU, dispatching an operator on DTensors takes several times as long as the operator itself.
+    The parameters are DTensors, as fully_shard and checkpoints require. But on the CPU, dispatching an operator on
+    DTensors takes several times as long as the operator itself.
     """
     for name, parameter in list(linear.named_parameters()):
         is_whole = style == "rowwise" and name == "bias"
         placement = Replicate() if is_whole else Shard(MATRIX_DIMENSION[style] if name == "weight" else 0)
-        # Every rank has created the same whole matrices, so we don't need to send any.
+        # All ranks have initialized the same full matrix, so nothing needs to be sent.
         slice_ = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
         setattr(linear, name, nn.Parameter(slice_, requires_grad=parameter.requires_grad))
-    # These must be methods. torch.compile compares other callables by identity, so it would compile every layer
+    # These must be bound methods. torch.compile compares other callables by identity, so it would compile every layer
     # separately and give up after the eighth.
     linear.forward = MethodType(project if style == "colwise" else project_and_sum, linear)
     linear.tp_group_name = mesh.get_group().group_name
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Multiplies by this rank's slice of the outputs."""
+    """Computes this rank's slice of the outputs."""
     bias = None if linear.bias is None else linear.bias.to_local()
     return F.linear(x, linear.weight.to_local(), bias)
 
 
 def project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
-    """Multiplies by this rank's slice, and sums the partial outputs over the ranks."""
+    """Multiplies by this rank's slice, and all-reduces the partial outputs."""
     out = Sum.apply(F.linear(x, linear.weight.to_local()), linear.tp_group_name)
     return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
 
 
 class Sum(torch.autograd.Function):
-    """Sums a tensor over a group's ranks. The gradient, which is equal on all ranks, passes through unchanged."""
+    """All-reduces a tensor. The gradient, which is equal on all ranks, passes through unchanged."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -299,7 +298,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """Passes on a tensor that all of a group's ranks hold, and sums its gradient over the ranks' columns."""
+    """Passes a replicated tensor through unchanged, and all-reduces its gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: str) -> Tensor:
@@ -312,27 +311,27 @@ class SumOfGradients(torch.autograd.Function):
 
 
 def with_scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Returns the tensor unchanged, and multiplies its gradient by a factor."""
+    """Returns the tensor unchanged, but scales its gradient."""
     x = x.view_as(x)
     x.register_hook(lambda gradient: gradient * factor)
     return x
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
-    # This private operator is behind torch's functional collectives. torch.compile supports it.
+    # This private operator works with torch.compile.
     summed = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
     return torch.ops._c10d_functional.wait_tensor(summed)
 
 
 def parents_of_columns(styles: Mapping[str, str | None]) -> list[str]:
-    """Lists the names of modules with column-split matrices as children."""
+    """Returns the names of modules whose children include column-split matrices."""
     return sorted({name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"})
 
 
 def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
-    """Passes a module's hidden states through one function for all of its column-split matrices.
+    """Applies a function to a module's hidden states, once for all of its column-split matrices.
 
-    Without it, each matrix would all-reduce its part of their gradient separately. The cast to autocast's dtype comes
+    Otherwise, each matrix would all-reduce its gradient separately. The hidden states are cast to autocast's dtype
     first, so that the gradient is sent in that dtype. `input_problem` rejects models that this would break.
     """
 
@@ -347,10 +346,10 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
 
 
 def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
-    """Makes each rank compute the loss for only its part of the tokens, although all ranks have all hidden states.
+    """Makes each rank compute the loss only for its share of the tokens, although all ranks have all hidden states.
 
-    The loss and the head's gradient are then this rank's share, but the cross-entropy covers all tokens. Without
-    gradients, each rank computes all tokens, because validation records each token's loss (`recording_losses`).
+    The loss and the head's gradient are this rank's share, but the cross-entropy covers all tokens. Without gradients,
+    each rank computes all tokens, because validation records per-token losses (`recording_losses`).
     """
     whole_loss = model.loss_of_hidden
     ranks = dist.get_world_size(group)
@@ -367,8 +366,8 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
         return loss * share, cross_entropy
 
     def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
-        # Every rank looks up all tokens, and the ranks' gradients will be summed. A loss term's lookup is already a
-        # share.
+        # Every rank looks up all tokens, and the gradients will be summed over the ranks. A lookup in a loss term
+        # already has only its share of the gradient.
         if looked_up.requires_grad and module.weight.is_leaf:
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
@@ -380,17 +379,14 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
 
 
 def share_of(x_N: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's rows.
-
-    Ranks have equal parts in rank order, except that the last ones may be shorter or empty.
-    """
+    """Returns this rank's rows. All ranks get the same number, except that the last ones may get fewer or none."""
     rows = math.ceil(x_N.shape[0] / dist.get_world_size(group))
     start = min(rows * dist.get_rank(group), x_N.shape[0])
     return x_N[start : start + rows]
 
 
 class PartOfRows(torch.autograd.Function):
-    """Selects this rank's share of the hidden states (`share_of`). The backward pass gathers all rows' gradients."""
+    """Selects this rank's rows of the hidden states (`share_of`). The backward pass gathers all rows' gradients."""
 
     @staticmethod
     def forward(ctx, hidden_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -410,6 +406,6 @@ class PartOfRows(torch.autograd.Function):
 
 
 def sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums each tensor over the group's ranks, in a single collective. NCCL needs no copies."""
+    """Sums each tensor over the group in a single collective. NCCL doesn't need copies."""
     if tensors:
         group.allreduce_coalesced(tensors).wait()

@@ -1,8 +1,8 @@
-"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054) through DeepSpeed, with or without offload.
+"""ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054) with DeepSpeed, with or without offload.
 
-Stage 1 shards the optimizer state and the fp32 master weights over the ranks. Stage 2 also shards the gradients, and
-stage 3 the weights. The files in ds_configs/ set the details. This module adds the settings that follow from the
-recipe to DeepSpeed's configuration, and checks that DeepSpeed uses them.
+Stage 1 shards the optimizer state and the fp32 master weights across the ranks. Stage 2 also shards the gradients, and
+stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. This module adds those that follow from
+the recipe, and checks that DeepSpeed uses them.
 """
 
 import os
@@ -38,9 +38,9 @@ from pretrain.parallel.zero_partitions import Masters, full_shape
 class Zero(Strategy):
     """Strategy for ZeRO-1, 2 and 3."""
 
-    parameter_form = "pieces"  # each rank has pieces of flat tensors that contain many parameters
+    parameter_form = "pieces"  # slices of flat tensors that contain many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # in a full graph, every layer's hooks would be a graph break
+    compilations = ("auto", "none", "regional")  # a full graph would break at every layer's hooks
 
     holds_whole_model = False
 
@@ -51,13 +51,13 @@ class Zero(Strategy):
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
             problems.append(
-                f"optim.name: {config.optim.name} does not run with its state on a disk; "
+                f"optim.name: {config.optim.name} does not run with its state on disk; "
                 f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
         if from_disk and config.averaging.kind != "none":
             problems.append(
-                f"averaging.kind: {config.averaging.kind} does not run with weights on a disk, which it would read "
-                "every few steps; use accelerate_configs/zero3_offload.yaml, or none"
+                f"averaging.kind: {config.averaging.kind} does not run with weights on disk, because it would read "
+                "them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
@@ -65,16 +65,16 @@ class Zero(Strategy):
         if config.batch.no_sync and name != "zero1" and not can_choose:
             reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: does not run under {name} {reason}; use {other}, or false")
+            problems.append(f"batch.no_sync: does not run with {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
-                f"optim.muon.qk_clip: does not run under {name}, which updates before weights can be scaled; "
-                "use ddp, fsdp2 or a mesh, or null"
+                f"optim.muon.qk_clip: does not run with {name}, which updates weights before they can be "
+                "scaled; use ddp, fsdp2 or a mesh, or null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
                 f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
-                "uses CPU memory and does not"
+                "uses CPU memory instead"
             )
         return problems
 
@@ -84,8 +84,8 @@ class Zero(Strategy):
             print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
         import deepspeed
 
-        # At the first start, DeepSpeed would compile an operator for all-reduces within one CPU. gloo works as well.
-        # The attribute is private, but DeepSpeed has no setting for it.
+        # Otherwise, DeepSpeed compiles a shared-memory all-reduce for CPUs on the first start. gloo works as well. The
+        # attribute is private, but DeepSpeed has no setting for it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
@@ -96,7 +96,7 @@ class Zero(Strategy):
         # settings.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         self._unreduced = ExitStack()
-        """DeepSpeed's context that accumulates gradients without reducing them, for `batch.no_sync`."""
+        """DeepSpeed's context for accumulating unreduced gradients, for `batch.no_sync`."""
         self._keeps_whole = False
         kwargs_handlers = []
         if device_type() == "cpu":  # without a backend, each process would train independently
@@ -113,13 +113,13 @@ class Zero(Strategy):
 
         unset_hf_deepspeed_config()
         if accelerator.deepspeed_plugin is None:
-            raise RuntimeError(f"DeepSpeed was asked for, but accelerate runs {accelerator.distributed_type}")
+            raise RuntimeError(f"DeepSpeed was requested, but accelerate uses {accelerator.distributed_type}")
         return accelerator
 
     def prepare(
         self, model: LanguageModelLoss, weights: InitialWeights, build_optimizer: OptimizerBuilder
     ) -> torch.nn.Module:
-        """Prepares the model as described in `Strategy`. In stage 3, a rank never holds more than one whole layer."""
+        """Prepares the model as described in `Strategy`. In stage 3, at most one layer is unsharded at a time."""
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
         drawn = {name: parameter.detach().clone() for name, parameter in self.loss_terms.named_parameters()}
@@ -127,23 +127,23 @@ class Zero(Strategy):
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         optimizer = self.optimizer_of_parameters(build_optimizer)
         self.parameter_of = {name: parameter for parameter, name in self.name_of.items()}
-        # We record which parameters get a gradient, because DeepSpeed frees each gradient immediately and substitutes
-        # zeros for missing ones.
+        # Record which parameters get a gradient, because DeepSpeed frees gradients immediately and substitutes zeros
+        # for missing ones.
         self.reached: set[torch.Tensor] = set()
         trained = [parameter for parameter in self.name_of if parameter.requires_grad]
         self.notes = [parameter.register_post_accumulate_grad_hook(self.reached.add) for parameter in trained]
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
-            # The loss uses the head's weight outside of the head's forward, so the head's hooks don't gather it.
+            # The loss uses the head's weight outside of the head's forward pass, so its hooks don't gather the weight.
             deepspeed.zero.register_external_parameter(model, head.weight)
-            for parameter in self.loss_terms.parameters():  # terms may also use their parameters outside of a forward
+            for parameter in self.loss_terms.parameters():  # loss terms may do the same
                 deepspeed.zero.register_external_parameter(model, parameter)
         if self.stage == 3:
             from deepspeed.utils import set_z3_leaf_module
 
-            # A leaf module's weights are gathered together. With hooks on its submodules, graph breaks would keep
-            # torch.compile from compiling the layer.
+            # A leaf module's weights are gathered together. Hooks on its submodules would break the graph, so
+            # torch.compile couldn't compile the layer.
             for layer in layers_of(causal_lm):
                 set_z3_leaf_module(layer, True)
         self.model, _ = self.accelerator.prepare(model, optimizer)
@@ -160,7 +160,7 @@ class Zero(Strategy):
         return self.model
 
     def _fill(self, causal_lm: PreTrainedModel, weights: InitialWeights) -> None:
-        """Initializes the model. Stage 3 partitions each unit before it creates the next one."""
+        """Initializes the model. Stage 3 partitions each unit before it initializes the next one."""
         if self.stage < 3:
             weights.fill(causal_lm, "")
             causal_lm.tie_weights()
@@ -171,7 +171,7 @@ class Zero(Strategy):
             if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
-            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no weights
+            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
 
         for unit in units_of(causal_lm):
@@ -187,9 +187,9 @@ class Zero(Strategy):
         weights: InitialWeights,
         drawn: Mapping[str, torch.Tensor],
     ) -> None:
-        """Restores the original fp32 master weights and rotary tables, which DeepSpeed has rounded.
+        """Restores the fp32 values of the master weights and rotary tables, which DeepSpeed has rounded.
 
-        The values come from a second model, of which only one unit is in memory at a time.
+        The weights come from a second model, initialized one unit at a time to save memory.
         """
         for name, buffer in buffers.items():
             module, _, key = name.rpartition(".")
@@ -209,7 +209,7 @@ class Zero(Strategy):
             module.to("meta")
 
     def _check_in_effect(self) -> None:
-        """Raises RuntimeError if DeepSpeed's or accelerate's defaults have replaced one of the derived settings."""
+        """Raises RuntimeError if a default in DeepSpeed or accelerate has overridden a derived setting."""
         engine = self.model
         settings = self.settings
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
@@ -226,7 +226,7 @@ class Zero(Strategy):
             "dtypes of the weights": ({getattr(p, "ds_tensor", p).dtype for p in engine.module.parameters()}, {dtype}),
         }
         if wrong := [f"{name} is {a} instead of {b}" for name, (a, b) in in_effect_and_expected.items() if a != b]:
-            raise RuntimeError(f"DeepSpeed does not run with the recipe's settings: {'; '.join(wrong)}")
+            raise RuntimeError(f"DeepSpeed does not use the recipe's settings: {'; '.join(wrong)}")
 
     @contextmanager
     def accumulate(self, is_last: bool) -> Iterator[None]:
@@ -234,7 +234,7 @@ class Zero(Strategy):
         if not (is_last or self._keeps_whole) and self.stage > 1 and self.config.batch.no_sync:
             self._unreduced.enter_context(self.model.coalesce_grad_reduction())
             self._keeps_whole = True
-        # DeepSpeed counts up to a fixed number of micro-steps, but a batch ramp changes that number.
+        # DeepSpeed expects a fixed number of micro-steps, but a batch ramp changes that number.
         self.model.set_gradient_accumulation_boundary(is_last)
         yield
         if is_last and self._keeps_whole:
@@ -246,10 +246,7 @@ class Zero(Strategy):
         self.model.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, max_grad_norm: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Updates the weights as in `Strategy`.
-
-        DeepSpeed clips to its configured norm and skips non-finite gradients.
-        """
+        """Implements `update`. DeepSpeed clips to its configured norm and skips non-finite gradients."""
         self.model.step()
         grad_norm = torch.as_tensor(self.model.get_global_grad_norm(), dtype=torch.float32, device=self.device)
         return grad_norm, torch.tensor(float(self.optimizer.overflow), device=self.device)
@@ -283,7 +280,7 @@ class Zero(Strategy):
         return {name: full_shape(parameter) for name, parameter in self.parameter_of.items()}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns the flat tensors of master weights by index."""
+        """Returns the flat master weight tensors by index."""
         return {str(number): flat for number, flat in enumerate(self.masters.flats)}
 
     @contextmanager
@@ -296,16 +293,16 @@ class Zero(Strategy):
             self._compute_with_masters()
 
     def _compute_with_masters(self) -> None:
-        """Copies the changed master weights into the forward pass's weights."""
+        """Copies the master weights into the forward pass's weights."""
         for name, parameter in self.parameter_of.items():
             self.masters.compute_with(parameter, self.get(name))
 
     def _average(self, name: str) -> torch.Tensor:
-        """Gathers a weight's average on every rank (a collective call)."""
+        """Gathers a parameter's average on every rank (a collective call)."""
         return self.masters.gathered(self.parameter_of[name], self._average_part(name))
 
     def _average_part(self, name: str) -> torch.Tensor:
-        """Returns this rank's part of a weight's average."""
+        """Returns this rank's partition of a parameter's average."""
         place = self.masters.places[self.parameter_of[name]]
         return place.narrow(self.average.means[str(place.group)])
 
@@ -333,7 +330,7 @@ class Zero(Strategy):
         step = next(optimizer[f"{name}.step"] for name, keys in kept.items() if "step" in keys)
 
         def state_of(parameter: torch.Tensor, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-            keys = kept[self.name_of[parameter]]  # all parameters of a group have the same keys
+            keys = kept[self.name_of[parameter]]  # all parameters in a group have the same keys
             return {key: step.clone().to(flat.device) if key == "step" else torch.zeros_like(flat) for key in keys}
 
         self.masters.create_state(state_of)
@@ -343,10 +340,7 @@ class Zero(Strategy):
         self.masters.release()
 
     def get(self, name: str) -> torch.Tensor:
-        """Gathers a master weight or, as '<parameter>.<state>', an optimizer state on every rank.
-
-        This is a collective call.
-        """
+        """Gathers a master weight or optimizer state ('<parameter>.<state>') on every rank (a collective call)."""
         key = None
         if name not in self.parameter_of:
             name, _, key = name.rpartition(".")
@@ -356,7 +350,7 @@ class Zero(Strategy):
         return self.masters.gathered(parameter, self.masters.part(parameter, key))
 
     def replicas(self) -> list[ReplicaGroup]:
-        """Lists the forward pass's weights, which stages 1 and 2 gather after each update. Stage 3 has no replicas."""
+        """Returns the forward pass's weights, which stages 1 and 2 replicate. Stage 3 has no replicas."""
         return [(None, dict(self.parameter_of))] if self.stage < 3 and self.ranks.count > 1 else []
 
     def describe(self) -> dict[str, Any]:
@@ -364,10 +358,9 @@ class Zero(Strategy):
 
 
 def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
-    """Derives the DeepSpeed settings that follow from the recipe and the number of processes.
+    """Returns the DeepSpeed settings that follow from the recipe and the number of processes.
 
-    A gradient_clipping of 0 turns clipping off (DeepSpeed's default is 1). Gradients are accumulated and reduced in
-    fp32.
+    gradient_clipping: 0 turns off clipping (DeepSpeed's default is 1). Gradients are accumulated and reduced in fp32.
     """
     batch = config.batch
     sequences_per_micro_step = batch.sequences_per_micro_batch * processes_launched()
@@ -382,19 +375,19 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
-        # With offload, DeepSpeed replaces AdamW with its CPU version. All other optimizers run on the CPU unchanged.
+        # With offload, DeepSpeed replaces AdamW with its CPU version. Other optimizers run on the CPU unchanged.
         **({} if config.optim.name == "adamw" else {"zero_force_ds_cpu_optimizer": False}),
     }
 
 
 def uses_nvme() -> bool:
-    """Returns True if the accelerate config's DeepSpeed JSON puts the optimizer state on NVMe."""
+    """Returns True if the DeepSpeed JSON offloads the optimizer state to NVMe."""
     offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("device") == "nvme"
 
 
 def missing_for_nvme() -> str | None:
-    """Names the missing requirement for building DeepSpeed's asynchronous file operator, or returns None."""
+    """Returns what is missing to build DeepSpeed's asynchronous file I/O operator, or None."""
     prepare_extensions_folder()
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
@@ -407,7 +400,7 @@ def missing_for_nvme() -> str | None:
     except MissingCUDAException:
         return (
             f"the CUDA toolkit (apt install cuda-toolkit, or conda install -c nvidia cuda-toolkit), for torch's CUDA "
-            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which has bin/nvcc"
+            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which contains bin/nvcc"
         )
     return None
 
@@ -417,7 +410,7 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group from unsharded buffers and fp32 tensors with these shapes. `gather` returns the tensors flat."""
+    """Builds a group from fp32 tensors with these shapes, which `gather` returns flat, and unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:

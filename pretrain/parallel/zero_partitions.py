@@ -1,8 +1,8 @@
-"""Reads and writes fp32 weights and optimizer state by parameter in DeepSpeed's flat tensors.
+"""Reads and writes each parameter's fp32 weights and optimizer state in DeepSpeed's flat tensors.
 
 The flat tensors may be on the device, in CPU memory or, in stage 3, on NVMe. DeepSpeed's own functions differ between
-stages and don't update the forward pass's weights. For each tensor, they also read a whole sub-group of parameters (up
-to 12 GB) from NVMe. Here, a sub-group stays in memory until a tensor from a different one is needed.
+stages, don't update the forward pass's weights, and read a whole sub-group (up to 12 GB) from NVMe for each tensor.
+Here, a sub-group stays in memory until a different one is needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ GROUPS_OF = {
     "single_partition_of_fp32_groups": "bit16_groups",
     "fp32_groups_flat_partition": "bf16_groups",
 }
-"""{attribute with the flat fp32 tensors, in DeepSpeed's three optimizers: attribute with their parameters}"""
+"""{attribute with the flat fp32 tensors: attribute with their parameters}, for DeepSpeed's three optimizers"""
 
 
 @dataclass(frozen=True)
@@ -32,24 +32,24 @@ class Place:
     group: int
     """Index of the flat tensor."""
     offset: int
-    """Index of this rank's first element in the flat tensor."""
+    """Offset of this rank's partition in the flat tensor."""
     ranges: tuple[tuple[int, int], ...]
-    """(first, end) element of the parameter's part on each rank."""
+    """(start, end) of each rank's partition, in elements of the parameter."""
 
     @property
     def mine(self) -> tuple[int, int]:
         return self.ranges[dist.get_rank()]
 
     def narrow(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of the parameter, from a tensor with the flat tensor's layout."""
+        """Returns this rank's partition of the parameter from a tensor laid out like the flat tensor."""
         first, end = self.mine
         return flat.narrow(0, self.offset, end - first)
 
 
 class Masters:
-    """This rank's shards of the fp32 master weights and the optimizer state. Its methods are collective.
+    """This rank's partitions of the fp32 master weights and the optimizer state. Its methods are collective.
 
-    It uses private DeepSpeed names, because there is no public way to swap sub-groups or to find a part.
+    It uses private DeepSpeed names, because there is no public way to swap sub-groups or to locate a partition.
     """
 
     def __init__(self, optimizer: Any, stage: int, device: torch.device):
@@ -61,7 +61,7 @@ class Masters:
         self.groups: list[list[torch.Tensor]] = getattr(optimizer, GROUPS_OF[name])
         self.places = self._partitions() if stage == 3 else self._fragments()
         self._present: int | None = None
-        """The sub-group in memory that was read from NVMe."""
+        """Index of the sub-group that has been read from NVMe into memory."""
         self._changed = False
 
     def _partitions(self) -> dict[torch.Tensor, Place]:
@@ -73,7 +73,7 @@ class Masters:
         return places
 
     def _fragments(self) -> dict[torch.Tensor, Place]:
-        """Finds the places in stages 1 and 2, where a part can begin and end inside a parameter."""
+        """Locates the partitions in stages 1 and 2, which can start and end inside a parameter."""
         mine = {}
         for number, group in enumerate(self.groups):
             for parameter in group:
@@ -91,16 +91,16 @@ class Masters:
         }
 
     def _bring_in(self, group: int) -> None:
-        """Reads a sub-group from NVMe unless it is in memory, and releases the previous one first."""
+        """Reads a sub-group from NVMe, unless it is in memory. Releases the previous one first."""
         if self._stage == 3 and group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)
             self._present = group
 
     def release(self) -> None:
-        """Frees the sub-group, and first writes it back if it has changed.
+        """Writes the sub-group back if it has changed, then frees it.
 
-        DeepSpeed needs the memory for its own sub-groups, and rereads this one from NVMe.
+        DeepSpeed needs the memory for its own sub-groups.
         """
         if self._present is None:
             return
@@ -114,18 +114,18 @@ class Masters:
     def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
         """Creates the optimizer state, which the optimizer would otherwise create in its first step.
 
-        state_of: maps (a parameter, the flat tensor that contains it) to that tensor's state.
+        state_of: returns the state for a flat tensor, given (one of its parameters, the flat tensor).
         """
         for group, flat in enumerate(self.flats):
-            self._bring_in(group)  # before this call, the flat tensor has no elements
+            self._bring_in(group)  # until then, the flat tensor is empty
             self._optimizer.optimizer.state[flat] = state_of(self.groups[group][0], flat)
             if group == self._present:
-                # DeepSpeed can read new tensors back only after it has swapped them out once, which registers them.
+                # DeepSpeed can only read tensors back in after it has swapped them out once.
                 self._changed = True
                 self.release()
 
     def part(self, parameter: torch.Tensor, key: str | None) -> torch.Tensor:
-        """Returns this rank's flat part of a moment, or of a master weight if key is None.
+        """Returns this rank's partition of a moment, or of a master weight if key is None.
 
         Valid until the next call.
         """
@@ -136,7 +136,7 @@ class Masters:
 
     @torch.no_grad()
     def gathered(self, parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Gathers a flat tensor from its parts on all ranks, and returns it on every rank (a collective call)."""
+        """Gathers a flat tensor from all ranks' partitions (a collective call)."""
         ranges = self.places[parameter].ranges
         part = part.to(self._device)
         if self._stage == 3:
@@ -152,7 +152,10 @@ class Masters:
 
     @torch.no_grad()
     def set(self, parameter: torch.Tensor, key: str | None, whole: torch.Tensor) -> None:
-        """Copies this rank's part of `whole` into a moment, or into a master weight and the forward pass's weight."""
+        """Copies this rank's partition of `whole` into a moment.
+
+        If key is None, copies it into the master weight and the forward pass's weight instead.
+        """
         first, end = self.places[parameter].mine
         self.part(parameter, key).copy_(whole.flatten()[first:end])
         self._changed = self._present is not None
@@ -161,7 +164,7 @@ class Masters:
 
     @torch.no_grad()
     def compute_with(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copies a whole weight into the forward pass's weight."""
+        """Copies a full weight into the forward pass's weight."""
         if self._stage == 3:
             first, end = self.places[parameter].mine
             parameter.ds_tensor[: end - first] = whole.flatten()[first:end]
@@ -171,7 +174,7 @@ class Masters:
     def pieces(
         self, matrices: Mapping[torch.Tensor, HiddenMatrix], holders: Holders
     ) -> dict[torch.Tensor, list[MatrixPiece]]:
-        """Returns {flat tensor: its pieces of matrices} for Muon."""
+        """Returns {flat tensor: matrix pieces in it} for Muon."""
         found: dict[torch.Tensor, list[MatrixPiece]] = {}
         for parameter, place in self.places.items():
             if parameter not in matrices:
@@ -181,14 +184,14 @@ class Masters:
             for start in range(0, matrices[parameter].stacked * elements, elements):
                 inside = tuple(tuple(min(max(edge - start, 0), elements) for edge in each) for each in place.ranges)
                 tiles = tuple((((low, high),) if low < high else (),) for low, high in inside)
-                before = max(0, start - place.mine[0])  # elements of this rank's part before this matrix
+                before = max(0, start - place.mine[0])  # elements in this rank's partition before this matrix
                 first, end = inside[holders.rank]
                 piece = MatrixPiece(one, holders, 0, tiles, place.offset + before if first < end else place.offset)
                 found.setdefault(self.flats[place.group], []).append(piece)
         return found
 
     def parts(self, holders: Holders) -> dict[torch.Tensor, list[ParameterPart]]:
-        """Returns {flat tensor: its parts of all parameters} for Adafactor."""
+        """Returns {flat tensor: parameter slices in it} for Adafactor."""
         found: dict[torch.Tensor, list[ParameterPart]] = {}
         for parameter, place in self.places.items():
             first, end = place.mine

@@ -79,12 +79,12 @@ def test_models_whose_positions_meet_in_attention_alone_run(model_type):
 def test_other_models_are_refused_by_name(model_type):
     convolution = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
     problem = mixing_problem(AutoConfig.for_model(model_type, **convolution))
-    assert f"model: {model_type} does not run under cp" in problem
+    assert f"model: {model_type} does not run with cp" in problem
 
 
 def test_the_librarys_own_attention_is_refused():
     model = build_meta_model(AutoConfig.for_model(**TINY_LLAMA), attention="sdpa")
-    with pytest.raises(InputError, match="only with transformers' own sdpa attention, which would treat a part"):
+    with pytest.raises(InputError, match="only with transformers' own sdpa attention, which would treat part"):
         exchange_heads(model, 2, "0")
 
 
@@ -111,17 +111,17 @@ def test_refusals_before_the_start(launched, recipe):
     assert problems(recipe) == ""
     assert "nearest: 32 or 34" in problems(recipe, **{"data.sequence_length": "33"})
     launched(8)
-    assert "4 query heads and 2 key-value heads cannot be divided among the 8 processes of a sequence; " in problems(
+    assert "4 query heads and 2 key-value heads cannot be split across 8 context-parallel processes; " in problems(
         recipe
     )
     assert problems(recipe).endswith("parallelism_config_cp_size can be 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
-        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all that remain) or 2, 4"
+        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all remaining) or 2, 4"
     )
     launched(1)
     assert (
-        "parallelism_config_cp_size: none of 1 processes is left for it; use another strategy, or --num"
+        "parallelism_config_cp_size: no processes remain for it (out of 1); use another strategy, or --num"
         in problems(recipe)
     )
     launched(4, "2", DP_REPLICATE_SIZE="2")
@@ -133,7 +133,7 @@ def test_a_start_that_is_refused_ends_with_status_2(recipe):
     refused = run_script(
         *launcher, "train.py", "--config", recipe, "--data.sequence_length", "33", "--check", check=False
     )
-    assert refused.returncode == 2 and "cannot be cut into 2 equal parts" in refused.stderr + refused.stdout
+    assert refused.returncode == 2 and "cannot be split into 2 equal chunks" in refused.stderr + refused.stdout
     assert "Traceback" not in refused.stderr
 
 

@@ -170,12 +170,12 @@ def test_what_no_size_claims_is_sharded_or_replicated(sizes):
     [
         (
             {"tp": "3"},
-            "parallelism_config_tp_size 3 does not divide 8 processes; use 0 (all that remain) or 2, 4, 8",
+            "parallelism_config_tp_size 3 does not divide 8 processes; use 0 (all remaining) or 2, 4, 8",
         ),
         ({"tp": "2", "pp": "3"}, "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide 8 processes"),
-        ({"tp": "two"}, "parallelism_config_tp_size: two is not a size"),
+        ({"tp": "two"}, "parallelism_config_tp_size: two is not a valid size"),
         ({"tp": "0", "cp": "0"}, "parallelism_config_cp_size and parallelism_config_tp_size are both 0"),
-        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 is 4 processes, but 8 were launched; omit one size, or use"),
+        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 needs 4 processes, but 8 were launched; omit one size, or"),
         ({"ep": "3"}, "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 8; use 0"),
         ({"dp_replicate": "8", "ep": "2"}, "parallelism_config_ep_size: 2 does not divide dp_shard x cp x tp = 1"),
     ],
@@ -191,7 +191,7 @@ def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
     sizes(2, "MULTI_GPU")
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert problem.startswith(
-        "launcher: parallelism_config has no size above 1; give one of parallelism_config_pp_size"
+        "launcher: parallelism_config has no size above 1; set one of parallelism_config_pp_size"
     )
 
 
@@ -218,9 +218,10 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     sizes(8, cp="2", tp="4")
     found = MeshStrategy.problems(read_run_config(recipe, [("data.sequence_length", "33")]), "mesh")
     assert any(
-        "sequence_length: 33 cannot be cut into 2 equal parts; nearest: 32 or 34" in problem for problem in found
+        "sequence_length: 33 cannot be split into 2 equal chunks; nearest: 32 or 34" in problem for problem in found
     )
-    assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
+    expected = "must all be divisible by 4, the number of tensor-parallel processes; 2 would work"
+    assert any(expected in problem for problem in found)
 
 
 def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monkeypatch):
@@ -228,8 +229,8 @@ def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monk
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
     problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
-    assert problem.startswith("precision: fp16 does not run under mesh: weights would be in it and")
-    assert problem.endswith("choose fp32 or bf16 or fp8, or a strategy that runs it, as ddp does")
+    assert problem.startswith("precision: fp16 does not run with mesh: the weights would be in fp16, and")
+    assert problem.endswith("use fp32 or bf16 or fp8, or a strategy that supports it, such as ddp")
 
 
 def test_fp8_has_a_scale_for_each_matrix_so_tp_is_refused(sizes, recipe, monkeypatch):

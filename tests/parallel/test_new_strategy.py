@@ -43,8 +43,8 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
     # Optimizers of extensions that this process has loaded stand between the two.
-    assert problem.startswith("optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon")
-    assert problem.endswith(", or a strategy that runs it, as ddp does")
+    assert problem.startswith("optim.name: adamw_8bit does not run with toy; use adamw or adafactor or muon")
+    assert problem.endswith(", or a strategy that supports it, such as ddp")
 
 
 def test_the_launchers_environment_selects_it(toy_file, monkeypatch):

@@ -84,7 +84,7 @@ def test_what_can_run_is_not_refused(launched, deeper):
             ["--pipeline.schedule", "InterleavedZeroBubble", "--activation_checkpointing", "full"],
             "activation_checkpointing: full does not run with pipeline.schedule InterleavedZeroBubble",
         ),
-        (["--attention", "flex_attention"], "attention: flex_attention does not run under a pipeline"),
+        (["--attention", "flex_attention"], "attention: flex_attention does not run with a pipeline"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, message):
@@ -96,7 +96,7 @@ def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, messa
 def test_all_problems_are_found_at_once(launched, deeper):
     launched(3, "2")
     found = problems(deeper, "attention", "flex_attention", "pipeline.schedule", "1F1B")
-    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all that remain) or 3" in found
+    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all remaining) or 3" in found
     assert "flex_attention" in found
 
 
@@ -109,8 +109,9 @@ def test_sizes_that_make_no_pipeline_are_refused(launched, deeper, processes, si
 def test_too_few_layers_are_refused_with_what_works(launched, deeper, tmp_path):
     launched(3)
     assert (
-        "model: 4 layers are fewer than the 6 stages of pipeline.schedule Interleaved1F1B on 3 processes (2 each); "
-        "use pipeline.schedule GPipe or 1F1B, which need 3, or at most 2 processes per pipeline"
+        "model: 4 layers are too few for pipeline.schedule Interleaved1F1B on 3 processes, which needs 6 stages (2 "
+        "per process); use pipeline.schedule GPipe or 1F1B, which need only 3 layers, or at most 2 processes per "
+        "pipeline"
     ) in problems(deeper)
     assert problems(deeper, "pipeline.schedule", "1F1B") == ""
     launched(5)
@@ -122,7 +123,7 @@ def test_a_model_that_cannot_be_cut_is_refused(launched, deeper, tmp_path):
     granite = {"model_type": "granite", "num_hidden_layers": 4, "logits_scaling": 8.0}
     (tmp_path / "granite.json").write_text(json.dumps(TINY_LLAMA | granite))
     found = problems(deeper, "model", str(tmp_path / "granite.json"))
-    assert "model: granite cannot be cut into pipeline stages: its logits are more than" in found
+    assert "model: granite cannot be split into pipeline stages: its logits are not just" in found
 
 
 @pytest.fixture

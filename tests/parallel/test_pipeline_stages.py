@@ -62,13 +62,13 @@ def test_what_can_be_cut_is_found_out(model_type):
 
 
 @pytest.mark.parametrize(
-    ("scale", "reason"), [("embedding_multiplier", "loss of two stages"), ("logits_scaling", "output head")]
+    ("scale", "reason"), [("embedding_multiplier", "with two stages"), ("logits_scaling", "output head")]
 )
 def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
     """The base model of granite scales what it is given, in every stage once more."""
     assert cut_problem(AutoConfig.for_model("granite")) is None
     problem = cut_problem(AutoConfig.for_model("granite", **{scale: 8.0}))
-    assert "granite cannot be cut into pipeline stages" in problem and reason in problem
+    assert "granite cannot be split into pipeline stages" in problem and reason in problem
 
 
 @pytest.mark.parametrize("model_type", CUTTABLE)

@@ -79,8 +79,8 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
         (
             "llama",
             8,
-            "num_attention_heads 8, num_key_value_heads 4, intermediate_size 64 cannot all be divided by 8 "
-            "tensor-parallel processes; 2, 4 can be used",
+            "num_attention_heads 8, num_key_value_heads 4, intermediate_size 64 must all be divisible by 8, "
+            "the number of tensor-parallel processes; 2, 4 would work",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
 
 def test_a_size_of_each_layer_is_refused():
     config = AutoConfig.for_model("gemma3n_text")
-    assert "model: gemma3n_text does not run under tp: its layers differ in intermediate_size" in plan_problem(
+    assert "model: gemma3n_text does not run with tp: its layers differ in intermediate_size" in plan_problem(
         config, 2
     )
 
@@ -108,7 +108,7 @@ def test_a_model_that_uses_the_inputs_of_split_matrices_otherwise_is_refused(mon
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=80)
-    assert "model: llama does not run under tp: the inputs of its column-split" in input_problem(config)
+    assert "model: llama does not run with tp: the inputs of its column-split" in input_problem(config)
 
 
 def test_a_matrix_that_is_not_a_linear_layer_is_refused():
@@ -170,17 +170,17 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     assert problems(recipe) == ""
     found = problems(recipe, **{"optim.name": "adamw_8bit"})
-    assert found.startswith("optim.name: adamw_8bit does not run with tp, which divides matrices by columns")
+    assert found.startswith("optim.name: adamw_8bit does not run with tp: tp splits matrices by columns")
     assert "use adamw, or adamw_8bit with dp_shard" in found
     launched(4)
-    assert "cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problems(recipe)
+    assert "must all be divisible by 4, the number of tensor-parallel processes; 2 would work" in problems(recipe)
     launched(4, "3")
     assert (
-        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all that remain) or 2, 4"
+        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all remaining) or 2, 4"
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))
-    assert "no number can: use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
+    assert "no number would work; use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
 def test_shares_of_the_loss_add_up_to_it(monkeypatch):
