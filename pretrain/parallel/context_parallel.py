@@ -85,10 +85,8 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     """Returns an error message if this model's heads can't be split across the ranks, otherwise None."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        return (
-            f"model: {model_config.model_type} does not run with cp: its layers have different numbers of heads; "
-            "use fsdp2"
-        )
+        why = "its config has no num_attention_heads" if heads is None else "its layers have different numbers of heads"
+        return f"model: {model_config.model_type} does not run with cp: {why}; use fsdp2"
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp or key_heads % tp:
         return None  # reported by tp

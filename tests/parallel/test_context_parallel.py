@@ -106,6 +106,14 @@ def test_heads_divide(heads, key_heads, parts, works):
     assert (heads_problem(config, parts) is None) is works
 
 
+@pytest.mark.parametrize(
+    ("heads", "words"), [(None, "has no num_attention_heads"), ([4, 8], "different numbers of heads")]
+)
+def test_models_without_one_number_of_heads_are_refused(heads, words):
+    problem = heads_problem(SimpleNamespace(model_type="odd", num_attention_heads=heads), 2)
+    assert words in problem and "use fsdp2" in problem
+
+
 def test_refusals_before_the_start(launched, recipe):
     launched(2)
     assert problems(recipe) == ""
