@@ -85,7 +85,7 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     """Returns an error message if this model's heads can't be split across the ranks, otherwise None."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        why = "its config has no num_attention_heads" if heads is None else "its layers have different numbers of heads"
+        why = "its config has no num_attention_heads" if heads is None else "layers have different numbers of heads"
         return f"model: {model_config.model_type} does not run with cp: {why}; use fsdp2"
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp or key_heads % tp:
