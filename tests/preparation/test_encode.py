@@ -195,7 +195,7 @@ def test_the_end_of_document_is_given_or_found_or_required(tokenizer, tmp_path):
 
 def test_missing_and_broken_tokenizers_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(InputError, match="no such tokenizer folder or file; give a tokenizer's folder"):
+    with pytest.raises(InputError, match="no such tokenizer folder or file; use a tokenizer folder"):
         load_tokenizer("./no/such/folder")
     with pytest.raises(InputError, match=r"has no tokenizer\.json and no other tokenizer files"):
         load_tokenizer(tmp_path)
