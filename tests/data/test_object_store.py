@@ -353,7 +353,7 @@ def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tm
     assert end["code"] == 75 and ended.left == [], ended.output
     named = r"s3://mine/vanishing/(train|validation)-00000.bin: bytes [\d,]+ to [\d,]+ cannot be read, after \d+ tr"
     assert re.match(named, end["reason"])
-    assert end["reason"].endswith("run the same command again once it answers, or correct the address")
+    assert end["reason"].endswith("run the same command again once the server responds, or correct the address")
     assert 'train.py", line' not in ended.output
     again = launch_with_faults(tmp_path / "two", "single", 1, *given, constants=IMPATIENT, **there)
     assert again.code == 75 and "s3://mine/vanishing/manifest.json: cannot be read, after" in again.output
