@@ -97,7 +97,7 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 
 def _zone_reader(folder: Path) -> Reader:
-    """Returns a reader for a microjoule counter that wraps around, within minutes at hundreds of watts."""
+    """Returns a reader for a microjoule counter, which may wrap around within minutes."""
     counter = folder / "energy_uj"
     full = int((folder / "max_energy_range_uj").read_text())
     last = int(counter.read_text())

@@ -53,7 +53,7 @@ class InputError(Exception):
 
 
 class UnreachableError(OSError):
-    """Raised if a remote file can't be read, probably temporarily.
+    """Raised if a remote file can't be read at the moment.
 
     `run_script` prints it without a traceback and exits with status 75.
     """
@@ -176,7 +176,7 @@ def one_line(error: BaseException) -> str:
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. Raises InputError for anything else, in a message without the file name."""
+    """Reads a small text file. For anything else, raises InputError without the file name."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):

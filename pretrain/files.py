@@ -23,7 +23,7 @@ ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns the path if it exists, otherwise the path of the project's own file of that name."""
+    """Returns the path, or the path of the project's own copy if only that one exists."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 

@@ -15,7 +15,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU model."""
+    """A GPU model. Rates are per second."""
 
     name: str
     memory_bytes: float

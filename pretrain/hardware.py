@@ -147,7 +147,7 @@ def unusable_gpu() -> str | None:
             "--gpus all"
         )
         if "CUDA_VISIBLE_DEVICES" in os.environ:
-            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: check that it is right"
+            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: check that the GPU exists"
     return (
         f"device: this machine has an NVIDIA GPU ({driver}), but torch can't use it. {built}. To run on the CPU "
         "anyway, set CUDA_VISIBLE_DEVICES to an empty string (CUDA_VISIBLE_DEVICES= python ...), or set "

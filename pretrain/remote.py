@@ -112,7 +112,7 @@ def remote_folder(url: str) -> RemoteFolder:
 
 
 def read_text(url: str, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. Raises InputError, in a message without the URL, or the errors of `RemoteFolder`."""
+    """Reads a small text file. For anything else, raises InputError without the URL, or RemoteFolder's errors."""
     place, _, name = url.rpartition("/")
     content = remote_folder(place).read(name)
     if len(content) > most_bytes:

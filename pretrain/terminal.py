@@ -1,7 +1,7 @@
 """Prints a script's stages and a live line at the bottom of the terminal, with colors and line wrapping.
 
-Output to a file or pipe is plain, without the live line. This module imports quickly, so that a script can print
-"Loading" before its slow imports.
+Output to a file or pipe is plain, without the live line. This module has no slow imports, so that a script can print
+"Loading" before its own.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Formats counts, durations and energies for people. Imports quickly, so that runs.py starts fast."""
+"""Formats counts, durations and energies for people. Has no slow imports, so that runs.py starts fast."""
 
 import re
 from typing import Any

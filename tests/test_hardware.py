@@ -240,7 +240,7 @@ def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, m
 
 def test_devices_that_are_not_there_are_named(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: check that it is right"):
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: check that the GPU exists"):
         device_type()
 
 

@@ -67,7 +67,7 @@ class DataPosition:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Loads a position from the JSON of `dataclasses.asdict`."""
+        """Restores a position from JSON written with `dataclasses.asdict`."""
         sources = [
             SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
             for source in values["sources"]
@@ -87,7 +87,7 @@ class Segment:
     pattern: np.ndarray
     """(PATTERN_LENGTH,) source index of each window. The pattern repeats."""
     drawn: np.ndarray
-    """(PATTERN_LENGTH + 1, sources) number of windows drawn from each source before each pattern index."""
+    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each position in the pattern."""
     drawn_before: Drawn
     """Number of windows drawn before this segment."""
 
@@ -159,7 +159,7 @@ class Batches:
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
-        """{window length: (sources,) windows per epoch}, including lengths used only earlier in the run."""
+        """{window length: (sources,) number of windows per epoch}, including lengths used only earlier in the run."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -328,7 +328,7 @@ class Batches:
         return self.packings[source, length].pieces(start // length)
 
     def span_at(self, sample: int) -> int:
-        """Returns the number of samples that the window at `sample` counts as."""
+        """Returns the span of the window at `sample`, in samples."""
         return self.segments[self._segment_of(self._unskipped(sample))].span
 
     def _span(self, length: int) -> int:

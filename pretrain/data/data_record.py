@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 SHOWN_DOMAINS = 50
 DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
 DATA_FILE = "data.json"
-"""File in the run folder with the manifests' totals per shards folder (see training/run_records.py)."""
+"""File in the run folder with the totals of each shards folder (see training/run_records.py)."""
 DECONTAMINATION = "decontamination"
 """Name of the decontamination stage in a manifest."""
 

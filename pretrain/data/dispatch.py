@@ -79,7 +79,7 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """Returns a future of `then` applied to this rank's token IDs.
+        """Returns a future for the result of `then` on this rank's token IDs.
 
         If `read` fails, the first rank raises its error, and the others raise InputError, UnreachableError or
         RuntimeError.

@@ -189,7 +189,7 @@ def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
 
 
 def ids_bytes(path: Path, dtype: str) -> int:
-    """Returns the size of a file's IDs in bytes, as raw IDs of `dtype`."""
+    """Returns the size that a file's IDs have in bytes if stored as `dtype`."""
     return len(hdf5_ids(path)) * id_dtype(dtype).itemsize if path.suffix in HDF5_SUFFIXES else path.stat().st_size
 
 

@@ -90,7 +90,7 @@ class BlockPlan:
     dropped: int
     """Number of tokens that aren't read."""
     repeated: int
-    """Number of tokens that are read again."""
+    """Number of repeated tokens."""
 
 
 class Packing:
@@ -250,7 +250,7 @@ def pack(
 
 
 def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[int]], list[int]]:
-    """Puts each piece into the fullest window with enough space. Expects the pieces' sizes, longest first.
+    """Puts each piece into the fullest window with enough space. `sizes` must be in descending order.
 
     Returns (indices of the pieces in each window, indices of the pieces that don't fit anywhere).
     """

@@ -42,7 +42,7 @@ class FoundShards:
 
 
 def manifest_of(source: Shards) -> Manifest:
-    """Returns the manifest of a recipe's source, from the first rank if that rank reads for all."""
+    """Returns the manifest of a recipe's source. Uses the first rank's if that rank reads for all ranks."""
     found: FoundShards | None = source._found
     if found is None:
         return read_manifest(source.shards, source.tokenizer)
@@ -89,7 +89,7 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
 class ShardReader:
     """Token IDs of one split, as a single stream across its shard files. Each file is opened on first use.
 
-    Doesn't check IDs against the vocabulary. Check them before copying them to a GPU.
+    Doesn't check that IDs are within the vocabulary. Do so before copying them to a GPU.
     """
 
     def __init__(self, manifest: Manifest, split: str, cache: DataCache | None = None):

@@ -1,6 +1,6 @@
 """Reads and writes files in run folders, even after a crash.
 
-This package imports quickly.
+This package has no slow imports.
 
     run_folder: paths in a run folder, and its small files
     event_log: events in metrics.jsonl

@@ -66,7 +66,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Writes an answer to the last command returned by `poll`, if any: it was carried out at `step`."""
+        """Writes the answer to the last command returned by `poll`, if any. step: when it was carried out."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))
