@@ -125,8 +125,8 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
     rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
     monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
     assert emulation_of_bf16(CPU) == (
-        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 of the speed of "
-        "fp32 (12 against 240 GFLOP/s)"
+        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 times the speed of "
+        "fp32 (12 instead of 240 GFLOP/s)"
     )
     rates[torch.bfloat16] = 250e9
     assert emulation_of_bf16(CPU) is None, "faster all the same"
@@ -340,7 +340,7 @@ def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, core
 
 def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
-    assert "only 65.5 kB of memory can be locked" in environment_warnings(GPU)[0]
+    assert "can lock only 65.5 kB of memory" in environment_warnings(GPU)[0]
 
     def missing(name):
         raise OSError(name)

@@ -134,11 +134,11 @@ def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path)
     with pytest.raises(InputError, match=r"wide\.bin: contains token ID 600, but the tokenizer has 0 to 511"):
         read_manifest(nanogpt / "wide.bin", name)
     np.array([20240520, 1, 9], "<i4").tofile(nanogpt / "llmc.bin")
-    with pytest.raises(InputError, match=r"llmc\.bin: begins with llm\.c's header"):
+    with pytest.raises(InputError, match=r"llmc\.bin: starts with llm\.c's 1,024-byte header"):
         read_manifest(nanogpt / "llmc.bin", name)
     np.arange(8, dtype="<u2").tofile(nanogpt / "m.bin")
     bad = {
-        b"nothing": "is not an .idx file of Megatron",
+        b"nothing": "is not the .idx file of a Megatron dataset",
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "ID type 5",
         GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not contiguous",

@@ -249,7 +249,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.jsonl.gz", b"", "empty file, not gz data"),
         ("a.parquet", b"PAR1 cut", "not readable as parquet"),
         ("a.arrow", b"ARROW1 cut", "not readable as arrow IPC"),
-        ("a.h5", b"\x89HDF cut", "cannot be read as HDF5"),
+        ("a.h5", b"\x89HDF cut", "not readable as HDF5"),
         ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
         ("a.json", b'[{"text": "a"}, {"text', "broken JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
