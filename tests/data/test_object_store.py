@@ -188,7 +188,7 @@ def test_missing_objects_are_named(tmp_path, monkeypatch):
     (folder / "tokenizer/tokenizer.json").write_text("[]")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     url = uploaded(folder)
-    with pytest.raises(InputError, match=f"{url}/tokenizer/tokenizer.json: is missing or not the one"):
+    with pytest.raises(InputError, match=f"{url}/tokenizer/tokenizer.json: is missing or does not match"):
         read_manifest(url)
     with pytest.raises(InputError, match=r"memory://nothing/manifest\.json: no such object"):
         read_manifest("memory://nothing")
@@ -252,7 +252,7 @@ def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):
             file.write(b"torn")
     assert [again.get(key, BLOCK_BYTES) for key in held] == [None] * len(held)
     assert again.get(b"unknown", BLOCK_BYTES) is None
-    with pytest.raises(InputError, match=r"data\.cache: /proc/x: no file of 5,000,000 bytes"):
+    with pytest.raises(InputError, match=r"data\.cache: /proc/x: cannot create a file of 5,000,000 bytes"):
         DiskCache(Path("/proc/x"), size)
 
 

@@ -330,7 +330,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
         ("benchmarks.tasks", "helaswag"),
         ("benchmarks.include_path", str(tmp_path)),
     )
-    assert "branch_from: " in found and "give RUN@STEP" in found
+    assert "branch_from: " in found and "must be RUN@STEP" in found
     assert "benchmarks.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
     assert "benchmarks.include_path: " in found and "contains no .yaml file" in found
     assert "init: pretrained, but model: " in found
