@@ -116,7 +116,7 @@ def _zone_reader(folder: Path) -> Reader:
 def nvml_readers(count: int) -> list[Reader]:
     """Returns a reader per GPU; [] if the GPUs have no energy counters.
 
-    GPUs from Volta on count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
+    Volta and newer GPUs count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

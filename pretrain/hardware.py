@@ -80,7 +80,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 MIN_CORES = 2
 """Cores needed per GPU process: one for the training loop, and one for prefetching, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
-"""Linux's folder with one entry per InfiniBand or RoCE adapter."""
+"""Folder with one entry per InfiniBand or RoCE adapter (Linux sysfs)."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:

@@ -82,7 +82,7 @@ SCHEDULES = Table(
         "infinite": "pretrain.optim.learning_rate:infinite",
     },
 )
-"""Functions (schedule, step) -> factor of the peak; see `optim.learning_rate`."""
+"""Functions (schedule, step) -> fraction of the peak learning rate; see `optim.learning_rate`."""
 LOSS_TERMS = Table("a loss term", {})
 """Subclasses of `model.loss_terms.LossTerm`."""
 SAMPLERS = Table(

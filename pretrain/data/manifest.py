@@ -49,7 +49,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Names of the documents' sources. The document indices refer to a source by its position here."""
+    """Names of the documents' sources. The document indices refer to them by number."""
     input_format: str | None = None
     """Input format of all sources; None if it was inferred from their suffixes."""
     tokenizer_path: Path | None = None
