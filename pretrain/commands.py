@@ -1,4 +1,4 @@
-"""Commands installed by `pip install .`. Each runs one of the project's scripts in this interpreter.
+"""Commands installed by `pip install .`. Each runs one of the project's scripts with this interpreter.
 
 `groundwork-files` prints the folder with the scripts, recipes and accelerate configs:
 
@@ -14,7 +14,7 @@ from pretrain.files import ROOT
 
 
 def run(script: str) -> None:
-    """Replaces this process with the script, passing the same arguments."""
+    """Replaces this process with the script, using the same arguments."""
     os.execv(sys.executable, [sys.executable, str(ROOT / script), *sys.argv[1:]])
 
 

@@ -1,6 +1,6 @@
-"""Defines all settings of a run, typed, documented and frozen. recipe.py reads them from YAML and argv.
+"""Defines all settings of a run. recipe.py reads them from YAML and the command line.
 
-A recipe is self-contained, without inheritance or interpolation, so a `diff` of two recipes shows the experiment.
+A recipe is self-contained, without inheritance or interpolation, so a `diff` of two recipes shows every difference.
 """
 
 import json
@@ -59,7 +59,7 @@ def refuse_boolean(value: Any) -> Any:
 
 
 MOST = 10**18
-"""Largest count allowed: a thousand times the tokens of the largest corpora, well within 64 bits."""
+"""Largest allowed count: a thousand times the token count of the largest corpora, well within 64 bits."""
 
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
@@ -74,7 +74,7 @@ NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
 
 Number = TypeVar("Number")
-# A plain union would report every mistake twice, as not a number and as not auto. A discriminator avoids this.
+# With a plain union, pydantic would report every mistake twice, as not a number and as not auto.
 OrAuto = Annotated[
     Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
@@ -84,14 +84,14 @@ Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0
 
 
 class Section(BaseModel):
-    # extra=forbid makes a misspelled key an error. frozen guarantees that the saved record is the config that ran.
+    # extra=forbid rejects misspelled keys. frozen guarantees that the recorded config is the one that ran.
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 
 class MemoryBudget(Section):
-    """Recomputation that torch.compile chooses within each layer."""
+    """Partial recomputation within each layer, chosen by torch.compile."""
 
     memory_budget: Share
     """Share of a compiled layer's activations to keep. The compiler recomputes the cheapest operations first. At
@@ -121,12 +121,12 @@ class WindowSpec:
     """Shape of a window of tokens."""
 
     sequence_length: int
-    """Predicted tokens. A window in a shard has one more, the last target."""
+    """Number of predicted tokens. A window in a shard has one more token, the last target."""
     document_mask: bool
     """True if attention and positions restart at every end-of-document ID."""
 
     def count_in(self, tokens: int) -> int:
-        """Counts whole windows in a stream of tokens. Each window's last token is the next one's first."""
+        """Returns the number of whole windows in a token stream. Consecutive windows share one token."""
         return max(0, tokens - 1) // self.sequence_length
 
 
@@ -143,7 +143,7 @@ class Shards(Section):
     tokenizer: str | None = None
     """Tokenizer (folder or Hub ID) for shards made by other tools. Shards from prepare_data.py include theirs."""
     _found: Any = PrivateAttr(None)
-    """The first rank's listing of the folder (data/shards.py), if it reads for all ranks. None: list the folder."""
+    """The first rank's check results (data/shards.py) if that rank reads for all ranks, otherwise None."""
 
 
 class Source(Shards):
@@ -212,7 +212,7 @@ class Data(Section):
 
     @property
     def windows(self) -> list[WindowSpec]:
-        """Windows of each stage."""
+        """Window shape of each stage."""
         lengths = [self.sequence_length]
         for stage in self.mixtures:
             lengths.append(stage.sequence_length or lengths[-1])
@@ -235,7 +235,7 @@ class Data(Section):
         ends = [stage.until for stage in self.mixtures]
         inner = ends[:-1]
         if None in inner or inner != sorted(set(inner)) or ends[-1] not in (None, 1.0) or 1.0 in inner:
-            raise ValueError(f"stages[].until must increase to null or 100% in the last stage (got {ends})")
+            raise ValueError(f"stages[].until must increase, with null or 100% in the last stage (got {ends})")
         lengths = [stage.sequence_length or self.sequence_length for stage in self.mixtures]
         if any(length % self.sequence_length for length in lengths):
             raise ValueError(
@@ -303,7 +303,8 @@ class MuonSettings(Section):
     """Newton-Schulz iterations per update."""
     split_matrices: dict[str, Count | list[Count]] = {}
     """Fused weights to orthogonalize block by block: {weight name pattern: number of blocks, or list of block sizes}.
-    Blocks split the output dimension. {"*.c_attn.weight": 3} splits q, k and v; the number of heads splits by head."""
+    Blocks split the output dimension. {"*.c_attn.weight": 3} splits q, k and v. The number of heads splits it by
+    head."""
     qk_clip: PositiveFloat | None = None
     """Maximum attention logit. If a head exceeds it in a step, the head's query and key weights are scaled down after
     the update. null: no limit. Kimi K2 used 100."""
@@ -373,7 +374,8 @@ class Optim(Section):
             )
         if self.parametrization == "mup" and self.learning_rate == "auto":
             raise ValueError(
-                "learning_rate: auto is for this model's size; parametrization: mup needs one for mup_base_width"
+                "learning_rate: auto computes a learning rate for this model's size; parametrization: mup needs one "
+                "for mup_base_width"
             )
         if self.stochastic_rounding and self.name != "adafactor":
             raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
@@ -601,9 +603,9 @@ class Tracking(Section):
 
 
 class ModelSource(BaseModel):
-    """A model's configuration, and the recipe's changes to it.
+    """A model config, and the recipe's changes to it.
 
-    Keys other than `config` belong to the architecture and are checked with the JSON (model/model_config.py).
+    Keys other than `config` override keys in the model's JSON and are checked with it (model/model_config.py).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -630,14 +632,14 @@ class ModelSource(BaseModel):
             )
         if not isinstance(value.get("config"), str):
             raise ValueError(
-                "keys that change a model need config: a model's .json file, folder or Hub ID (got "
+                "to change a model's keys, also set config to a model's .json file, folder or Hub ID (got "
                 f"{shortened(repr(value.get('config')), 60)})"
             )
         return value
 
     @property
     def changes(self) -> dict[str, Any]:
-        """{changed key of the model's configuration: value}."""
+        """{changed key in the model config: value}."""
         return dict(self.model_extra)
 
     @model_serializer
@@ -714,7 +716,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def extensions_first(cls, values: Any) -> Any:
-        """Loads the extensions before their entries are looked up."""
+        """Loads extensions first, because other settings may refer to their entries."""
         files = parse_names(values.get("extensions") or []) if isinstance(values, dict) else []
         if isinstance(files, list):
             load_extensions(map(str, files))
@@ -723,7 +725,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def group_was_beside_trackers(cls, values: Any) -> Any:
-        """Reads recipes and runs older than `tracking`."""
+        """Converts the old setting `group` to `tracking.group`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
         group = values["group"]
@@ -732,19 +734,19 @@ class RunConfig(Section):
         if group is None or not isinstance(tracking, dict):
             return rest
         if tracking.get("group", group) != group:
-            raise ValueError("group is tracking.group now, but both are given; omit group")
+            raise ValueError("group is now tracking.group, but both are set; remove group")
         return {**rest, "tracking": {**tracking, "group": group}}
 
     @model_validator(mode="before")
     @classmethod
     def lives_at_url(cls, values: Any) -> Any:
-        """Converts a URL as `output` to the run's mirror and a local folder of that name."""
+        """Converts a URL in `output` to a mirror and a local folder with the run's name."""
         output = values.get("output") if isinstance(values, dict) else None
         if not isinstance(output, str) or not is_url(output):
             return values
         home, _, name = output.rstrip("/").rpartition("/")
         if not name or home.endswith(":/"):
-            raise ValueError(f"output: {output}: give a location and the run's name, as in s3://BUCKET/runs/NAME")
+            raise ValueError(f"output: {output}: must have a location and a run name, as in s3://BUCKET/runs/NAME")
         checkpoint = values.get("checkpoint") or {}
         if not isinstance(checkpoint, dict):
             return values
@@ -758,11 +760,11 @@ class RunConfig(Section):
         return self
 
     def with_batch(self, **settings: Any) -> "RunConfig":
-        """Returns the run with other batch settings."""
+        """Returns a copy with changed batch settings."""
         return self.model_copy(update={"batch": self.batch.model_copy(update=settings)})
 
     def as_stage(self, number: int) -> "RunConfig":
-        """Returns the run as if this stage, with its sequences and micro-batch, were the whole run."""
+        """Returns a copy with this stage as the only one, with its sequence length and micro-batch size."""
         length = self.data.windows[number].sequence_length
         stage = CurriculumStage(train=self.data.mixtures[number].train)
         data = self.data.model_copy(update={"train": None, "stages": [stage], "sequence_length": length})

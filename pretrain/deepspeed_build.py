@@ -1,7 +1,7 @@
-"""Prepares DeepSpeed's build folder and removes the locks of interrupted builds.
+"""Prepares DeepSpeed's build folder and removes stale locks.
 
-torch locks a build folder by the presence of a file. A killed build leaves the file behind, and all later builds wait
-silently forever (torch.utils.file_baton).
+torch uses a lock file for each build. A killed build leaves it behind, and all later builds then wait forever without
+a message (torch.utils.file_baton).
 """
 
 import os
@@ -16,7 +16,7 @@ CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 def prepare_extensions_folder() -> Path:
     """Makes torch build in a machine-local folder, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
 
-    Call it before you import DeepSpeed. Returns the folder.
+    Must be called before importing DeepSpeed. Returns the folder.
     """
     folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(CACHE / socket.gethostname())))
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +29,7 @@ def prepare_extensions_folder() -> Path:
 
 
 def files_open_here() -> set[Path]:
-    """Lists the files opened by this machine's processes, as far as this user can see."""
+    """Returns the files opened by this machine's processes, as far as they are visible to this user."""
     import psutil
 
     found = set()

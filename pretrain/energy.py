@@ -1,7 +1,7 @@
-"""Measures a run's energy in joules with hardware counters, or estimates it if there are none.
+"""Measures a run's energy use in joules with hardware counters, or estimates it if there are none.
 
-Covers only CPUs and GPUs, not cooling, power supplies, disks or network. A reading takes between microseconds (RAPL,
-one file per CPU) and a millisecond (NVML). Readings happen only at log steps.
+Includes only CPUs and GPUs, not cooling, power supplies, disks or the network. A reading takes microseconds with RAPL
+and up to a millisecond with NVML.
 """
 
 import ctypes
@@ -17,17 +17,17 @@ from pretrain.gpus import gpu_called
 
 POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
-"""Watts assumed for a CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
+"""Watts assumed per CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
-"""Function that returns joules since a fixed time; raises OSError if reading fails."""
+"""Function that returns the joules since a fixed time. Raises OSError if reading fails."""
 
 
 class EnergyMeter:
-    """Measures the joules used by a run's machines between two readings.
+    """Measures the energy used by a run's machines between two readings.
 
-    Reads only the main process's machine and assumes that the others use as much. Other programs on that machine count
-    as well.
+    Reads only the counters of the main process's machine, which include other programs, and assumes that the other
+    machines use the same amount.
 
     Args:
         ranks: number of processes in the run.
@@ -38,13 +38,13 @@ class EnergyMeter:
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
         self._readers, self.how = _readers(device, local, powercap)
-        """Source of the values: 'measured by NVML', 'estimated: ...', or None."""
+        """How the values were obtained: 'measured by NVML', 'estimated: ...', or None."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Returns joules since the last call, or since the start; None if unreadable."""
+        """Returns the joules since the last call, or since the start; None if unreadable."""
         before = self._last
         now = self._read()
         self._last = now
@@ -65,14 +65,14 @@ def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Rea
         if processors:
             return processors, "measured by RAPL"
         watts = processor_watts(local)
-        how = f"estimated: {watts:.3g} W of processors ({WATTS_PER_THREAD:g} W per thread) over time"
+        how = f"estimated: {watts:.3g} W for the CPU ({WATTS_PER_THREAD:g} W per thread)"
         return [_over_time(watts)], how
     if gpus := nvml_readers(local):
         return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs only")
     gpu = gpu_called(torch.cuda.get_device_name(device))
     if gpu is None:
         return [], None
-    return [_over_time(local * gpu.watts)], f"estimated: the rated {gpu.watts:g} W of each GPU over time"
+    return [_over_time(local * gpu.watts)], f"estimated: {gpu.watts:g} W for each GPU (rated power)"
 
 
 def _over_time(watts: float) -> Reader:
@@ -80,9 +80,9 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns one reader per CPU and one per memory bank that is counted separately; [] if any is unreadable.
+    """Returns a reader per CPU, and per DRAM counter if there are any; [] if any counter is unreadable.
 
-    By default, Linux restricts the counters to root (CVE-2020-8694).
+    By default, only root can read the counters on Linux (CVE-2020-8694).
     """
     zones = []
     for folder in sorted(powercap.glob("intel-rapl:*")):
@@ -97,7 +97,7 @@ def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
 
 
 def _zone_reader(folder: Path) -> Reader:
-    """Returns a reader of a microjoule counter, which wraps around within minutes at hundreds of watts."""
+    """Returns a reader for a microjoule counter, which may wrap around within minutes."""
     counter = folder / "energy_uj"
     full = int((folder / "max_energy_range_uj").read_text())
     last = int(counter.read_text())
@@ -114,7 +114,7 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """Returns one reader per GPU; [] if the GPUs have no energy counters.
+    """Returns a reader per GPU; [] if the GPUs have no energy counters.
 
     Volta and newer GPUs count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
     """
@@ -126,7 +126,7 @@ def nvml_readers(count: int) -> list[Reader]:
         return []
     readers = []
     for number in range(count):
-        # By UUID, because NVML ignores CUDA_VISIBLE_DEVICES, which renumbers the GPUs.
+        # By UUID, because NVML's indices ignore CUDA_VISIBLE_DEVICES.
         name = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
         handle = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
@@ -151,5 +151,5 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
 
 
 def processor_watts(local: int) -> float:
-    """Returns the power, in watts, of the threads of this many local processes."""
+    """Returns the estimated CPU power of this many local processes, in watts."""
     return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())

@@ -1,7 +1,4 @@
-"""Input errors, reported together with remedies, and the exit statuses of scripts.
-
-docs/failures.md explains the exit statuses.
-"""
+"""Input errors, and the scripts' exit statuses (explained in docs/failures.md)."""
 
 import difflib
 import errno
@@ -23,29 +20,29 @@ EXIT_NUMERIC = 16
 EXIT_NO_VALID_CHECKPOINT = 17
 EXIT_CRASH_LOOP = 18
 EXIT_PREEMPTED = 75
-"""Exit status of a run that a signal or a lost server stopped. The same command resumes it."""
+"""Exit status of a run stopped by a signal or an unreachable server. The same command resumes it."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""Exit status 128 + SIGPIPE, as of a program that wrote to a closed pipe."""
+"""Exit status 128 + SIGPIPE, as for a program that writes to a closed pipe."""
 
 SECONDS_TO_REPORT = 10.0
-"""Time for a machine's first process to report an error before the others report it too."""
+"""How long a machine's other processes wait for the first one to report an error."""
 
 _Value = TypeVar("Value")
 
 UNUSABLE_PATHS = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access, or use another path"),
-    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENAMETOOLONG: "use a shorter name",
     errno.ELOOP: "symbolic links form a loop",
     errno.ENOTDIR: "part of the path is a file",
-    errno.EISDIR: "name a file",
+    errno.EISDIR: "use a file",
     errno.EROFS: "choose a writable location",
 }
-"""{errno: remedy} for paths that the system rejects. They count as input errors wherever they are raised."""
+"""{errno: remedy} for OSErrors that are reported as input errors."""
 
 
 class InputError(Exception):
-    """Invalid input, with one line per problem: the given value, the allowed values and the fix.
+    """Raised for invalid input, with one line per problem: the given value, the allowed values and the fix.
 
     `run_script` prints the lines without a traceback and exits with status 2.
     """
@@ -56,7 +53,7 @@ class InputError(Exception):
 
 
 class UnreachableError(OSError):
-    """Raised if a remote file can't be read now. Its content may be fine.
+    """Raised if a remote file can't be read at the moment.
 
     `run_script` prints it without a traceback and exits with status 75.
     """
@@ -66,10 +63,10 @@ class UnreachableError(OSError):
 
 
 class Problems(list[str]):
-    """Collects the problems found by independent checks, so that all are reported together."""
+    """Collects the problems found by independent checks, so that they can be reported together."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """Returns the check's result. If it raises InputError, adds the new problems and returns None."""
+        """Returns the check's result. If it raises InputError, adds the problems and returns None."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -83,7 +80,7 @@ class Problems(list[str]):
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """Returns '; did you mean X?' for the nearest allowed name, or a list of all if none is near."""
+    """Returns '; did you mean X?' with the closest allowed name, or a list of all names if none is close."""
     names = sorted({str(name) for name in allowed})
     near = difflib.get_close_matches(given, names, n=1)
     if near:
@@ -92,21 +89,20 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def is_first_on_machine() -> bool:
-    """Returns True if this process reports errors for its machine. The other ranks stay silent."""
+    """Returns True if this process is the one that reports errors on its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def or_exit(function: Callable[[], _Value]) -> _Value:
-    """Returns the function's result. On an InputError, prints its problems to stderr and exits with status 2.
+    """Returns the function's result. On an InputError, prints the problems to stderr and exits with status 2.
 
-    A path rejected by the system, such as a file without read permission, also exits with status 2. An
-    UnreachableError exits with status 75.
+    Also exits with status 2 on an OSError in UNUSABLE_PATHS, and with status 75 on an UnreachableError.
     """
     try:
         return function()
     except (InputError, UnreachableError) as error:
         if not is_first_on_machine():
-            # The launcher ends all processes when one ends, so the others let the first report the reason.
+            # The launcher ends all processes when one exits, so let the first process report the error.
             time.sleep(SECONDS_TO_REPORT)
         if isinstance(error, UnreachableError):
             print_problems([str(error)])
@@ -126,9 +122,9 @@ def print_problems(problems: Iterable[str]) -> None:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Runs a script's main function and turns its outcome into an exit status. An InputError becomes status 2.
+    """Runs a script's main function and exits with its status, or with the status of its error (see `or_exit`).
 
-    If a reader such as `| head` closes the pipe early, the script ends with SIGPIPE's status and without a traceback.
+    If a reader such as `| head` closes stdout early, exits with SIGPIPE's status and without a traceback.
     """
     try:
         code = or_exit(main) or EXIT_DONE
@@ -136,7 +132,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:
         if not stdout_is_broken():  # the pipe is a library's socket
             raise
-        # Python flushes stdout again at exit, which would print a second error.
+        # Python flushes stdout again at exit, which would print another error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_CLOSED_PIPE
     leave(code)
@@ -150,17 +146,17 @@ def stdout_is_broken() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the script. If a process group exists, skips the cleanup."""
+    """Exits the script. Skips Python's cleanup if a process group exists."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        # gloo's threads may crash during interpreter shutdown, after the work is finished.
+        # gloo's threads may crash during interpreter shutdown.
         end_now(code)
     sys.exit(code)
 
 
 def end_now(code: int) -> NoReturn:
-    """Ends this process immediately, without cleanup."""
+    """Exits this process immediately, without cleanup."""
     LIVE_LINE.clear()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -168,7 +164,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def shortened(value: Any, most: int = 200) -> str:
-    """Returns an input value as text, truncated to `most` characters."""
+    """Converts a value to text, truncated to `most` characters."""
     text = str(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
@@ -180,13 +176,13 @@ def one_line(error: BaseException) -> str:
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. For anything else, raises InputError without the file's name."""
+    """Reads a small text file. For anything else, raises InputError without the file name."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
-            raise InputError("is a folder; give the file")
+            raise InputError("is a folder; use a file")
         if not stat.S_ISREG(status.st_mode):
-            raise InputError("is not a regular file; give a text file")
+            raise InputError("is not a regular file; use a text file")
         if status.st_size > most_bytes:
             raise InputError(f"has {status.st_size:,} bytes, more than the allowed {most_bytes:,}")
         with open(path, encoding="utf-8") as file:

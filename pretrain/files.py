@@ -1,7 +1,7 @@
-"""Writes files and folders atomically: after a crash they are complete or absent.
+"""Writes files and folders atomically: after a crash, they are either complete or absent.
 
-To write a file, writes under a temporary name, syncs and renames. To write a folder, syncs every file, writes a
-manifest of sizes and sha256 hashes, and renames the folder. The hashes reveal later damage on the disk.
+A file is written under a temporary name, synced and renamed. For a folder, every file is synced, a manifest of sizes
+and sha256 hashes is written, and the folder is renamed. The hashes reveal later corruption.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns a file's path, or the path of the project's own copy if the file isn't in the working folder."""
+    """Returns the path, or the path of the project's own copy if only that one exists."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 
 
 def write_durably(path: Path, content: bytes | str) -> None:
-    """Replaces a file by rename, so that even after a crash either the old or the new content exists."""
+    """Replaces a file atomically: after a crash, it has either the old or the new content."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -40,7 +40,7 @@ def write_durably(path: Path, content: bytes | str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes creations, renames and removals in a folder durable. For a file, makes its content durable."""
+    """Syncs a folder's entries to disk, or a file's content."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -49,7 +49,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Makes a folder and its files durable."""
+    """Syncs a folder and its files to disk."""
     for path in folder.iterdir():
         sync_folder(path)
     sync_folder(folder)
@@ -59,9 +59,9 @@ FINGERPRINT_BYTES = 1 << 16
 
 
 def fingerprint_of(file: BinaryIO, size: int) -> str:
-    """Hashes a file's size and its first, middle and last 64 KiB, to detect a change without reading all of it.
+    """Hashes a file's size and its first, middle and last 64 KiB, to detect changes without reading the whole file.
 
-    If the file can't seek, hashes only the first 64 KiB.
+    If the file isn't seekable, hashes only the size and the first 64 KiB.
     """
     digest = hashlib.sha256(str(size).encode())
     for start in sorted({0, size // 2, max(0, size - FINGERPRINT_BYTES)}) if file.seekable() else [0]:
@@ -72,21 +72,21 @@ def fingerprint_of(file: BinaryIO, size: int) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the sha256 of a file's content."""
+    """Returns a file's sha256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def as_json(fields: Any) -> bytes:
-    """Formats a record of prepared data. Equal fields give equal bytes."""
-    # Names on the command line may not be UTF-8. Backslash escapes keep their bytes readable in JSON.
+    """Formats a record of prepared data as JSON."""
+    # File names from the command line may not be valid UTF-8.
     return (json.dumps(fields, ensure_ascii=False, indent=1) + "\n").encode(errors="backslashreplace")
 
 
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE = "provenance.json"
 SIGNATURE_FILE = "model.sig"
-"""Signature that publish.py adds. Like provenance.json, it covers the manifest, so the manifest can't list it."""
+"""Signature added by publish.py. It signs the manifest, so the manifest can't include it."""
 CARD_FILE = "README.md"
 PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
@@ -97,7 +97,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
     """Seals the remaining files, writes MANIFEST.json, and renames the folder to its final name.
 
     Args:
-        unfinished: the folder with all files, next to `final`.
+        unfinished: folder with all files, next to `final`.
         files: {name: {bytes, sha256}} of files that are already sealed.
     """
     for path in sorted(unfinished.rglob("*")):
@@ -106,7 +106,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
     write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
-    # Synced before the rename. Otherwise a crash may leave the final name with missing entries.
+    # Synced before the rename. Otherwise, files may be missing from the final folder after a crash.
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
@@ -118,14 +118,14 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder. Renames it first, so that a half-removed folder never looks complete."""
+    """Removes a folder. Renames it first, so that it never looks complete while it is being removed."""
     leftover = folder.with_name(f"{REMOVED}{folder.name}")
     folder.rename(leftover)
     delete(leftover)
 
 
 def delete(path: Path) -> None:
-    """Deletes a file, a link (but not its target), or a folder with its content, if it exists."""
+    """Deletes a file, a symlink (but not its target) or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -133,14 +133,14 @@ def delete(path: Path) -> None:
 
 
 def seal(path: Path) -> dict:
-    """Syncs a file to disk. Returns its size and sha256."""
-    # Synced before hashing, so that the hash covers the data on disk.
+    """Syncs a file to disk and returns its size and sha256."""
+    # Synced first, so that the hash is that of the data on disk.
     sync_folder(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """Lists the problems in this rank's share of a sealed folder's files.
+    """Lists problems with this rank's share of the files in a sealed folder.
 
     beat: called before each file, because reading takes a while.
     """
@@ -154,7 +154,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
         return [str(error)]
     present = {p.relative_to(folder) for p in folder.rglob("*") if p.is_file()}
     present -= {Path(SEAL_FILE), Path(PROVENANCE_FILE), Path(SIGNATURE_FILE)}
-    # Downloads leave hidden files behind, which nothing reads.
+    # Ignore hidden files, which downloads leave behind.
     present = {str(name) for name in present if not any(part.startswith(".") for part in name.parts)}
     problems = [f"{name} is not in the manifest" for name in sorted(present - set(expected))] if rank == 0 else []
     for name, entry in sorted(expected.items())[rank::ranks]:
@@ -164,7 +164,7 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None]
 
 
 def sealed_files(manifest: bytes) -> dict[str, dict]:
-    """Parses {name: {bytes, sha256}} from a MANIFEST.json. Raises ValueError for any other content."""
+    """Parses a MANIFEST.json into {name: {bytes, sha256}}. Raises ValueError if it is invalid."""
     try:
         contents = json.loads(manifest)
         files = {
@@ -178,7 +178,7 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
 
 
 def mismatch(name: str, size: int, digest: Callable[[], str], entry: Mapping[str, object]) -> list[str]:
-    """Lists differences between a file and its manifest entry. Hashes the file only if its size is right."""
+    """Lists differences between a file and its manifest entry. Computes the hash only if the size is right."""
     if size != entry.get("bytes"):
         return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
     return [] if digest() == entry.get("sha256") else [f"{name} does not match its sha256"]
@@ -200,19 +200,19 @@ def damage_of_file(path: Path, name: str, entry: Mapping[str, object]) -> list[s
 
 
 def is_url(path: str | Path) -> bool:
-    """Returns True if an address is a URL rather than a path."""
+    """Returns True for a URL, False for a path."""
     return URL.match(str(path)) is not None
 
 
 def place_of(address: str) -> Path | str:
-    """Returns a Path for a path. Returns a URL unchanged, because a Path would drop one of its slashes."""
+    """Converts a path to a Path. Leaves a URL unchanged, because a Path would drop one of its slashes."""
     return address if is_url(address) else Path(address)
 
 
 def shown(path: str) -> str:
-    """Returns an address for messages and records, without a URL's user, password and query, which may be secret.
+    """Formats a path or URL for messages and records. Removes a URL's user, password and query, which may be secret.
 
-    Escapes bytes that aren't UTF-8, because neither terminals nor JSON accept them.
+    Escapes bytes that aren't valid UTF-8.
     """
     if not is_url(path):
         return os.fsencode(path).decode(errors="backslashreplace")

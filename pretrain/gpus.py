@@ -1,8 +1,8 @@
-"""Table of GPUs: memory, peak rates, links, power and a default price, for plan.py and for MFU.
+"""GPU table with memory, peak FLOP/s, bandwidths, power and default prices, for plan.py and for MFU.
 
-Dense peaks without sparsity, bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value that
-torch reports, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour at cloud providers
-in 2025. --price_per_gpu_hour overrides them.
+Peaks (dense, without sparsity), bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value
+reported by torch, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour of cloud
+providers in 2025. --price_per_gpu_hour overrides them.
 """
 
 import re
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 GIB = 2**30
 CPU = "cpu"
-"""Name of this machine's CPU in a plan."""
+"""Name for this machine's CPU in plans."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU. Rates are per second."""
+    """A GPU model. Rates are per second."""
 
     name: str
     memory_bytes: float
@@ -25,9 +25,9 @@ class Gpu:
     """Dense fp8 peak; None if the GPU has no fp8."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """Bandwidth in one direction to the machine's other GPUs, through NVLink or PCIe."""
+    """One-way bandwidth to the machine's other GPUs, through NVLink or PCIe."""
     network_bytes_per_second: float
-    """Bandwidth per GPU, in one direction, to other machines."""
+    """One-way bandwidth per GPU to other machines."""
     watts: float
     price_per_hour: float
     """Price in US dollars."""
@@ -71,11 +71,11 @@ GPUS = {
 
 
 VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
-"""Words in a name that denote a different GPU, or part of one."""
+"""Words in a GPU name that denote a different model, or a MIG slice."""
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """Finds a GPU by its torch.cuda.get_device_name or an informal name; returns None if it is unknown.
+    """Finds a GPU by its torch.cuda.get_device_name or an informal name. Returns None if it is unknown.
 
     Examples: 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090', 'h100 pcie'.
     """
@@ -87,5 +87,5 @@ def gpu_called(name: str) -> Gpu | None:
 
 
 def _words(name: str) -> set[str]:
-    """Returns the words in a name, without 'rtx', which may be missing or joined to the next word."""
+    """Splits a name into words. Drops 'rtx', which may be missing or joined to the next word."""
     return set(re.split(r"[ _-]", name.lower().replace("rtx", ""))) - {""}

@@ -1,4 +1,4 @@
-"""Measures the machine's peak FLOP/s (for MFU), and reports its memory and cores."""
+"""Reports the machine's capabilities: peak FLOP/s (for MFU), native bf16, memory and cores."""
 
 import ctypes
 import os
@@ -14,27 +14,26 @@ from pretrain.gpus import gpu_called
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
-"""Number of this malloc parameter in glibc's malloc.h; see mallopt(3)."""
+"""mallopt(3) parameter, from glibc's malloc.h."""
 M_MMAP_MAX = -4
-"""Number of this malloc parameter."""
+"""mallopt(3) parameter."""
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICE_FILE = Path("/dev/nvidia0")
-"""Device file of NVIDIA's driver on Linux."""
+"""Device file of NVIDIA's Linux driver."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""{precision: dtype of the activations}"""
+"""{precision: activation dtype}"""
 
 ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
-"""Values of ONEDNN_MAX_CPU_ISA with which oneDNN converts bf16 to fp32 for matmuls."""
+"""Values of ONEDNN_MAX_CPU_ISA that make oneDNN convert bf16 to fp32 for matmuls."""
 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Explains why 'cpu' or 'cuda' emulates bf16 matmuls. Returns None if the device has native instructions.
+    """Returns the reason why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.
 
-    ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA restrict torch's kernels and matmuls to an older CPU's instructions, but
-    torch.cpu's own checks ignore them.
+    Unlike torch.cpu's own checks, takes ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA into account.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -57,10 +56,10 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures for 0.2 s if emulated bf16 is slower than fp32, and describes it.
+    """Describes how much slower emulated bf16 is than fp32, after measuring for 0.2 s.
 
-    Returns None if bf16 is native or isn't slower. On a CPU, it uses small matrices, because an emulated matmul of
-    (1024, 1024) takes seconds.
+    Returns None if bf16 is native or isn't slower. On a CPU, the matrices are small, because an emulated (1024, 1024)
+    matmul takes seconds.
     """
     reason = missing_bf16(device.type)
     if reason is None:
@@ -73,19 +72,19 @@ def emulation_of_bf16(device: torch.device) -> str | None:
     if bf16 >= fp32:
         return None
     return (
-        f"bf16 is emulated here ({reason}): its matmuls run at {bf16 / fp32:.2g} of the speed of fp32 "
-        f"({bf16 / 1e9:,.3g} against {fp32 / 1e9:,.3g} GFLOP/s)"
+        f"bf16 is emulated here ({reason}): its matmuls run at {bf16 / fp32:.2g} times the speed of fp32 "
+        f"({bf16 / 1e9:,.3g} instead of {fp32 / 1e9:,.3g} GFLOP/s)"
     )
 
 
 MIN_CORES = 2
-"""Cores needed per GPU process: one for the training loop, and one for reading ahead, compiling and communicating."""
+"""Cores needed per GPU process: one for the training loop, and one for prefetching, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
-"""Linux's folder with one entry per InfiniBand or RoCE adapter."""
+"""Folder with one entry per InfiniBand or RoCE adapter (Linux sysfs)."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
-    """Lists problems with this machine or container that slow down training on GPUs, with remedies."""
+    """Lists problems with this machine or container that slow down GPU training, with remedies."""
     if device.type != "cuda":
         return []
     found = [few_cores()]
@@ -97,23 +96,20 @@ def environment_warnings(device: torch.device) -> list[str]:
 
 
 def few_cores() -> str | None:
-    """Warns if this process has too few cores.
-
-    Counts the cores it is bound to, or its share of the machine's cores.
-    """
+    """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
     share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if share >= MIN_CORES:
         return None
     return (
-        f"cores: each process has {share:.2g}, and needs at least {MIN_CORES} for the loop, reading ahead and "
-        "compiling; under SLURM set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
+        f"cores: each process has {share:.2g}, but needs at least {MIN_CORES} for the training loop, prefetching and "
+        "compiling; under SLURM, set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
     )
 
 
 def unused_infiniband() -> str | None:
-    """Warns if NCCL can't use this machine's InfiniBand adapters, because TCP is many times slower."""
+    """Returns a warning if NCCL can't use this machine's InfiniBand adapters. TCP is many times slower."""
     import resource
 
     try:
@@ -127,21 +123,21 @@ def unused_infiniband() -> str | None:
     if limit == resource.RLIM_INFINITY or limit >= 2**30:
         return None
     return (
-        f"network: this machine has InfiniBand, but only {bytes_text(limit)} of memory can be locked for it; run with "
+        f"network: this machine has InfiniBand, but can lock only {bytes_text(limit)} of memory for it; run with "
         "ulimit -l unlimited (docker run --ulimit memlock=-1, capability IPC_LOCK on Kubernetes)"
     )
 
 
 def unusable_gpu() -> str | None:
-    """Returns the problem if torch can't use an NVIDIA GPU, unless CUDA_VISIBLE_DEVICES hides the GPU.
+    """Returns an error message if there is an NVIDIA GPU that torch can't use, unless CUDA_VISIBLE_DEVICES hides it.
 
-    Without this check, training would silently run on the CPU, a hundred times slower.
+    Without this check, training would silently run on the CPU.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
         return None
     if not DRIVER_FILE.exists() and not DEVICE_FILE.exists():
         return None
-    driver = f"driver {version}" if (version := driver_version()) else "a driver of unknown version"
+    driver = f"driver {version}" if (version := driver_version()) else "unknown driver version"
     if torch.version.cuda is None:
         built = f"torch {torch.__version__} is a CPU build; install one for CUDA"
     else:
@@ -151,16 +147,16 @@ def unusable_gpu() -> str | None:
             "--gpus all"
         )
         if "CUDA_VISIBLE_DEVICES" in os.environ:
-            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: does it name a GPU here?"
+            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: check that the GPU exists"
     return (
         f"device: this machine has an NVIDIA GPU ({driver}), but torch can't use it. {built}. To run on the CPU "
-        "anyway, set CUDA_VISIBLE_DEVICES to nothing (CUDA_VISIBLE_DEVICES= python ...) or ACCELERATE_USE_CPU=true; "
-        "accelerate launch --cpu does the latter for one process"
+        "anyway, set CUDA_VISIBLE_DEVICES to an empty string (CUDA_VISIBLE_DEVICES= python ...), or set "
+        "ACCELERATE_USE_CPU=true; accelerate launch --cpu does the latter for one process"
     )
 
 
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's driver, or None if it's missing or unreadable."""
+    """Returns the NVIDIA driver's version, or None if it can't be read."""
     try:
         version = re.search(r"\b\d+\.\d+(?:\.\d+)*", DRIVER_FILE.read_text(encoding="utf-8", errors="replace"))
     except OSError:
@@ -169,14 +165,14 @@ def driver_version() -> str | None:
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]:
-    """Returns (peak FLOP/s in matmuls, source of the number). The peak is None for a GPU that isn't listed."""
+    """Returns (peak matmul FLOP/s, source of the value). The peak is None for GPUs that aren't in the table."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         if (gpu := gpu_called(name)) is None:
-            return None, f"unknown peak of {name}"
-        return gpu.bf16_flops, f"data sheet of {name}, dense bf16"
+            return None, f"unknown peak FLOP/s for {name}"
+        return gpu.bf16_flops, f"{name} data sheet, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # if emulated, the larger size takes seconds
+    size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # 1024 takes seconds if bf16 is emulated
     flops = measured_matrix_flops(dtype, device, size=size)
     return flops, f"measured {dtype} matmul on {torch.get_num_threads()} threads"
 
@@ -189,9 +185,10 @@ def measured_matrix_flops(
     least_repeats: int = 5,
     least_seconds: float = 0.5,
 ) -> float:
-    """Measures the FLOP/s of the fastest (size, size) matmul within `least_seconds`, after a warmup.
+    """Measures the FLOP/s of a (size, size) matmul, after a warmup.
 
-    It uses the fastest one because the system may keep all threads on one core for the first tenth of a second.
+    Takes the fastest of at least `least_repeats` matmuls within `least_seconds`, because the OS may keep all threads
+    on one core for the first tenth of a second.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if a.is_cuda else lambda: None
@@ -207,7 +204,7 @@ def measured_matrix_flops(
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """Describes device, cores and system, for the run's record."""
+    """Describes the device, cores and operating system, for the run's record."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": gpu or platform.processor() or platform.machine(),
@@ -218,7 +215,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """Describes the device and its memory, and for a GPU also the driver and torch's CUDA version."""
+    """Describes the device and its memory, and for GPUs also the driver and torch's CUDA version."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -244,9 +241,9 @@ def available_cores() -> int:
 
 
 def use_all_cores() -> None:
-    """Divides the machine's cores among its processes, because launchers set a single thread per process.
+    """Sets torch's thread count to this process's share of the cores, because launchers limit each process to one.
 
-    It keeps a number that you set: any number except 1, or 1 without a launcher.
+    Keeps OMP_NUM_THREADS if you set it. With a launcher, 1 counts as not set.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -255,28 +252,28 @@ def use_all_cores() -> None:
 
 
 def threads_beside(device: torch.device) -> str:
-    """Returns OMP_NUM_THREADS for a process next to training. It is 1 if training on this device uses the cores."""
+    """Returns OMP_NUM_THREADS for a process that runs next to training on this device."""
     return str(torch.get_num_threads()) if device.type == "cuda" else os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def seed_dropout(seed: int, device: torch.device) -> None:
-    """Sets the seed as torch.manual_seed does, but saves the 0.6 ms that it spends on stack traces without a GPU."""
+    """Sets the seed like torch.manual_seed, but on a CPU without its 0.6 ms of overhead for stack traces."""
     (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def compute_deterministically() -> None:
-    """Makes torch use only deterministic kernels. An operator without one raises RuntimeError when called."""
-    # cuBLAS reads this variable for its first handle. With other workspaces, its sums depend on concurrent work.
+    """Makes torch use only deterministic kernels. Operators without one raise RuntimeError."""
+    # cuBLAS reads this variable for its first handle. With other workspaces, its results depend on concurrent work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; nothing here reads uninitialized memory
-    torch._inductor.config.deterministic = True  # compiled kernels aren't chosen by timing
+    torch._inductor.config.deterministic = True  # don't choose kernels by benchmarking them
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory (only on Linux).
+    """Makes glibc keep freed memory. Does nothing with other C libraries.
 
-    On a CPU, each step frees and allocates the same gigabyte. Clearing its pages each time would take 4% of a step
+    On a CPU, every step frees and allocates the same memory. Clearing the pages would take 4% of the step
     (docs/measurements_cpu.md).
     """
     allocator = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Maps old names of settings to new ones, for old recipes, command lines and checkpoints."""
+"""Maps old setting names to new ones, for old recipes, command lines and checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,9 +49,9 @@ def current_path(path: str) -> str:
 
 
 def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
-    """Returns a recipe's values with the new names, and a notice for each renamed setting.
+    """Returns a recipe's values with new setting names, and a notice for each renamed setting.
 
-    If a recipe has both names of a setting, keeps both, so that validation rejects the recipe.
+    If a recipe has both the old and the new name, keeps both, so that validation rejects it.
     """
     found: dict[str, Any] = {}
     notices: list[str] = []

@@ -1,7 +1,7 @@
 """Reads recipes and command lines into a RunConfig.
 
-Reports all problems together: misspelled keys, wrong types and conflicting settings, each with the file, the dotted
-path, the given value and the allowed values.
+Reports all problems at once: misspelled keys, wrong types and conflicting settings, each with its file, dotted path,
+given value and allowed values.
 """
 
 import json
@@ -30,11 +30,11 @@ brief = reprlib.Repr()
 brief.maxlevel = 3
 brief.maxstring = 200
 brief.maxother = 200
-"""Repr of limited depth. A plain repr of nested YAML aliases could fill the memory."""
+"""repr of limited depth, because a plain repr of nested YAML aliases could use up all memory."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Parses YAML. Raises ValueError if the text isn't YAML or is nested too deeply for a recipe."""
+    """Parses YAML. Raises ValueError if the text isn't valid YAML or is nested too deeply."""
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -44,7 +44,7 @@ def parse_yaml(text: str) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number and 0123 as text (YAML 1.1: text and 83) and rejects repeated keys."""
+    """SafeLoader that reads 3e-4 as a number and 0123 as text (text and 83 in YAML 1.1), and rejects repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -55,7 +55,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Only unsurprising implicit types of YAML 1.1 remain: `off` and `0123` are text, and `3e-4` is a number.
+# Unlike in YAML 1.1, `off` and `0123` are text, and `3e-4` is a number.
 Loader.yaml_implicit_resolvers = {}
 for tag, pattern, first in (
     ("bool", r"^(?:true|True|false|False)$", "tTfF"),
@@ -66,7 +66,7 @@ for tag, pattern, first in (
     Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
 
 
-# Alternative settings. A setting given on the command line replaces its alternatives in the recipe.
+# A setting on the command line replaces the recipe's settings in the same group.
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
     ("optim.learning_rate", "optim.learning_rate_per_sequence"),
@@ -124,18 +124,15 @@ NAMES_ELSEWHERE = {
     "trackers": "report_to logger_name",
     "validation.every_steps": "eval_interval eval_every eval_steps eval.interval validation.freq validator.freq",
 }
-"""{setting: equivalent flags of nanoGPT, nanochat, run_clm, litgpt and torchtitan}.
-
-docs/coming_from.md lists these, as well as flags whose values differ.
-"""
+"""{setting: equivalent flags in nanoGPT, nanochat, run_clm, litgpt and torchtitan} (see docs/coming_from.md)."""
 SETTINGS_ELSEWHERE = {theirs: ours for ours, names in NAMES_ELSEWHERE.items() for theirs in names.split()}
 
 TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
-"""{setting: table of its values}."""
+"""{setting: table of allowed values}."""
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
-"""Settings that are set to true if no value follows."""
+"""Settings that are true if given without a value."""
 TAKEN = {
     "--config RECIPE": "recipe file or URL (s3://...); you can omit --config",
     "--text FOLDER": "train on your own text (folder, pattern or files) without a recipe",
@@ -169,11 +166,11 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
         sys.exit(0)
     flags = {flag: f"--{flag}" in argv for flag in FLAGS}
     if (flags["verbose"] and not flags["check"]) or (flags["check"] and flags["smoke"]):
-        raise InputError("give --check, --check --verbose, or --smoke")
+        raise InputError("use --check, --check --verbose, or --smoke")
     pairs = pair_up(named_recipe([word for word in argv if word.removeprefix("--") not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
-        raise InputError(f"give one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
+        raise InputError(f"use one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
     profile = steps_to_profile([value for key, value in pairs if key == "profile"], flags)
     overrides = [(key, value) for key, value in pairs if key not in ("config", "profile")]
     config = read_run_config(recipes[0], overrides)
@@ -182,24 +179,24 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 
 
 def named_recipe(arguments: list[str]) -> list[str]:
-    """Turns ['recipes/x.yaml', ...] into ['--config', 'recipes/x.yaml', ...]; leaves anything else unchanged."""
+    """Converts ['recipes/x.yaml', ...] to ['--config', 'recipes/x.yaml', ...]; leaves other arguments unchanged."""
     is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
     return ["--config", *arguments] if is_recipe else arguments
 
 
 def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
-    """Returns the number given with --profile, or None."""
+    """Returns the value of --profile, or None."""
     if not given:
         return None
     if len(given) > 1 or not given[0].isdecimal():
-        raise InputError(f"--profile {' '.join(given)}: give a number of steps once, as in --profile 20")
+        raise InputError(f"--profile {' '.join(given)}: must be a single number of steps, as in --profile 20")
     if flags["check"] or flags["smoke"]:
-        raise InputError("--profile: profiles a run during training; omit --check and --smoke")
+        raise InputError("--profile: cannot be combined with --check or --smoke")
     return int(given[0])
 
 
 def help_text(usage: str, asked: list[str]) -> str:
-    """Returns the usage and all settings by section, or the settings of the requested sections.
+    """Returns the usage and all settings, grouped by section, or only the requested sections.
 
     Raises InputError for an unknown section.
     """
@@ -231,7 +228,7 @@ def as_plain(default: Any) -> Any:
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """Returns the allowed words for a setting or its entries; [] if it allows other values."""
+    """Returns the allowed words for a setting or its list entries; [] if other values are allowed."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -239,7 +236,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 
 def explain(command_line: CommandLine) -> str:
-    """Lists every setting, one per line, with its value and origin (command line, recipe or default)."""
+    """Lists all settings, one per line, with their value and origin (command line, recipe or default)."""
     in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
@@ -260,7 +257,7 @@ def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
-    """Turns ['--a.b=1', '--c', '2'] into [('a.b', '1'), ('c', '2')]. Translates other projects' flags."""
+    """Converts ['--a.b=1', '--c', '2'] to [('a.b', '1'), ('c', '2')]. Translates other projects' flags."""
     pairs = []
     problems = Problems()
     rest = list(arguments)
@@ -281,7 +278,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def own_name(key: str) -> str:
-    """Returns the setting for a flag. Prints a notice if the flag is another project's.
+    """Returns the setting for a flag. Prints a notice for an old name or another project's flag.
 
     Raises InputError if the section is missing or unknown.
     """
@@ -301,11 +298,11 @@ def own_name(key: str) -> str:
     if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:
         raise InputError(f"--{key}: needs its section: {' or '.join(homes)}")
     near = did_you_mean(key.partition(".")[0], sections)
-    raise InputError(f"--{key}: unknown key{near}; for flags of other projects see docs/coming_from.md")
+    raise InputError(f"--{key}: unknown key{near}; for other projects' flags, see docs/coming_from.md")
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:
-    """Removes the recipe's settings for which the command line gives an alternative."""
+    """Removes recipe settings that are replaced by an alternative on the command line."""
     for names in ALTERNATIVES:
         if any(name in overridden for name in names):
             for section, key in (name.split(".") for name in names if name not in overridden):
@@ -319,8 +316,8 @@ def read_run_config(
     """Reads a recipe and applies the overrides. Raises InputError listing all problems.
 
     Args:
-        loads_extensions: False to evaluate a recorded run. The code of its extensions doesn't run, and settings that
-            may refer to that code (optim, loss.terms, the order of the data) aren't read.
+        loads_extensions: False to evaluate a recorded run without running the code of its extensions. Settings that
+            may refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
     """
     path = path if is_url(str(path)) or not path else or_shipped(path)
     if not is_url(str(path)) and not Path(path).exists():
@@ -334,13 +331,13 @@ def read_run_config(
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
     values, notices = with_current_names(values)
     if notices and os.environ.get("RANK", "0") == "0":
-        say(f"{path}: {', '.join(notices)}; read as such", sys.stderr)
+        say(f"{path}: {', '.join(notices)} (converted)", sys.stderr)
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
     overridden = {key for key, _ in overrides}
     drop_alternatives(values, overridden)
-    # Shortest paths first, because --model FILE must be applied before --model.KEY VALUE.
+    # --model FILE must be applied before --model.KEY VALUE.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
     values, _ = with_current_names(values)  # values on the command line
@@ -353,7 +350,7 @@ def read_run_config(
 
 
 def recipe_text(path: str | Path) -> str:
-    """Returns the content of a recipe, local or at a URL. Raises InputError, UnreachableError."""
+    """Reads a recipe from a path or URL. Raises InputError, UnreachableError."""
     if is_url(str(path)):
         from pretrain.remote import read_text
 
@@ -362,7 +359,7 @@ def recipe_text(path: str | Path) -> str:
 
 
 def set_dotted(values: dict, key: str, text: str) -> str | None:
-    """Sets values['a']['b'] for the key 'a.b' to the text parsed as YAML. Returns the problem of an unknown path."""
+    """Parses `text` as YAML and sets values['a']['b'] for the key 'a.b'. Returns an error message or None."""
     *parents, last = key.split(".")
     try:
         value = parse_yaml(text)
@@ -382,12 +379,12 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """Formats a pydantic error: file or flag, dotted path, problem, given value."""
+    """Formats a pydantic error with the file or flag, dotted path, problem and given value."""
     loc = tuple(part for part in problem["loc"] if not str(part).startswith("function-"))
     where = ".".join(map(str, loc))
     known = allowed_keys(loc)
     message = problem["msg"].removeprefix("Value error, ")
-    if known is None:  # pydantic appends a union's branch to the path, which is no recipe key
+    if known is None:  # pydantic appends the branch of a union to the path
         where = ".".join(str(part) for part in loc[:-1])
         message += ", or auto" if loc[-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
@@ -398,17 +395,17 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     if problem["type"] == "missing":
         return f"{source}: is missing"
     if problem["type"] == "model_type":
-        message = f"is a section; give its settings one by one, as in --{where}.NAME VALUE (train.py --help {where})"
+        message = f"is a section; set its settings separately, as in --{where}.NAME VALUE (train.py --help {where})"
     if problem["type"] == "literal_error":
         message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
     if where == "activation_checkpointing":
-        message += "; or give a share of the layers such as 50%, or {memory_budget: 0.5}"
+        message += "; or use a share of the layers, such as 50%, or {memory_budget: 0.5}"
     given = "" if problem["type"] == "value_error" else f" (got {brief.repr(problem['input'])})"
     return f"{source}: {message}{given}"
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """Returns the keys that are allowed in place of a path's last key; None if the path isn't in the schema."""
+    """Returns the allowed keys at the last level of a path; None if the path isn't in the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -428,7 +425,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Lists (dotted path, field) for every setting, with `[]` after lists."""
+    """Lists (dotted path, field) of all settings. In paths, list names end with `[]`."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -445,7 +442,7 @@ MOVED = {
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
-"""Sections that are null by default. Their settings have defaults if the section is given."""
+"""Sections that are null by default. Their settings' defaults apply if the section is given."""
 
 
 def as_yaml(config: RunConfig) -> str:

@@ -1,7 +1,7 @@
-"""Tables of optimizers, schedules and other things that a recipe can name.
+"""Tables of optimizers, schedules and other entries that recipes refer to by name.
 
-`extensions` and a model folder's code can add entries. The project's own entries have the form 'module:name', so that
-checking a recipe doesn't import them. To add your own class, register it with a decorator:
+`extensions` and code in a model folder can add entries. Built-in entries are strings 'module:name', so that checking a
+recipe doesn't import them. To add your own class, register it with a decorator:
 
     from pretrain.registry import OPTIMIZERS
 
@@ -26,7 +26,7 @@ _Entry = TypeVar("_Entry")
 
 
 class Table(UserDict[str, Any]):
-    """{name in a recipe: class or function}. The project's own entries are imported on first use."""
+    """{name in a recipe: class or function}. Built-in entries are imported on first use."""
 
     def __init__(self, kind: str, own: dict[str, str]):
         super().__init__(own)
@@ -36,7 +36,7 @@ class Table(UserDict[str, Any]):
     def register(self, name: str) -> Callable[[_Entry], _Entry]:
         """Returns a decorator that registers a class or function as `name`.
 
-        Raises InputError if the name is taken, and TypeError for a class without a required method.
+        Raises InputError if the name is taken, and TypeError if a class lacks a required method.
         """
 
         def add(entry: _Entry) -> _Entry:
@@ -52,9 +52,9 @@ class Table(UserDict[str, Any]):
         return add
 
     def checked(self, name: str) -> str:
-        """Returns the name if it is in the table. Raises ValueError otherwise."""
+        """Returns the name if it is in the table, otherwise raises ValueError."""
         if name not in self.data:
-            raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; a file in extensions can add it")
+            raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; an extension can add it")
         return name
 
     def __getitem__(self, name: str) -> Any:
@@ -82,11 +82,11 @@ SCHEDULES = Table(
         "infinite": "pretrain.optim.learning_rate:infinite",
     },
 )
-"""Functions (schedule, step) -> factor of the peak; see `optim.learning_rate`."""
+"""Functions (schedule, step) -> fraction of the peak learning rate; see `optim.learning_rate`."""
 LOSS_TERMS = Table("a loss term", {})
 """Subclasses of `model.loss_terms.LossTerm`."""
 SAMPLERS = Table(
-    "a way to sample",
+    "a sampling method",
     {
         "epochs": "pretrain.data.sampling:epochs",
         "best_fit": "pretrain.data.packing:best_fit",
@@ -94,29 +94,27 @@ SAMPLERS = Table(
     },
 )
 """Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
-TRANSFORMATIONS = Table("a transformation of data", {})
+TRANSFORMATIONS = Table("a data transformation", {})
 """Subclasses of `data.transformations.Transformation`."""
 ARCHITECTURES = Table("an architecture", {})
-"""Causal language models by model_type. pretrain.model.architectures registers them with transformers."""
-FORMATS = Table("a format of documents", {})
-"""Functions (stream, reading) -> records, filled in by pretrain_tools.preparation.documents.formats."""
+"""{model_type: causal language model}. pretrain.model.architectures registers them with transformers."""
+FORMATS = Table("a document format", {})
+"""Functions (stream, reading) -> records. pretrain_tools.preparation.documents.formats adds the built-in ones."""
 TASKS = Table("a task", {})
-"""Functions (model, tokenizer) -> {measure: number}: tasks for evaluate.py in addition to the harness's."""
+"""Functions (model, tokenizer) -> {metric: value}: tasks for evaluate.py in addition to the harness's."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
 OWN_FOLDERS: set[Path] = set()
-"""Folders of the user's code. Errors in their files are reported with file and line."""
+"""Folders with user code. Errors in their files are reported with file and line."""
 EXTENSIONS: list[str] = []
 """Paths of the loaded extensions."""
 LOADED_CODE: dict[str, str] = {}
-"""{loaded file or folder: first 16 digits of its sha256}. Checkpoints record it."""
+"""{loaded file or folder: first 16 hex digits of its sha256}, recorded in checkpoints."""
 
 
 def import_file(path: Path, package: str) -> ModuleType:
-    """Imports a file as a module of `package`.
-
-    The package's path is the file's folder, so `from .other import X` works in the file.
+    """Imports a file as a module of `package`. Relative imports (`from .other import X`) work within its folder.
 
     For any error in the file, raises InputError with file, line and message.
     """
@@ -132,18 +130,18 @@ def import_file(path: Path, package: str) -> ModuleType:
         return importlib.import_module(f"{package}.{path.stem}")
     except InputError:
         raise
-    except (Exception, SystemExit) as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise InputError(error_in_file(error, path)) from error
 
 
 def load_extensions(files: Iterable[str]) -> None:
-    """Imports each of the user's extensions once. Raises the same InputError as `import_file`."""
+    """Imports extensions, each only once. Raises InputError like `import_file`."""
     for file in files:
         path = Path(file)
         if path.suffix != ".py" or not path.is_file():
             raise InputError(f"extensions: {file}: no such Python file")
         digest = digest_of([path])
-        # Named by its content, so that a file is only imported again after a change.
+        # The package name contains the hash, so that a file is imported again only if it has changed.
         import_file(path, f"groundwork_extension_{digest}")
         if (loaded := str(path.absolute())) not in EXTENSIONS:
             EXTENSIONS.append(loaded)
@@ -151,7 +149,7 @@ def load_extensions(files: Iterable[str]) -> None:
 
 
 def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
-    """Validates an entry's options with its pydantic class `Options`. Raises ValueError listing all problems."""
+    """Validates an entry's options with its pydantic `Options` class. Raises ValueError listing all problems."""
     from pydantic import ValidationError
 
     if options_class is None:
@@ -178,14 +176,14 @@ def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | 
 
 
 def error_in_file(error: BaseException, path: Path) -> str:
-    """Returns 'mine.py, line 12: NameError: ...' for an error raised while loading `path`."""
+    """Formats an error raised while loading `path` as 'mine.py, line 12: NameError: ...'."""
     place = place_of(error) or str(path)
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
 
 
 def place_of(error: BaseException) -> str:
-    """Returns 'mine.py, line 12' for the error's last frame in the user's files, or "" if there is none."""
+    """Returns 'mine.py, line 12' for the error's last frame in user code, or "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename and is_own(error.filename):
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
@@ -199,7 +197,7 @@ def is_own(file: str) -> bool:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Hashes the names and contents of files. Their order doesn't matter."""
+    """Hashes the names and contents of files, regardless of their order."""
     whole = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         whole.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

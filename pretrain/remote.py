@@ -1,4 +1,4 @@
-"""Reads objects below an fsspec URL, with retries. Errors name the object."""
+"""Reads objects below an fsspec URL, with retries."""
 
 import functools
 import time
@@ -12,11 +12,11 @@ from pretrain.urls import file_system, patiently
 _Value = TypeVar("_Value")
 TRIES = 10
 FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try. Pauses double and add up to 51 s."""
+"""Pause before the second try. The pauses double each time and add up to 51 s."""
 PATIENCE_SECONDS = 120.0
-"""Maximum time without an answer from a server, well below guard.step_timeout_seconds."""
+"""Maximum time without a response from the server, well below guard.step_timeout_seconds."""
 LAST_TRY_SECONDS = 5.0
-"""Maximum wait for a read that begins after PATIENCE_SECONDS."""
+"""Minimum timeout for a try, even after PATIENCE_SECONDS."""
 
 
 class RemoteFolder:
@@ -29,10 +29,10 @@ class RemoteFolder:
         system, path = file_system(url)
         self._system = DirFileSystem(path.rstrip("/"), system)
         self._failing_since: float | None = None
-        """Time of the first failure since the last answer (monotonic clock)."""
+        """Time of the first failure since the last response (monotonic clock)."""
 
     def sizes(self) -> dict[str, int | None]:
-        """Returns {name: bytes} of all files, with None for an unknown size. Raises the same errors as `read`."""
+        """Returns {name: size in bytes, or None if unknown} of all files. Raises the same errors as `read`."""
         found = self._answer(self.shown, "its objects cannot be listed", self._found)
         return {name: about.get("size") for name, about in found.items()}
 
@@ -46,7 +46,7 @@ class RemoteFolder:
         """Reads an object, or its bytes from `start` to `end`, with retries.
 
         Raises InputError if the object is missing, forbidden or shorter than `end`. Raises UnreachableError after
-        TRIES failed tries or PATIENCE_SECONDS without an answer.
+        TRIES failed tries or PATIENCE_SECONDS without a response.
         """
         where = f"{self.shown}/{name}"
 
@@ -93,7 +93,7 @@ class RemoteFolder:
             if tries == TRIES or silent + pause > PATIENCE_SECONDS:
                 break
             time.sleep(pause)
-        advice = "run the same command again once it answers, or correct the address"
+        advice = "run the same command again once the server responds, or correct the address"
         tried = "1 try" if tries == 1 else f"{tries} tries"
         raise UnreachableError(5, f"{problem}, after {tried} in {silent:.0f} s: {reason}; {advice}", where)
 
@@ -107,7 +107,7 @@ class RemoteFolder:
 
 @functools.cache
 def remote_folder(url: str) -> RemoteFolder:
-    """Returns the folder at a URL, with its connections kept open."""
+    """Returns the folder at a URL. Cached, to keep its connections open."""
     return RemoteFolder(url)
 
 

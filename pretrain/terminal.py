@@ -1,7 +1,7 @@
 """Prints a script's stages and a live line at the bottom of the terminal, with colors and line wrapping.
 
-A file or a pipe gets plain lines and no live line. This module imports nothing heavy, so that a script can print
-"Loading" before its slow imports.
+Output to a file or pipe is plain, without the live line. This module has no slow imports, so that a script can print
+"Loading" before its own.
 """
 
 import io
@@ -18,14 +18,14 @@ from typing import TextIO
 
 CLEAR_LINE = "\r\x1b[K"
 COLORS = {"red": 31, "yellow": 33, "green": 32, "dim": 2}
-"""SGR codes of ECMA-48."""
+"""ANSI color codes (ECMA-48 SGR)."""
 USUAL_WIDTH = 80
 SPARKS = "▁▂▃▄▅▆▇█"
 FIRST_COLUMN = re.compile(r"\S.*?\s{2,}(?=\S)")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Returns True if the stream is a terminal that can rewrite a line."""
+    """Returns True if the stream is a terminal that supports rewriting a line."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     except ValueError:  # closed
@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Returns the terminal's columns; None for a file, which has no limit."""
+    """Returns the terminal's width in columns; None for other streams, which have no limit."""
     if not is_terminal(stream):
         return None
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
@@ -52,7 +52,7 @@ def colored(text: str, color: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Breaks lines at words. Continuation lines align with a table's second column, or are indented by two columns."""
+    """Wraps lines at words. Continuation lines are aligned with a table's second column, or indented by two spaces."""
     if width is None:
         return text
     lines = []
@@ -67,12 +67,12 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def printable(text: str) -> str:
-    """Escapes control characters that would affect a terminal, except line ends and tabs."""
+    """Escapes control characters except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve in block characters. Each is the mean of one of `width` equal parts of the values."""
+    """Draws a curve with block characters. Each shows the mean of one of `width` equal intervals."""
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -83,11 +83,10 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
 
 
 class LiveLine:
-    """The line at the bottom of the terminal, on stderr, rewritten in place.
+    """A status line at the bottom of the terminal, on stderr, rewritten in place.
 
-    Python's output streams are not replaced. Only `say` removes the line, prints, and draws the line again. The cursor
-    stays at the start of the line, so the output of other libraries begins there too. If their text is shorter than
-    the line, the rest of the line remains visible to the right of it until the terminal scrolls.
+    Use `say` to print above it. Text that other libraries print overwrites the line from its start. If the text is
+    shorter, the rest of the line remains visible.
     """
 
     def __init__(self):
@@ -96,7 +95,7 @@ class LiveLine:
         """Text of the line, or ''."""
 
     def show(self, text: str) -> None:
-        """Draws the text, truncated to the width. Does nothing if stderr isn't a terminal."""
+        """Draws the text, truncated to the terminal's width. Does nothing if stderr isn't a terminal."""
         with self._lock:
             width = width_of(sys.stderr)
             if width is None or not text:
@@ -115,7 +114,7 @@ class LiveLine:
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def print_above(self, text: str, stream: TextIO) -> None:
-        """Prints the text in place of the line, and draws the line again below the text."""
+        """Prints the text, and draws the line again below it."""
         with self._lock:
             shown = self.text
             self.clear()
@@ -128,14 +127,14 @@ LIVE_LINE = LiveLine()
 
 
 def say(text: str, stream: TextIO | None = None, color: str | None = None) -> None:
-    """Prints text above the live line, wrapped and colored if the stream is a terminal. stream: stdout by default."""
+    """Prints text above the live line, to stdout by default. Wraps and colors it if the stream is a terminal."""
     stream = stream or sys.stdout
     text = wrapped(text, width_of(stream))
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)
 
 
 def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the texts of the (minimum width, text) parts that fit a terminal of this width. None fits all parts."""
+    """Joins the texts of the (minimum width, text) parts that fit in this terminal width. None means no limit."""
     return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
@@ -146,7 +145,7 @@ def say_stage(text: str) -> None:
 
 
 def announce_loading() -> None:
-    """Prints that the script is loading, before slow imports. Makes Ctrl-C end the script without a traceback."""
+    """Prints "Loading ..." before slow imports. From then on, Ctrl-C ends the script without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")
 

@@ -1,4 +1,4 @@
-"""Formats counts, durations and energies for people. Imports nothing heavy, so that runs.py starts fast."""
+"""Formats counts, durations and energies for people. Has no slow imports, so that runs.py starts fast."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ COUNT = re.compile(r"^([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([kKMBT]?)
 
 
 def parse_count(value: Any, thousand: int = 1000) -> Any:
-    """Converts '10B' to 10_000_000_000, '2k' to 2 * thousand, and 1e9 to an int. Leaves other values to pydantic."""
+    """Converts '10B' to 10_000_000_000, '2k' to 2 * thousand, and 1e9 to an int. Leaves other values unchanged."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str) and (match := COUNT.match(value.strip())):
@@ -27,7 +27,7 @@ def count_text(count: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns '1 process', '2 processes'."""
+    """Formats a count with its noun: '1 process', '2 processes'."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
@@ -52,13 +52,13 @@ def bytes_text(count: float) -> str:
 
 
 def energy_text(joules: float, how: str | None, grams_per_kwh: float | None) -> str:
-    """Returns '1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'."""
+    """Formats an energy, such as '1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'."""
     kilowatt_hours = joules / JOULES_PER_KWH
     return f"{kilowatt_hours:.3g} kWh" + (f", {how}" if how else "") + co2_text(kilowatt_hours, grams_per_kwh)
 
 
 def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
-    """Returns ' (582 g of CO2 at 473 g/kWh)', or '' if the grid is unknown."""
+    """Formats emissions, such as ' (582 g of CO2 at 473 g/kWh)'; '' if grams_per_kwh is None."""
     if grams_per_kwh is None:
         return ""
     grams = kilowatt_hours * grams_per_kwh
@@ -68,7 +68,7 @@ def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
 
 
 def table(rows: list[list[str]], *, right: set[int] = frozenset()) -> str:
-    """Formats rows as text with aligned columns, two spaces apart. Columns in `right` are right-aligned."""
+    """Formats rows as aligned columns separated by two spaces. Columns in `right` are right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(

@@ -1,4 +1,4 @@
-"""Reads files by address: local paths, and fsspec URLs such as s3://, gs://, https://, hf:// and memory://."""
+"""Reads files from local paths and fsspec URLs, such as s3://, gs://, https://, hf:// and memory://."""
 
 import hashlib
 import io
@@ -20,11 +20,11 @@ DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
 LONGEST_RETRY_SECONDS = 15.0
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
-"""Names of metadata entries that change with a file's content, in various file systems."""
+"""Metadata fields that change with a file's content, in various file systems."""
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
-    """Returns a URL's file system and its path there. Raises InputError for an unknown protocol or missing library."""
+    """Returns a URL's file system and path. Raises InputError for an unknown protocol or a missing library."""
     from fsspec.core import url_to_fs
 
     try:
@@ -34,14 +34,14 @@ def file_system(url: str) -> tuple["AbstractFileSystem", str]:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Opens a file for reading. Raises OSError if that fails."""
+    """Opens a local or remote file for reading. Raises OSError if this fails."""
     return RemoteFile(path) if is_url(path) else open(path, "rb")
 
 
 class RemoteFile(io.RawIOBase):
-    """Remote file. It can seek if its server supports this.
+    """Remote file, seekable if the server supports it.
 
-    Repeats a failed read from the same position. After TRIES failures, raises UnreachableError.
+    Retries a failed read from the same position. Raises UnreachableError after TRIES failures.
     """
 
     def __init__(self, url: str):
@@ -103,7 +103,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def _translated(url: str, action: Callable[[], _Value]) -> _Value:
-    """Returns the result of `action`. Turns a file system's error into an UnreachableError that names the file."""
+    """Returns the result of `action`. Converts a file system's error to an UnreachableError with the file's URL."""
     try:
         return action()
     except FileNotFoundError:
@@ -113,7 +113,7 @@ def _translated(url: str, action: Callable[[], _Value]) -> _Value:
 
 
 def find_urls(pattern: str) -> list[str]:
-    """Returns the sorted files that match a URL with `*` and `**`. Raises InputError if listing fails."""
+    """Returns the files that match a URL with `*` and `**`, sorted. Raises InputError if listing fails."""
     system, path = file_system(pattern)
     try:
         if "*" not in path:
@@ -127,7 +127,7 @@ def find_urls(pattern: str) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Returns a file's size in bytes; 0 if its server doesn't report it. Raises OSError if the file is unreadable."""
+    """Returns a file's size in bytes; 0 if the server doesn't report it. Raises OSError if the file is unreadable."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)
@@ -139,9 +139,9 @@ def _about(url: str) -> dict[str, Any]:
 
 
 def fingerprint(path: str, size: int) -> str:
-    """Hashes enough of a file to detect changes without reading it all; see `fingerprint_of`.
+    """Returns a hash that detects changes without reading the whole file; see `fingerprint_of`.
 
-    If a remote file's server reports a hash or date of the content, hashes that and the size instead.
+    For a remote file, hashes the size and the server's ETag, checksum or date instead, if there is one.
     """
     if is_url(path):
         about = _about(path)
@@ -153,14 +153,14 @@ def fingerprint(path: str, size: int) -> str:
 
 
 def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
-    """Returns the answer. Raises TimeoutError after `seconds`, or the last error.
+    """Calls `ask` and returns its result. Raises its last error, or TimeoutError after `seconds`.
 
-    retry: repeats the call after an error, with pauses that grow exponentially.
+    retry: True to retry after an error, with exponential backoff.
     """
     deadline = time.monotonic() + seconds
     pause = 0.5
     while True:
-        # In a thread, because a dead network may block a call forever.
+        # In a thread, because a dead connection may block the call forever.
         answer: Future[_Value] = Future()
         threading.Thread(target=_ask, args=(ask, answer), name="remote", daemon=True).start()
         try:

@@ -41,7 +41,7 @@ def test_without_counters_energy_is_estimated_and_called_so(tmp_path, monkeypatc
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     meter = EnergyMeter(CPU, 6, tmp_path)
-    assert meter.how == "estimated: 16 W of processors (4 W per thread) over time, on one of 3 machines"
+    assert meter.how == "estimated: 16 W for the CPU (4 W per thread), on one of 3 machines"
     assert meter.joules() == 3 * 3 * 16
 
 
@@ -76,7 +76,7 @@ def test_gpus_are_read_and_else_rated(tmp_path, monkeypatch):
 
     monkeypatch.setattr(energy.ctypes, "CDLL", none)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: the rated 700 W of each GPU over time"
+    assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: 700 W for each GPU (rated power)"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of next year")
     unknown = EnergyMeter(torch.device("cuda"), 2, tmp_path)
     assert unknown.how is None and unknown.joules() is None

@@ -42,7 +42,7 @@ def test_the_value_is_passed_on():
 def test_a_path_that_the_system_refuses_is_named_in_short(capsys):
     assert status_of(OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000)) == 2
     error = capsys.readouterr().err
-    assert "File name too long; give a shorter name" in error and len(error) < 400
+    assert "File name too long; use a shorter name" in error and len(error) < 400
 
 
 def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_path):

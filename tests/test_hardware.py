@@ -125,8 +125,8 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
     rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
     monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
     assert emulation_of_bf16(CPU) == (
-        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 of the speed of "
-        "fp32 (12 against 240 GFLOP/s)"
+        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 times the speed of "
+        "fp32 (12 instead of 240 GFLOP/s)"
     )
     rates[torch.bfloat16] = 250e9
     assert emulation_of_bf16(CPU) is None, "faster all the same"
@@ -195,7 +195,7 @@ def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
         device_type()
     (machine / "version").unlink()
     (machine / "nvidia0").touch()
-    with pytest.raises(InputError, match="a driver of unknown version"):
+    with pytest.raises(InputError, match="unknown driver version"):
         device_type()
 
 
@@ -240,7 +240,7 @@ def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, m
 
 def test_devices_that_are_not_there_are_named(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: does it name a GPU here"):
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: check that the GPU exists"):
         device_type()
 
 
@@ -328,7 +328,7 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
 
 @pytest.mark.parametrize(
     ("cores", "on_machine", "message"),
-    [(1, 64, "each process has 1, and needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
+    [(1, 64, "each process has 1, but needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
 def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
     """Four of 64 are the process's own, where sixteen of sixteen are shared by eight processes."""
@@ -340,7 +340,7 @@ def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, core
 
 def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
-    assert "only 65.5 kB of memory can be locked" in environment_warnings(GPU)[0]
+    assert "can lock only 65.5 kB of memory" in environment_warnings(GPU)[0]
 
     def missing(name):
         raise OSError(name)

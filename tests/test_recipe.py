@@ -166,8 +166,8 @@ def test_a_model_without_changes_is_recorded_as_its_file(recipe):
     ("override", "message"),
     [
         (("model", "5"), "--model: must be a model's .json file, folder or Hub ID, or a mapping"),
-        (("model", "{hidden_size: 8}"), "--model: keys that change a model need config: a model's .json"),
-        (("model.config", "[a]"), "model: keys that change a model need config"),
+        (("model", "{hidden_size: 8}"), "--model: to change a model's keys, also set config to a model's .json"),
+        (("model.config", "[a]"), "model: to change a model's keys, also set config"),
     ],
 )
 def test_a_model_without_a_file_is_refused(recipe, override, message):
@@ -187,7 +187,7 @@ def test_the_origin_of_a_changed_model_is_told(recipe):
 def test_a_group_in_two_places_is_refused(recipe):
     """A problem of the recipe as a whole, with no path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
-    assert problem == f"{recipe}: recipe: group is tracking.group now, but both are given; omit group"
+    assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
@@ -221,7 +221,7 @@ def test_a_recipe_without_data_is_refused(recipe):
         (["--config"], "--config: needs a value"),
         (["x.json"], "'x.json': expected --section.key VALUE"),
         (["x.yaml"], "--config x.yaml: no such recipe"),
-        (["--seed", "1"], "give one recipe"),
+        (["--seed", "1"], "use one recipe"),
     ],
 )
 def test_command_lines_that_say_nothing(argv, message):

@@ -1,18 +1,18 @@
-"""Reads prepared tokens, from shards on disk to a step's windows.
+"""Reads prepared tokens, from shards on disk to training windows.
 
-A window is a pure function of (seed, step, micro-step, rank), so any change in `batches` changes every resumed run.
-The on-disk format consists of manifest and shards (docs/shards.md).
+A window is a pure function of (seed, step, micro-step, rank). Changing this function in `batches` changes the data of
+every resumed run. docs/shards.md describes the on-disk format.
 
     manifest, shards: prepared folders
-    object_store: shards at a URL, read ahead of the step
+    object_store: shards at a URL, with prefetching
     foreign_shards: other projects' shard formats
-    data_record: a run's record of its sources' manifests
-    tokenizer: tokenizers, from local files or the Hub
-    sampling: positions of windows
-    packing: windows without cut documents
-    transformations: changes to training windows by extensions
-    batches: the windows of each step, and of validation
-    dispatch: one rank reads the batches for all
-    vocabulary: its size, and the model's
+    data_record: summaries of manifests for a run's record
+    tokenizer: tokenizers from local files or the Hub
+    sampling: window positions
+    packing: windows of whole documents
+    transformations: user-defined changes to training windows
+    batches: windows for training and validation
+    dispatch: batches that one rank reads for all ranks
+    vocabulary: vocabulary sizes of the data and the model
     new_tokens: tokens that a pretrained model lacks
 """

@@ -1,12 +1,11 @@
-"""Maps (step, micro-step, rank) to tokens by arithmetic, so that resuming needs no state and no replay.
+"""Computes which tokens each (step, micro-step, rank) reads, so that resuming needs no saved state and no replay.
 
-Sample n of a run, counted over all ranks, is a window of sequence_length + 1 tokens from one source. It depends only
-on (seed, n), so the order of the data is the same on any number of ranks. A mixture interleaves its sources in a fixed
-pattern according to their weights. Within a source, each window is visited once per epoch, in the order given by a
-keyed permutation.
+Samples are numbered across all ranks. Sample n is a window of sequence_length + 1 tokens from one source and depends
+only on (seed, n), so the data order is the same for any number of ranks. Sources are interleaved in a fixed pattern
+based on their weights. Each epoch visits every window of a source once, in the order of a keyed permutation.
 
-In a stage whose windows are `span` times as long, a window counts as `span` samples, so the number of samples per step
-doesn't change. A stage begins at the start of a step. Epochs are counted separately for each window length.
+In a stage with windows `span` times as long, each window counts as `span` samples, so the number of samples per step
+doesn't change. Such a stage begins at a step boundary. Each window length has its own epochs.
 """
 
 import bisect
@@ -30,45 +29,45 @@ if TYPE_CHECKING:
     from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
-"""Length of a mixture's interleaving pattern in samples. It makes weights exact to four digits."""
+"""Length of the interleaving pattern in windows. Mixture weights are exact to four digits."""
 
 LOCATED_SAMPLES = 256
-"""Number of samples located in one call."""
+"""Minimum number of windows to locate per call."""
 
 SkippedRange = tuple[int, int]
-"""(first sample, number of samples) that training skips, in the run's own sample numbers."""
+"""(index of the first sample to skip, number of samples to skip)."""
 
 
 Drawn = dict[int, np.ndarray]
-"""{tokens in a window: (sources,) number of windows of this length drawn from each source}."""
+"""{window length in tokens: (sources,) number of windows drawn from each source}."""
 
 
 @dataclass(frozen=True)
 class SourceRead:
-    """The part of a source that a run has read."""
+    """Progress of a run in one source."""
 
     shards: str
     """Folder of the prepared source."""
     sha256: str
-    """First 16 digits of the hash of its manifest."""
+    """First 16 hex digits of the manifest's hash."""
     number: int
-    """Number of the source, unique within the run. It determines the order of the source's windows."""
+    """Source ID, unique within the run. It determines the order of the source's windows."""
     windows: dict[int, int]
-    """{tokens in a window: windows of this length drawn}."""
+    """{window length in tokens: number of windows drawn}."""
 
 
 @dataclass(frozen=True)
 class DataPosition:
-    """A run's position in its data, stored in checkpoints. A run whose data changes continues from it."""
+    """A run's position in its data, stored in checkpoints. If the data changes, the run continues from here."""
 
     step: int
     sample: int
-    """Next sample, in the run's own sample numbers."""
+    """Index of the run's next sample."""
     sources: tuple[SourceRead, ...]
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Rebuilds a position from its JSON form, as made by `dataclasses.asdict`."""
+        """Restores a position from JSON written with `dataclasses.asdict`."""
         sources = [
             SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
             for source in values["sources"]
@@ -78,22 +77,22 @@ class DataPosition:
 
 @dataclass(frozen=True)
 class Segment:
-    """Samples drawn with the same pattern: a stage, or the rest of it after a source is used up."""
+    """Samples drawn with the same pattern: a stage, or the rest of a stage after a source is used up."""
 
     first_sample: int
     length: int
-    """Tokens in each of its windows."""
+    """Window length in tokens."""
     span: int
-    """Number of samples per window: the window's length over data.sequence_length."""
+    """Number of samples per window: the window length divided by data.sequence_length."""
     pattern: np.ndarray
-    """(PATTERN_LENGTH,) source of each window. The pattern repeats."""
+    """(PATTERN_LENGTH,) source index of each window. The pattern repeats."""
     drawn: np.ndarray
-    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each place in the pattern."""
+    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each position in the pattern."""
     drawn_before: Drawn
-    """Windows drawn before this segment."""
+    """Number of windows drawn before this segment."""
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample's window, and the number of earlier windows of this length from it."""
+        """Returns each sample's source, and the number of windows of this length drawn from it before."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
         draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
@@ -108,7 +107,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ExpectedReads:
-    """Micro-batches of one rank, by their first samples, that an object store is asked to fetch ahead."""
+    """One rank's micro-batches to prefetch from an object store, each given by its first sample."""
 
     begun: deque[int]
     following: Iterator[int]
@@ -119,15 +118,16 @@ class Batches:
 
     Args:
         data: the recipe's data section.
-        seed: seed for the order of the samples.
-        ramp: number of sequences in each of the run's steps.
-        skipped: samples that training skips. The ranges may overlap and have any order. Later samples move up.
-        passed: first samples of the stages that the run has begun, except the first stage. An extended run keeps them.
-        origin: the run's position when it switched to this data; None for its original data. Only later steps can be
+        seed: seed for the data order.
+        ramp: number of sequences per step.
+        skipped: ranges of samples to skip. They may overlap and be in any order.
+        passed: first samples of the stages already begun, except the first stage. They stay fixed if the run is
+            extended.
+        origin: the run's position when it switched to this data; None for its original data. Earlier steps can't be
             read.
 
-    Raises InputError like `open_training`. Also raises it if all sources reach their max_epochs before the run ends,
-    or if a stage with different windows or positions contains no step.
+    Raises InputError like `open_training`, and also if all sources reach their max_epochs before the run ends, or if
+    a stage that changes the window length or the RoPE parameters contains no step.
     """
 
     def __init__(
@@ -149,17 +149,17 @@ class Batches:
         self.skipped = tuple(_merged(skipped))
         self.passed = tuple(passed)
         self.readers = open_training(data)
-        # Sources are numbered in the order in which they first appear in the stages.
+        # In order of first appearance in the stages.
         self.folders = list(self.readers)
         self._numbers, self._read_before = self._continued(origin.sources if origin else ())
         self._lengths = [window.sequence_length for window in data.windows]
-        """Tokens in each stage's windows."""
+        """Window length of each stage, in tokens."""
         read_at = [length for before in self._read_before for length in before]
         self._windows_per_epoch = {
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
-        """{tokens in a window: (sources,) windows per epoch}, including lengths used only earlier in the run."""
+        """{window length: (sources,) number of windows per epoch}, including lengths used only earlier in the run."""
         self.stage_starts = self._stage_starts(data)
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
@@ -182,7 +182,7 @@ class Batches:
 
             self._transform = Transformations(data, manifests[0], seed)
         self.packings = self._packed() if data.sampling == "best_fit" else {}
-        """{(source number, tokens in a window): windows without cut documents}; empty for other samplers."""
+        """{(source index, window length): packed windows}; empty for other samplers."""
 
     def _packed(self) -> "dict[tuple[int, int], Packing]":
         from pretrain.data.packing import Packing
@@ -194,16 +194,16 @@ class Batches:
         }
 
     def _whole_windows(self, length: int) -> np.ndarray:
-        """Returns (sources,) windows of this length; at least 1, because a stage may draw from other sources only."""
+        """Returns (sources,) number of whole windows, at least 1, because a stage may not use every source."""
         window = replace(self.window, sequence_length=length)
         return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
     def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
-        """Returns each source's number and windows drawn before, by length. New sources get unused numbers."""
+        """Returns each source's ID and its {window length: windows drawn}. New sources get unused IDs."""
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # Match the folder first. A source may have moved, but two folders may also have the same text.
+            # Prefer the same folder. A source may have moved, but two folders may also have the same content.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -221,15 +221,15 @@ class Batches:
         for place, (folder, reader) in enumerate(self.readers.items()):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
-        # A source that is unused now may be used again later.
+        # A source that is unused now may be used again.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
         return DataPosition(step, sample, (*sources, *gone))
 
     def read(self, step: int, micro_step: int, rank: int, *, ranks: int, sequences: int) -> np.ndarray:
-        """Reads the token IDs of a micro-batch, (sequences, sequence_length + 1), in the shards' own integer type."""
+        """Reads a micro-batch's token IDs, (sequences, sequence_length + 1), in the shards' integer type."""
         length = self._lengths[self.stage_at(step)]
-        # Counted over all ranks, so that the order of the data doesn't depend on their number.
+        # Counted across all ranks, so that the data order doesn't depend on the number of ranks.
         first = self.ramp.sequences_before(step) + (micro_step * ranks + rank) * sequences * self._span(length)
         if self._is_remote:
             self._expect(first, length, step, micro_step, (rank, ranks, sequences))
@@ -241,17 +241,15 @@ class Batches:
                 self.readers[self.folders[source]].read(start, out[row])
             if self._transform is not None:
                 out[row] = self._transform(out[row], self._unskipped(first + row * self._span(length)))
-        # Checked on the CPU, before the copy, because a device would fail far from the cause.
+        # Checked on the CPU, because on a GPU the error would surface far from its cause.
         if out.max() >= self.vocabulary_size:
             self._refuse(first, out)
         return out
 
     def _expect(self, first: int, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> None:
-        """Begins to fetch the next windows for `who` (rank, ranks, sequences), starting with the micro-batch at
-        `first`.
+        """Starts prefetching windows for `who` (rank, ranks, sequences), from the micro-batch that begins at `first`.
 
-        Assumes that micro-batches are read in training order. Starts over at a stage with windows of a different
-        length.
+        Assumes that micro-batches are read in training order.
         """
         from pretrain.data.object_store import BLOCK_BYTES, BLOCKS_AHEAD, block_reader
 
@@ -275,7 +273,7 @@ class Batches:
         reads.begun.popleft()
 
     def _first_samples(self, length: int, step: int, micro_step: int, who: tuple[int, int, int]) -> Iterator[int]:
-        """Yields the first sample of each micro-batch from this one to the last with windows of this length."""
+        """Yields the first sample of each micro-batch, from this one to the last with this window length."""
         rank, ranks, sequences = who
         samples = sequences * self._span(length)
         while step < self.ramp.total_steps and self._lengths[self.stage_at(step)] == length:
@@ -285,7 +283,7 @@ class Batches:
             micro_step = 0
 
     def _refuse(self, first_sample: int, ids: np.ndarray) -> None:
-        """Raises InputError naming the position. On a GPU, a device-side assert would name nothing."""
+        """Raises InputError with the bad ID and its position."""
         row = int((ids >= self.vocabulary_size).any(axis=1).argmax())
         source, start = self.locate(first_sample + row, 1)[0]
         pieces = self.pieces(source, start, ids.shape[1] - 1)
@@ -296,7 +294,7 @@ class Batches:
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Returns the same as `locate`, but locates many windows per call, because later steps need them."""
+        """Returns the same as `locate`. Locates many windows at once and caches them for later steps."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
@@ -307,9 +305,9 @@ class Batches:
         return self._windows_located[offset : offset + count]
 
     def locate(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Returns (source number, first token) of `count` consecutive windows of the run, all as long as the first.
+        """Returns (source index, first token) of `count` consecutive windows, all as long as the first.
 
-        With best fit, the first token is only the window's number times its length. `pieces` resolves it.
+        With best-fit packing, `first token` is the window's index times its length. Use `pieces` to resolve it.
         """
         span = self.span_at(first_sample)
         samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
@@ -324,33 +322,33 @@ class Batches:
         return list(zip(source.tolist(), start.tolist(), strict=True))
 
     def pieces(self, source: int, start: int, length: int) -> list[tuple[int, int]]:
-        """Returns (first token, tokens) for each part of the source in a located window."""
+        """Returns (first token, number of tokens) for each contiguous piece of a located window."""
         if not self.packings:
             return [(start, length + 1)]
         return self.packings[source, length].pieces(start // length)
 
     def span_at(self, sample: int) -> int:
-        """Returns the number of samples in the window at `sample`: its length over data.sequence_length."""
+        """Returns the span of the window at `sample`, in samples."""
         return self.segments[self._segment_of(self._unskipped(sample))].span
 
     def _span(self, length: int) -> int:
         return length // self.window.sequence_length
 
     def first_sample(self, step: int) -> int:
-        """Returns the first sample of `step`, where numbers include skipped samples."""
+        """Returns the index of the first sample of `step`, counting skipped samples."""
         return self._unskipped(self.ramp.sequences_before(step))
 
     def stage_at(self, step: int) -> int:
-        """Returns the number of the stage in which `step` begins."""
+        """Returns the index of the stage in which `step` begins."""
         return bisect.bisect_right(self.first_steps, step) - 1
 
     def epochs_at(self, step: int) -> dict[str, float]:
-        """Returns each source's epochs completed before `step`, over all window lengths."""
+        """Returns {source folder: epochs completed before `step`}, summed over all window lengths."""
         drawn = self._drawn_before(self.first_sample(step))
         return dict(zip(self.folders, self._epochs(drawn).tolist(), strict=True))
 
     def epochs_in_stage(self, number: int) -> dict[str, float]:
-        """Returns the epochs of each source that the stage has left to read."""
+        """Returns {source folder: epochs to read in the stage}, not counting data read before `origin`."""
         first = max(self.stage_starts[number], self.segments[0].first_sample)
         end = [*self.stage_starts, self._total][number + 1]
         if end <= first:
@@ -364,9 +362,9 @@ class Batches:
         return self.segments[self._segment_of(sample)].drawn_until(sample)
 
     def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
-        """Returns (sources,) epochs, over all window lengths except `without`."""
-        # Unused lengths are summed separately. In a different order, the last bit would differ from the logs and from
-        # the point at which max_epochs ended a source.
+        """Returns (sources,) epochs, summed over all window lengths except `without`."""
+        # Lengths no longer used are summed separately. Another order of summation would change the last bit, and with
+        # it logged values and the point at which a source reaches max_epochs.
         current = {self.window.sequence_length, *self._lengths}
         here = np.zeros(len(self.folders))
         elsewhere = np.zeros(len(self.folders))
@@ -377,21 +375,21 @@ class Batches:
         return here + elsewhere
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
-        """Returns the samples of steps first_step to last_step (counted from 0) as a range to skip."""
+        """Returns the samples of steps first_step to last_step (0-based, inclusive) as a range to skip."""
         first = self.ramp.sequences_before(first_step)
         end = self.ramp.sequences_before(last_step + 1)
         first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
-        """Returns batches of the same run from `sample` on, with the starts of its past stages unchanged."""
+        """Returns batches for continuing from `sample`. Stages that began before it keep their start."""
         passed = [start for start in stage_starts[1:] if start < sample]
         # If the recipe moves a boundary to before `sample`, the boundary becomes `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
         return self.changed(passed=passed)
 
     def changed(self, **changes: Any) -> "Batches":
-        """Returns the same data with different arguments for `Batches`, such as the ranges to skip."""
+        """Returns batches of the same data with some arguments replaced, such as the ranges to skip."""
         kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
         return Batches(self.data, **kept | changes)
 
@@ -406,7 +404,7 @@ class Batches:
         return bisect.bisect_right(self._starts, sample) - 1
 
     def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # In ascending order, because each range applies to samples that earlier ranges have already moved.
+        # Ascending, because each range applies to indices already shifted by earlier ranges.
         for first, count in self.skipped:
             samples = np.where(samples >= first, samples + count, samples)
         return samples
@@ -425,18 +423,18 @@ class Batches:
     def _stage_starts(self, data: Data) -> list[int]:
         starts = [0]
         for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
-            # Skipped samples don't count, because skipping late in a run must not move the end of an earlier stage.
+            # Without skipped samples, so that skipping late in a run doesn't move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
                 start = self.passed[number - 1]
-            # The model can't change its windows or positions in the middle of a step.
+            # Window length and RoPE parameters can't change within a step.
             if self._lengths[number] != self._lengths[number - 1] or following.rope_parameters:
                 step = self._first_step_from(start)
                 if step == self.ramp.total_steps:
                     raise InputError(
-                        f"data.stages[{number}]: begins after {start:,} of {self.ramp.total_sequences:,} samples, "
-                        f"when none of the run's {step:,} steps is left; give stages[{number - 1}].until an "
-                        "earlier end, or raise the budget"
+                        f"data.stages[{number}]: begins after {start:,} of {self.ramp.total_sequences:,} samples, but "
+                        f"none of the run's {step:,} steps begins after that; lower stages[{number - 1}].until, or "
+                        "raise the budget"
                     )
                 start = self.first_sample(step)
             starts.append(max(start, starts[-1]))
@@ -466,14 +464,14 @@ class Batches:
         return starts
 
     def _key(self, segment: Segment, source: int, purpose: str, *epoch: int) -> int:
-        # Never change a key, because the order of the data depends on it. Keys for windows of data.sequence_length
-        # have no span, for compatibility with runs without stages.
+        # Never change a key: it determines the data order of every resumed run. Keys for windows of
+        # data.sequence_length have no span, for compatibility with runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
         return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
 
     def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
         if (source, epoch, segment.length) not in self._permutations:
-            # The previous epoch's permutation stays, because one batch may have windows from both.
+            # Keep the previous epoch's permutation, because a batch may have windows from both epochs.
             self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
             windows = int(self._windows_per_epoch[segment.length][source])
             key = self._key(segment, source, "epoch", epoch)
@@ -490,7 +488,7 @@ class Batches:
         }
         ends = [*self.stage_starts[1:], self._total]
         for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
-            # A run that ends at the step at which its data changes has one segment, too.
+            # A run that ends at the step where its data changes also needs a segment.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
                 if found is None:
@@ -502,10 +500,9 @@ class Batches:
         return segments
 
     def _segment(self, sources: list[Source], length: int, sample: int, drawn: Drawn) -> tuple[Segment, int] | None:
-        """Returns the segment that begins at `sample`, and its number of windows until the first of its sources is
-        used up.
+        """Returns the segment that begins at `sample`, and the number of windows until one of its sources is used up.
 
-        Returns None if all of its sources are used up.
+        Returns None if all sources are used up.
         """
         weights = np.zeros(len(self.folders))
         left = np.full(len(self.folders), np.iinfo(np.int64).max)
@@ -537,7 +534,7 @@ class Batches:
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
-    """Returns the sample that takes the place of `sample` in a run that skips these ranges."""
+    """Returns the sample that a run reads instead of `sample` when it skips these ranges."""
     for first, count in _merged(ranges):
         if sample >= first:
             sample += count
@@ -545,7 +542,7 @@ def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
 
 
 def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
-    """Merges the ranges into ascending, disjoint ranges."""
+    """Sorts ranges and merges those that overlap or touch."""
     merged: list[SkippedRange] = []
     for first, count in sorted(ranges):
         if merged and first <= sum(merged[-1]):
@@ -556,12 +553,12 @@ def _merged(ranges: Iterable[SkippedRange]) -> list[SkippedRange]:
 
 
 def interleave(weights: np.ndarray) -> np.ndarray:
-    """Returns (PATTERN_LENGTH,) source numbers in proportion to the weights, with each source spread evenly."""
+    """Returns (PATTERN_LENGTH,) source indices in proportion to the weights, with each source evenly spread."""
     exact = weights / weights.sum() * PATTERN_LENGTH
     counts = np.floor(exact).astype(np.int64)
     # Sources with a tiny weight get at least one window.
     counts[(weights > 0) & (counts == 0)] = 1
-    # A stable sort, so that ties break the same way on every machine.
+    # Stable, so that ties break the same way on every machine.
     remainders = np.argsort(-(exact - counts), kind="stable")
     for index in range(abs(missing := PATTERN_LENGTH - int(counts.sum()))):
         if missing > 0:
@@ -574,10 +571,10 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 
 
 def open_training(data: Data) -> dict[str, ShardReader]:
-    """Opens the training split of each source in the run.
+    """Opens the training split of each of the run's sources.
 
-    Raises InputError naming every source that is missing, damaged or shorter than one sequence, and if the sources'
-    tokenizers differ.
+    Raises InputError listing all sources that are missing, damaged or shorter than one sequence. Also raises it if
+    the sources' tokenizers differ.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
@@ -609,22 +606,22 @@ def open_training(data: Data) -> dict[str, ShardReader]:
 
 
 def windows_of(reader: ShardReader, window: WindowSpec, sequences: int) -> np.ndarray:
-    """Returns the first tokens of up to `sequences` windows, spread evenly over the split."""
+    """Returns the first token of each of up to `sequences` windows, spread evenly across the split."""
     windows = window.count_in(reader.tokens)
     count = min(sequences, windows)
     return np.arange(count) * windows // count * window.sequence_length
 
 
 def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) -> None:
-    """Begins to fetch windows for a later read, if they are in an object store."""
+    """Starts prefetching windows if they are in an object store."""
     for start in starts.tolist():
         reader.expect(start, window.sequence_length + 1)
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
-    """Reads the windows' token IDs (rows, sequence_length + 1). Missing rows repeat the split's first window.
+    """Reads the windows' token IDs, (rows, sequence_length + 1). Fills missing rows with the split's first window.
 
-    They aren't zeros, because 0 may be the end-of-document ID, and a window full of it would cause a recompilation.
+    Zeros could be end-of-document IDs, and a window full of them would trigger a recompilation.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)

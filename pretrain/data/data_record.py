@@ -1,4 +1,4 @@
-"""A run's record of its shards' manifests, for the model card and in case the shards are deleted."""
+"""Summarizes the shards' manifests for a run's record and its model card."""
 
 from collections import Counter
 from pathlib import Path, PurePath
@@ -8,15 +8,15 @@ from urllib.parse import urlsplit
 SHOWN_DOMAINS = 50
 DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
 DATA_FILE = "data.json"
-"""File in the run's folder with the totals from its shards' manifests, by folder (see training/run_records.py)."""
+"""File in the run folder with the totals of each shards folder (see training/run_records.py)."""
 DECONTAMINATION = "decontamination"
 """Name of the decontamination stage in a manifest."""
 
 
 def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Summarizes where the shards' documents came from and what was removed; {} if the manifest names no sources.
+    """Summarizes a manifest's sources and the removed documents; {} if the manifest lists no sources.
 
-    Names no files, only their number and size and the hosts of files read by URL.
+    Doesn't include file names, only the number and total size of files, and the hosts of URLs.
     """
     sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
     if not sources:
@@ -47,7 +47,7 @@ def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
-    """Lists the Hub IDs of the datasets that shards were made from: the sources with a split and an owner."""
+    """Lists the Hub IDs of the datasets that the shards were made from."""
     found = [
         source["path"]
         for source in manifest.get("sources") or []
@@ -57,24 +57,24 @@ def hub_datasets_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def is_hub_id(name: Any) -> bool:
-    """Returns True if a name has the form owner/name and isn't a path on this machine."""
+    """Returns True if a name has the form owner/name and isn't a local path."""
     return (
         isinstance(name, str) and len(PurePath(name).parts) == 2 and name[:1] not in "./~" and not Path(name).exists()
     )
 
 
 def public_name(path: str | None) -> str | None:
-    """Returns a Hub ID in full, but only the last part of a local path."""
+    """Returns a Hub ID in full, but only the last component of a local path."""
     if not path:
         return None
     return path if is_hub_id(path) else PurePath(path).name
 
 
 def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Lists what a manifest reports about each benchmark; [] if the data wasn't decontaminated.
+    """Lists a manifest's decontamination results, one row per benchmark; [] if the data wasn't decontaminated.
 
-    Each row has the keys benchmark, items, sought (items long enough to be searched for), found (items found in any
-    document), documents (that contain an item), and remove (what was removed from them).
+    A row has the keys benchmark, items, sought (number of items long enough to search for), found (number of items
+    found), documents (number of documents with an item), and remove (what was removed from them).
     """
     stages = (manifest.get("options") or {}).get("cleaning") or []
     found = (manifest.get("cleaning") or {}).get("found") or {}

@@ -1,4 +1,4 @@
-"""Dispatches batches from shards that only the first rank can read. It reads and sends every rank's windows."""
+"""Dispatches batches from shards that only the first rank can read. It reads all ranks' windows and sends them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from pretrain.errors import InputError, UnreachableError
 
 _Result = TypeVar("_Result")
 
-NOT_READ = "the first process, which reads the shards for all, failed: see its message"
+NOT_READ = "the first process, which reads the shards for all processes, failed; see its error message"
 
 
 def describe_shards(data: Data) -> str:
-    """Describes a recipe's shards for all ranks, as JSON."""
+    """Describes a recipe's shards as JSON, for the other ranks."""
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in _sources(data))
     return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
 
@@ -35,7 +35,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
         return {"problems": error.problems}
-    # Ranks that read no shards only need the totals, as one shard per split.
+    # The other ranks only need the totals, given as one shard per split.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
     brief = replace(manifest, shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
@@ -43,7 +43,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
 
 
 def rely_on_description(data: Data, description: str) -> None:
-    """Adds the result of `describe_shards` to the recipe's sources, so that this rank doesn't open their folders."""
+    """Stores the result of `describe_shards` in the recipe's sources, so that this rank doesn't open their folders."""
     shards = {}
     for folder, tokenizer, found in json.loads(description):
         if fields := found.pop("manifest", None):
@@ -57,14 +57,14 @@ def rely_on_description(data: Data, description: str) -> None:
 
 
 class Dispatcher:
-    """Sends the first rank's data to all ranks.
+    """Scatters data read by the first rank to all ranks.
 
-    One thread takes part in every exchange, in the order of the `take` calls, which must be the same on all ranks.
+    A background thread runs the collectives in the order of the `take` calls, so all ranks must make the same calls.
 
     Args:
-        data_ranks: for each rank, the part of the batch that it gets.
+        data_ranks: the data rank of each rank. Ranks with the same data rank get the same data.
         rank: this process's rank.
-        group: a group of all processes for tensors in CPU memory, used by nothing else.
+        group: process group of all ranks for CPU tensors, reserved for this class.
     """
 
     def __init__(self, data_ranks: Sequence[int], rank: int, group: dist.ProcessGroup):
@@ -79,14 +79,14 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """Returns a future of `then` applied to this rank's token IDs.
+        """Returns a future for the result of `then` on this rank's token IDs.
 
-        If `read` fails, the first rank raises its error. The others raise InputError or UnreachableError if it was one
-        of these, otherwise RuntimeError.
+        If `read` fails, the first rank raises its error, and the others raise InputError, UnreachableError or
+        RuntimeError.
 
         Args:
-            number: number of this batch. All ranks must request the same one.
-            read: reads the token IDs of a data rank. Called only on the first rank, for all ranks.
+            number: batch number. All ranks must request the same batch.
+            read: reads the token IDs for a data rank. Called only on the first rank.
         """
         return self._thread.submit(lambda: then(self._exchange(number, read)))
 
@@ -95,10 +95,10 @@ class Dispatcher:
         problem = None
         if self.rank == 0:
             try:
-                # Ranks that share one model get the same part, which is read only once.
+                # Each data rank's data is read only once.
                 ids = {part: read(part) for part in sorted(set(self.data_ranks))}
                 sent = [(number, ids[part]) for part in self.data_ranks]
-            except Exception as error:  # sent before it is raised, because the other ranks wait in the same collective
+            except Exception as error:  # sent first, because the other ranks are waiting in the collective
                 problem = error
                 told = RuntimeError(NOT_READ)
                 if isinstance(error, InputError):

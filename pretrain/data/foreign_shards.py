@@ -1,16 +1,15 @@
-"""Reads token IDs prepared by other tools, in place: nanoGPT's .bin, Megatron's .bin with .idx, and HDF5.
+"""Reads token IDs prepared by other tools, without converting them: nanoGPT .bin, Megatron .bin with .idx, and HDF5.
 
-A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) consists of raw uint16 IDs, with the end-of-text ID
-after each document. Its folder has train.bin and val.bin.
+A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) contains raw uint16 IDs, with the end-of-text ID after
+each document. The folder contains train.bin and val.bin.
 
-A Megatron .bin also consists of raw IDs, of the type given in its .idx. The layout of an .idx (NVIDIA Megatron-LM,
-megatron/core/datasets/indexed_dataset.py), all little-endian, is: 9 bytes of magic, uint64 version 1, uint8 code of
-the ID type, uint64 sequences, uint64 documents + 1, int32 tokens of each sequence, int64 byte offset of each sequence,
-int64 index of each document's first sequence and, last, the number of sequences.
+A Megatron .bin also contains raw IDs. Its .idx gives their type and is laid out as follows, in little-endian order
+(NVIDIA Megatron-LM, megatron/core/datasets/indexed_dataset.py): 9 bytes of magic, uint64 version 1, uint8 ID type
+code, uint64 number of sequences, uint64 number of documents + 1, int32 length of each sequence in tokens, int64 byte
+offset of each sequence, int64 index of each document's first sequence, and finally the number of sequences.
 
-An HDF5 file has one row of integers in an extensible dataset, as written by pipelines for the Pile. Known writers name
-the dataset `tokens` and store int32 (FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py). The
-name may be different if the file has no other dataset.
+An HDF5 file contains a 1-D dataset of integers. Known writers name it `tokens` and store int32
+(FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py). Any name works if there is no other dataset.
 
 None of these formats records the tokenizer.
 """
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 NANOGPT_FILES = {"train": "train.bin", "validation": "val.bin"}
 VALIDATION_NAME = re.compile(r"(^|[_.-])(val(id|idation)?|dev)([_.-]|$)")
 LLM_C_MAGIC = (20240520, 20240801)
-"""First int32 of an llm.c .bin, whose header has 1,024 bytes."""
+"""First int32 of an llm.c .bin, which starts with a 1,024-byte header."""
 IDX_SUFFIX = ".idx"
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
-# Megatron has no uint32. IDs of any vocabulary are below 2^31, so an int32 has the same bits.
+# Megatron has no uint32. All IDs are below 2^31, so int32 and uint32 have the same bits.
 IDX_CODES = {"uint16": 8, "uint32": 4}
 IDX_DTYPES = {8: "uint16", 4: "uint32"}
 USUAL_HDF5_NAME = "tokens"
@@ -48,7 +47,7 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """Returns {split: file} for a .bin or HDF5 file, a Megatron prefix (no suffix) or nanoGPT's folder; or None."""
+    """Returns {split: file} for a .bin or HDF5 file, a Megatron prefix without suffix or a nanoGPT folder, or None."""
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
     beside = path.parent / f"{path.name}.bin"
@@ -65,12 +64,14 @@ def _split_of(path: Path) -> str:
 # Cached, because counting documents reads up to 100M token IDs.
 @lru_cache(maxsize=64)
 def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
-    """Builds a manifest for such files. Raises InputError if they are damaged or have IDs outside the vocabulary.
+    """Builds a manifest for another tool's files.
 
-    Counts documents and bytes of text. For files of more than 100M IDs, estimates them from 64 pieces of 1M IDs.
+    Counts documents and text bytes. If a file has more than 100M IDs, estimates both from 64 samples of 1M IDs.
+
+    Raises InputError if the files are damaged or contain IDs outside the vocabulary.
 
     Args:
-        tokenizer: folder or Hub ID. None uses the folder `tokenizer` next to the files.
+        tokenizer: folder or Hub ID. By default, the folder `tokenizer` next to the files.
     """
     from pretrain.data.tokenizer import load_tokenizer
 
@@ -78,16 +79,16 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     folder = next(iter(files.values())).parent
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
-            f"{path}: no tokenizer named for these IDs; name it in the recipe, such as "
-            f"{{shards: {path}, tokenizer: gpt2}}, give evaluate.py --tokenizer gpt2, or for every command put or "
-            f"link its folder beside the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
+            f"{path}: these token IDs need a tokenizer; set it in the recipe, such as "
+            f"{{shards: {path}, tokenizer: gpt2}}, pass --tokenizer gpt2 to evaluate.py, or, for all commands, link "
+            f"the tokenizer's folder next to the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
     given = tokenizer or str(folder / TOKENIZER_FOLDER)
     loaded = load_tokenizer(given)
     tokenizer_folder = _tokenizer_folder(given)
     dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
     if len(dtypes) > 1:
-        raise InputError(f"{path}: its files hold IDs of different types ({', '.join(sorted(dtypes))})")
+        raise InputError(f"{path}: its files contain IDs of different types ({', '.join(sorted(dtypes))})")
     (dtype,) = dtypes
     sizes = _token_bytes(loaded.json, loaded.vocabulary_size, loaded.end_of_document_id)
     digest = hashlib.sha256(loaded.sha256.encode())
@@ -112,7 +113,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
 
 
 def _tokenizer_folder(name_or_path: str) -> Path:
-    """Returns the folder with the tokenizer's files, which checkpoints copy."""
+    """Returns the folder with the tokenizer's files, for copying them to checkpoints."""
     from pretrain.data.tokenizer import download_tokenizer
 
     folder = Path(name_or_path)
@@ -127,7 +128,7 @@ def _tokenizer_folder(name_or_path: str) -> Path:
 
 def _dtype_of(file: Path, vocabulary_size: int) -> str:
     if file.suffix in HDF5_SUFFIXES:
-        # HDF5 converts on reading. This is the dtype of the batches.
+        # The dtype of the batches. HDF5 converts IDs when reading.
         return "uint16" if hdf5_ids(file).dtype.itemsize <= 2 else "uint32"
     index = file.with_suffix(IDX_SUFFIX)
     dtype = dtype_for(vocabulary_size)
@@ -137,21 +138,21 @@ def _dtype_of(file: Path, vocabulary_size: int) -> str:
     with file.open("rb") as content:
         first = int.from_bytes(content.read(4), "little")
     if first in LLM_C_MAGIC:
-        raise InputError(f"{file}: begins with llm.c's header of 1,024 bytes; give the IDs without it: tail -c +1025")
+        raise InputError(f"{file}: starts with llm.c's 1,024-byte header; remove it with tail -c +1025")
     size = file.stat().st_size
     item = id_dtype(dtype).itemsize
     if size % item or (tokens is not None and size != tokens * item):
-        expected = f"{tokens * item:,} bytes, as its .idx says" if tokens is not None else f"{dtype} IDs"
-        raise InputError(f"{file}: has {size:,} bytes, must hold {expected}; restore the file or name its tokenizer")
+        expected = f"{tokens * item:,} bytes according to its .idx" if tokens is not None else f"{dtype} IDs"
+        raise InputError(f"{file}: has {size:,} bytes, must contain {expected}; restore it, or set its tokenizer")
     return dtype
 
 
 def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.ndarray:
-    """Returns (vocabulary,) the number of UTF-8 bytes that each token ID represents."""
+    """Returns (vocabulary,) number of UTF-8 bytes per token ID."""
     from tokenizers import Tokenizer
 
     vocabulary = Tokenizer.from_buffer(tokenizer_json).get_vocab(with_added_tokens=True)
-    # Byte-level tokenizers write each byte as one character. Other tokenizers write a space as U+2581.
+    # Byte-level tokenizers represent each byte as one character. Others represent a space as U+2581.
     is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer_json).get("decoder"))
     sizes = np.zeros(vocabulary_size, np.int64)
     for token, number in vocabulary.items():
@@ -161,7 +162,7 @@ def _token_bytes(tokenizer_json: bytes, vocabulary_size: int, end: int) -> np.nd
 
 
 def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, int]:
-    """Counts a file's documents and bytes of text. Raises InputError for IDs outside the vocabulary."""
+    """Counts documents and text bytes in a file. Raises InputError if IDs are outside the vocabulary."""
     if not ids_bytes(file, dtype):
         return 0, 0
     ids = open_ids(file, dtype)
@@ -174,7 +175,7 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         if wrong := [number for number in (int(piece.min()), int(piece.max())) if not 0 <= number < len(sizes)]:
             raise InputError(
                 f"{file}: contains token ID {wrong[-1]:,}, but the tokenizer has 0 to "
-                f"{len(sizes) - 1:,}; name the one that made it"
+                f"{len(sizes) - 1:,}; set the tokenizer that the file was made with"
             )
         documents += int(np.count_nonzero(piece == end))
         text_bytes += int(sizes[piece].sum())
@@ -183,55 +184,53 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
 
 
 def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
-    """Opens a file's IDs as a 1-d array that is read when sliced. dtype: for raw files. HDF5 records its own."""
+    """Opens a file's IDs as a 1-D array that is read lazily. `dtype` is that of raw files; HDF5 records its own."""
     return hdf5_ids(path) if path.suffix in HDF5_SUFFIXES else np.memmap(path, id_dtype(dtype), mode="r")
 
 
 def ids_bytes(path: Path, dtype: str) -> int:
-    """Returns the size that a file's IDs have as raw IDs of `dtype`. For a raw file, this is its size."""
+    """Returns the size that a file's IDs have in bytes if stored as `dtype`."""
     return len(hdf5_ids(path)) * id_dtype(dtype).itemsize if path.suffix in HDF5_SUFFIXES else path.stat().st_size
 
 
 def hdf5_ids(path: Path) -> "h5py.Dataset":
-    """Opens the dataset of IDs in an HDF5 file: the only one, or the one named `tokens`. Raises InputError."""
+    """Opens an HDF5 file's dataset of token IDs: its only dataset, or the one named `tokens`. Raises InputError."""
     import h5py
 
     try:
-        # Without HDF5's file lock, which many network file systems don't support.
+        # Many network file systems don't support HDF5's file lock.
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
-        raise InputError(f"{path}: not readable as HDF5 ({error}); restore the file") from None
+        raise InputError(f"{path}: cannot be read as HDF5 ({error}); restore the file") from None
     found: dict[str, h5py.Dataset] = {}
     file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
     ids = found.get(USUAL_HDF5_NAME) if len(found) != 1 else next(iter(found.values()))
     if ids is None:
         raise InputError(
-            f"{path}: holds {', '.join(sorted(found)[:8]) or 'no datasets'}; token IDs must be its only dataset, or "
-            f"the one called {USUAL_HDF5_NAME}"
+            f"{path}: contains {', '.join(sorted(found)[:8]) or 'no datasets'}; the token IDs must be its only "
+            f"dataset or be named {USUAL_HDF5_NAME}"
         )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(
-            f"{path}: dataset {ids.name!r} holds {ids.dtype} of shape {ids.shape}, must be a 1-D array of integers; "
+            f"{path}: dataset {ids.name!r} is {ids.dtype} of shape {ids.shape}, must be a 1-D integer array; "
             "to tokenize text, use prepare_data.py"
         )
     return ids
 
 
 def read_idx(path: Path) -> tuple[str, int, int]:
-    """Returns (ID type, tokens, documents) of the .bin that an .idx describes.
+    """Returns (ID type, number of tokens, number of documents) of the .bin that an .idx describes.
 
-    Raises InputError if the .idx is damaged or another kind of file, has a different ID type, or if its sequences
-    aren't contiguous.
+    Raises InputError if the file isn't a Megatron .idx, is damaged, or has another ID type, or if the sequences aren't
+    contiguous.
     """
     content = path.read_bytes()
     if len(content) < IDX_HEADER.size or not content.startswith(IDX_MAGIC):
-        raise InputError(
-            f"{path}: is not an .idx file of Megatron's indexed dataset; pass the one that belongs to the .bin"
-        )
+        raise InputError(f"{path}: is not the .idx file of a Megatron dataset; use the one that belongs to the .bin")
     _, version, code, sequences, boundaries = IDX_HEADER.unpack_from(content)
     if version != 1 or code not in IDX_DTYPES:
         raise InputError(
-            f"{path}: version {version}, ID type {code}; must be version 1 with type 8 (uint16) or 4 (int32)"
+            f"{path}: has version {version} and ID type {code}, must have version 1 and type 8 (uint16) or 4 (int32)"
         )
     # A multimodal dataset has an extra byte per sequence.
     expected = IDX_HEADER.size + 12 * sequences + 8 * boundaries
@@ -241,5 +240,5 @@ def read_idx(path: Path) -> tuple[str, int, int]:
     pointers = np.frombuffer(content, "<i8", sequences, IDX_HEADER.size + 4 * sequences)
     item = 2 if IDX_DTYPES[code] == "uint16" else 4
     if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
-        raise InputError(f"{path}: its sequences are not end to end; write it again with Megatron's tools")
+        raise InputError(f"{path}: its sequences are not contiguous; write it again with Megatron's tools")
     return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)

@@ -1,4 +1,4 @@
-"""Manifest of a folder of prepared shards, and the dtypes of its token IDs."""
+"""Manifest of a folder of prepared shards, and the dtypes of token IDs."""
 
 import hashlib
 import json
@@ -27,18 +27,18 @@ class Shard:
     file: str
     split: str
     tokens: int
-    """Token IDs, including end-of-document IDs."""
+    """Number of token IDs, including end-of-document IDs."""
     documents: int
     text_bytes: int
-    """UTF-8 bytes of the documents."""
+    """Size of the documents in UTF-8."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
-    """{file: sha256} of its index files: the documents' index, and Megatron's .idx."""
+    """{file: sha256} of the files next to it, such as the document index and Megatron's .idx."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of a prepared folder. `sha256` is the hash of the manifest file and identifies the data."""
+    """Contents of a prepared folder. `sha256` is the manifest file's hash and identifies the data."""
 
     folder: Path
     tokenizer_name: str
@@ -49,17 +49,17 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Names of the documents' sources. The shards' indices refer to them by number."""
+    """Names of the documents' sources. The document indices refer to them by number."""
     input_format: str | None = None
-    """Input format of all sources; None if it follows from their suffixes."""
+    """Input format of all sources; None if it was inferred from their suffixes."""
     tokenizer_path: Path | None = None
-    """Tokenizer for shards whose folder contains none."""
+    """Tokenizer folder, if the shards' folder has none."""
     url: str | None = None
-    """Address of shards in an object store. In that case, `folder` has copies of the small files."""
+    """URL of shards in an object store. In that case, `folder` contains copies of the small files."""
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Hugging Face tokenizer folder. Shards made by prepare_data.py contain their own."""
+        """Hugging Face tokenizer folder. Folders made by prepare_data.py contain one."""
         return self.tokenizer_path or self.folder / TOKENIZER_FOLDER
 
     @property
@@ -73,7 +73,7 @@ class Manifest:
         return id_dtype(self.dtype).itemsize
 
     def of_split(self, split: str) -> tuple[Shard, ...]:
-        """Returns the shards of a split in the order of their token stream."""
+        """Returns a split's shards in the order of the token stream."""
         return tuple(shard for shard in self.shards if shard.split == split)
 
     def totals(self, split: str) -> tuple[int, int, int]:
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
-    """Parses the content of a manifest. Raises InputError listing all problems. path: its name in messages."""
+    """Parses a manifest. Raises InputError listing all problems. path: the manifest's name in messages."""
     try:
         fields = json.loads(content)
     except ValueError as error:
@@ -94,18 +94,18 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
     if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
         given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
         raise InputError(
-            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; give a folder made by prepare_data.py"
+            f"{path}: format is {given!r}, must be {SHARDS_FORMAT['format']!r}; use a folder made by prepare_data.py"
         )
     if fields.get("version") != SHARDS_FORMAT["version"]:
         raise InputError(
-            f"{path}: format version {fields.get('version')!r}, but this version of Groundwork reads version "
+            f"{path}: has format version {fields.get('version')!r}, but this version of Groundwork supports version "
             f"{SHARDS_FORMAT['version']}; prepare the folder again with prepare_data.py"
         )
     problems: list[str] = []
 
     def take(mapping: object, key: str, kind: type, where: str = "") -> object:
         value = mapping.get(key) if isinstance(mapping, dict) else None
-        # In Python, true is an int, but it is not a count.
+        # A bool is an int in Python, but not a count.
         if not isinstance(value, kind) or isinstance(value, bool):
             shown = "is missing" if value is None else f"is {value!r}"
             problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
@@ -117,7 +117,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Manifests written by earlier versions don't have "beside".
+        # Manifests from earlier versions have no "beside".
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,
@@ -139,16 +139,16 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:
-    """Counts {tokens, documents, text_bytes} of a split. A split without shards has zeros."""
+    """Returns {tokens, documents, text_bytes} of a split, all 0 if it has no shards."""
     chosen = [shard for shard in shards if shard.split == split]
     return {name: sum(getattr(shard, name) for shard in chosen) for name in ("tokens", "documents", "text_bytes")}
 
 
 def dtype_for(vocabulary_size: int) -> str:
-    """Names the smallest dtype that holds token IDs 0 to vocabulary_size - 1."""
+    """Returns the name of the smallest dtype for token IDs 0 to vocabulary_size - 1."""
     return "uint16" if vocabulary_size <= LARGEST_UINT16_VOCABULARY else "uint32"
 
 
 def id_dtype(name: str) -> np.dtype:
-    """Returns the little-endian numpy dtype of a manifest's `dtype`, on any machine."""
+    """Returns the numpy dtype for a manifest's `dtype`, always little-endian."""
     return np.dtype({"uint16": "<u2", "uint32": "<u4"}[name])

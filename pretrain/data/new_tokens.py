@@ -1,4 +1,4 @@
-"""Finds tokens in the data's tokenizer that a pretrained model lacks."""
+"""Finds tokens of the data's tokenizer that a pretrained model lacks."""
 
 from transformers import PreTrainedConfig
 
@@ -12,28 +12,27 @@ from pretrain.model.pretrained import NewTokens
 def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens | None:
     """Returns the tokens that the data's tokenizer adds to the model's tokenizer, or None if it adds none.
 
-    `model.config` is the folder or Hub ID of the model. Raises InputError if a token ID means something else in the
-    model, except for IDs of added tokens, which some models leave free for new names. If the data's tokenizer has more
-    IDs, it must contain all of the model's tokens with the same IDs.
+    `config.model.config` is the model's folder or Hub ID. Raises InputError if the two tokenizers assign different
+    tokens to an ID. Added tokens may differ, unless the data's tokenizer has more IDs than the model's.
     """
     name = config.model.config
     try:
         manifest = manifest_of(config.data.mixtures[0].train[0])
-    except (InputError, OSError):  # opening the data says why
+    except (InputError, OSError):  # opening the data reports the error
         return None
     try:
         old = load_tokenizer(name)
     except InputError as error:
         if manifest.vocabulary_size <= model_config.vocab_size and "vocab_size" not in config.model.changes:
-            return None  # a folder without a tokenizer, whose rows suffice
+            return None  # the model has no tokenizer, but enough rows
         raise InputError(
-            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} IDs, and the model's own is needed "
-            f"to give the new ones their first values, but {error}"
+            f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} IDs, and initializing the new ones "
+            f"requires the model's own tokenizer, but {error}"
         ) from None
     if old.sha256 == manifest.tokenizer_sha256:
         return None
     if manifest.vocabulary_size <= old.vocabulary_size:
-        if (manifest.tokenizer_folder / "tokenizer.json").is_file():  # with dispatched batches, one process has it
+        if (manifest.tokenizer_folder / "tokenizer.json").is_file():  # may be missing with dispatched batches
             _require_the_same_tokens(old, load_tokenizer(manifest.tokenizer_folder))
         return None
     if config.data.dispatch_batches:
@@ -50,9 +49,9 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
     if moved:
         raise InputError(
             f"data: its tokenizer {manifest.tokenizer_name} ({new.vocabulary_size:,} IDs) is not an extension of the "
-            f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have different IDs or none, first {moved[0]!r}"
-            "; prepare the data with the model's own tokenizer, or with one that prepare_data.py --tokenizer ... "
-            "--train_tokenizer SIZE made from it"
+            f"model's ({old.vocabulary_size:,}): {len(moved):,} tokens have a different ID or none, such as "
+            f"{moved[0]!r}; prepare the data with the model's own tokenizer, or with an extension of it made by "
+            "prepare_data.py --tokenizer ... --train_tokenizer SIZE"
         )
     added = new_backend.get_added_tokens_decoder()
     parts: list[list[int]] = [[] for _ in range(new.vocabulary_size - old.vocabulary_size)]
@@ -61,13 +60,13 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
             continue
         if number in added:
             parts[number - old.vocabulary_size] = old_backend.encode(token, add_special_tokens=False).ids
-        else:  # with the merges only, because a token may be a part of a character
+        else:  # applies only the merges, because a token may be part of a character
             parts[number - old.vocabulary_size] = [part.id for part in old_backend.model.tokenize(token)]
     return NewTokens(old.vocabulary_size, parts, model_config.vocab_size)
 
 
 def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None:
-    """Raises InputError if an ID means different tokens in the two tokenizers. Ignores added tokens."""
+    """Raises InputError if the tokenizers assign different tokens to an ID. Ignores added tokens."""
     old_backend, new_backend = (backend_of(each.json, each.name) for each in (old, new))
     old_tokens = {number: token for token, number in old_backend.get_vocab(with_added_tokens=True).items()}
     added = old_backend.get_added_tokens_decoder().keys() | new_backend.get_added_tokens_decoder().keys()
@@ -76,8 +75,8 @@ def _require_the_same_tokens(old: LoadedTokenizer, new: LoadedTokenizer) -> None
     if others:
         first = others[0]
         raise InputError(
-            f"data: its tokenizer {new.name} is not the model's {old.name}: {len(others):,} of {len(ids):,} IDs are "
-            f"different tokens, starting with {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare "
+            f"data: its tokenizer {new.name} is not the model's {old.name}: {len(others):,} of {len(ids):,} IDs map "
+            f"to different tokens, such as {first} ({ids[first]!r} instead of {old_tokens.get(first)!r}); prepare "
             "the data with the model's own tokenizer, or, to train with a different tokenizer, use a copy of the "
             "model's folder without its tokenizer files"
         )

@@ -1,8 +1,8 @@
-"""Reads shards in an object store (s3://, gs://, hf://, any fsspec URL) by ranges, ahead of their use.
+"""Reads shards from an object store (s3://, gs://, hf://, any fsspec URL) with range requests and prefetching.
 
-A shard is read in blocks of 64 KiB. For train-00000.bin, the file train-00000.blocks next to it has a hash of each
-block (8 bytes of BLAKE2b), and the manifest has the hash of that file. Blocks stay in memory until their step. They
-can also be cached on disk, up to a maximum size.
+A shard is read in blocks of 64 KiB. Next to train-00000.bin, train-00000.blocks contains a hash of each block (8 bytes
+of BLAKE2b). The manifest contains the hash of the .blocks file. Blocks stay in memory until the step that uses them.
+They can also be cached on disk, up to a maximum size.
 """
 
 import functools
@@ -28,16 +28,16 @@ BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
 BLOCKS_SUFFIX = ".blocks"
 TRIES_IF_DAMAGED = 2
-"""Number of attempts if a hash is wrong, because data may be damaged in transit."""
+"""Number of attempts if a hash doesn't match, because data may be corrupted in transit."""
 THREADS = 16
 """Concurrent requests per process."""
 BLOCKS_AHEAD = 512
-"""Blocks requested ahead of their use: 32 MiB per process."""
+"""Number of blocks to prefetch: 32 MiB per process."""
 BLOCKS_KEPT = 2 * BLOCKS_AHEAD
 
 
 def block_digests(file: BinaryIO) -> bytes:
-    """Returns the content of a .blocks file: the concatenated hashes of a file's blocks."""
+    """Returns the content of a .blocks file: the hashes of a file's blocks, concatenated."""
     digests = bytearray()
     while block := file.read(BLOCK_BYTES):
         digests += _digest(block)
@@ -50,22 +50,22 @@ def _digest(block: bytes) -> bytes:
 
 @functools.cache
 def remote_sizes(url: str) -> dict[str, int | None]:
-    """Returns {file: bytes, or None if unknown} of a folder's files, cached per process."""
+    """Returns {file: size in bytes, or None if unknown} for a folder. Cached per process."""
     return remote_folder(url).sizes()
 
 
 @functools.cache
 def remote_manifest(url: str) -> Manifest:
-    """Reads the manifest at a URL, and caches it and the tokenizer in ~/.cache/groundwork. Raises InputError.
+    """Reads the manifest at a URL, and stores it and the tokenizer in ~/.cache/groundwork. Raises InputError.
 
-    A process reads the manifest only once, so that all of a run's readers use the same one.
+    Cached, so that all readers in a process use the same manifest.
     """
     folder = remote_folder(url)
     where = f"{folder.shown}/{MANIFEST_FILE}"
     try:
         content = folder.read(MANIFEST_FILE)
     except InputError as error:
-        advice = f"an unfinished or foreign folder has no {MANIFEST_FILE}; shards of other tools are read from disks"
+        advice = f"unfinished folders have no {MANIFEST_FILE}; other tools' shards can only be read from a local disk"
         raise InputError(*error.problems, f"{folder.shown}: {advice}") from None
     sha256 = hashlib.sha256(content).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -76,14 +76,14 @@ def remote_manifest(url: str) -> Manifest:
         _copy_small_files(url, local, content)
     if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
         raise InputError(
-            f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or not the one of the manifest; upload it "
+            f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or does not match the manifest; upload it "
             "again"
         )
     return manifest
 
 
 def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies the manifest and tokenizer atomically, because a machine's ranks do this concurrently."""
+    """Copies the manifest and tokenizer atomically, because a machine's ranks do so concurrently."""
     local.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
         copy = Path(place) / "copy"
@@ -102,7 +102,7 @@ def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
 
 
 class RemoteIds:
-    """Token IDs of a shard in an object store, sliced like an array. Slices are read-only."""
+    """Token IDs of a shard in an object store. Slices are read-only arrays."""
 
     def __init__(self, manifest: Manifest, shard: Shard, blocks: "BlockReader"):
         self.folder = remote_folder(manifest.url)
@@ -119,7 +119,7 @@ class RemoteIds:
 
     @property
     def hashes_file(self) -> str:
-        """Name of the file with the blocks' hashes."""
+        """Name of the file with the block hashes."""
         return str(Path(self.file).with_suffix(BLOCKS_SUFFIX))
 
     def __getitem__(self, where: slice) -> np.ndarray:
@@ -132,7 +132,7 @@ class RemoteIds:
         return np.frombuffer(content, self._dtype)[start - first : stop - first]
 
     def expect(self, start: int, stop: int) -> None:
-        """Begins to fetch the blocks with these IDs."""
+        """Starts prefetching the blocks that contain these IDs."""
         for number in self._numbers(start, stop):
             self._blocks.expect(self, number)
 
@@ -141,12 +141,12 @@ class RemoteIds:
         return range(start * size // BLOCK_BYTES, (stop * size - 1) // BLOCK_BYTES + 1)
 
     def span(self, number: int) -> tuple[int, int]:
-        """Returns a block's first byte, and the byte after its last."""
+        """Returns a block's byte range, (start, end)."""
         start = number * BLOCK_BYTES
         return start, min(start + BLOCK_BYTES, self._tokens * self._dtype.itemsize)
 
     def begin_hashes(self, pool: ThreadPoolExecutor) -> None:
-        """Begins to fetch the hashes. The first block needs them."""
+        """Starts fetching the hashes, which are needed to verify the first block."""
         if self._hashes is None and self._hashes_sha256 is not None:
             self._hashes = pool.submit(self._read_hashes)
 
@@ -162,24 +162,24 @@ class RemoteIds:
         )
 
     def fetch(self, number: int) -> bytes:
-        """Reads a block and checks its hash. Raises InputError for a wrong hash, or the errors of `RemoteFolder`."""
+        """Reads a block and checks its hash. Raises InputError on a mismatch, or the errors of `RemoteFolder`."""
         start, end = self.span(number)
         for _ in range(TRIES_IF_DAMAGED):
             content = self.folder.read(self.file, start, end)
-            if self._hashes is None:  # prepared by an earlier version
+            if self._hashes is None:  # shards from an earlier version
                 return content
             if _digest(content) == self._hashes.result()[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]:
                 return content
         raise InputError(
-            f"{self.folder.shown}/{self.file}: bytes {start:,} to {end:,} are damaged (their hash is not the one in "
+            f"{self.folder.shown}/{self.file}: bytes {start:,} to {end:,} are damaged (their hash differs from "
             f"{self.hashes_file}); upload the object again"
         )
 
 
 class BlockReader:
-    """Fetches this process's blocks in threads, and keeps the last BLOCKS_KEPT in memory.
+    """Fetches a process's blocks in threads and keeps the last BLOCKS_KEPT in memory.
 
-    disk: keeps blocks for later starts and for the machine's other processes.
+    disk: on-disk cache, reused after a restart and shared with the machine's other processes.
     """
 
     def __init__(self, disk: "DiskCache | None" = None):
@@ -191,11 +191,11 @@ class BlockReader:
         self.fetched_bytes = 0
 
     def keep(self, blocks: int) -> None:
-        """Keeps at least this many blocks in memory, so that none is dropped before it is read."""
+        """Keeps at least this many blocks in memory, so that none is evicted before it is read."""
         self._kept = max(self._kept, blocks)
 
     def expect(self, ids: RemoteIds, number: int) -> Future[bytes]:
-        """Begins to fetch a block, unless it is already in memory."""
+        """Starts fetching a block, unless it is already in memory."""
         key = (ids.key, number)
         with self._lock:
             found = self._blocks.get(key)
@@ -232,16 +232,16 @@ class BlockReader:
 
 @functools.cache
 def block_reader(cache: DataCache | None) -> BlockReader:
-    """Returns the reader that all of a process's sources share."""
+    """Returns the process's block reader, which all sources share."""
     return BlockReader(DiskCache(cache.folder, cache.size) if cache else None)
 
 
 class DiskCache:
-    """Blocks in one file of fixed size, which all of a machine's processes read and write without a lock.
+    """Block cache in a single fixed-size file, which all of a machine's processes read and write without locking.
 
-    The file is a table of slots, each for BLOCK_BYTES. A block's key determines WAYS slots. It goes into an empty one,
-    or replaces another block. Before each block are a hash of its key and a hash of key and content. They invalidate a
-    slot that was half written because of a kill or by two processes.
+    The cache is set-associative: a block can be stored in any of the WAYS slots that its key determines. In the slot,
+    the block is preceded by a hash of its key and a hash of its key and content. A mismatch reveals a half-written
+    slot, left by a killed process or by concurrent writes.
     """
 
     WAYS = 8
@@ -253,16 +253,16 @@ class DiskCache:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(folder / "blocks", os.O_RDWR | os.O_CREAT, 0o600)
-            # Allocated now, because a disk that fills up later would end the run.
+            # Allocated now, because the run would fail if the disk filled up later.
             os.posix_fallocate(self._file, 0, self._sets * self.WAYS * self.PLACE_BYTES)
         except OSError as error:
             raise InputError(
-                f"data.cache: {folder}: no file of {size:,} bytes can be made there: {error.strerror}; give another "
-                "folder or a smaller size"
+                f"data.cache: {folder}: cannot create a file of {size:,} bytes: {error.strerror}; use another folder "
+                "or a smaller size"
             ) from None
 
     def get(self, key: bytes, size: int) -> bytes | None:
-        """Returns a block of `size` bytes, or None."""
+        """Returns a cached block of `size` bytes, or None."""
         name, places = self._places(key)
         for place in places:
             if os.pread(self._file, self.HASH_BYTES, place) == name:
@@ -291,7 +291,7 @@ class DiskCache:
 
 
 def copied_file(manifest: Manifest, name: str) -> Path:
-    """Returns a local copy of a file next to the shards, created at first use. Raises InputError."""
+    """Returns a local copy of a file stored next to the shards, made on first use. Raises InputError."""
     path = manifest.folder / name
     if not path.is_file():
         fresh = path.with_name(f".{name}.{os.getpid()}")

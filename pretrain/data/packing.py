@@ -1,15 +1,15 @@
-"""Packs windows without cut documents, for `data.sampling: best_fit`.
+"""Packs whole documents into windows, for `data.sampling: best_fit`.
 
-A source is divided into blocks of about BLOCK_WINDOWS windows. Best fit, longest first, packs a block's documents into
-exactly the block's number of windows (Johnson 1973, "Near-optimal bin packing algorithms"; for training Ding et al.
-2024, arXiv 2404.10830). The number of windows is therefore known without a plan, and a block is planned from its own
-tokens when one of its windows is needed. The gap at a window's end is filled with the beginning of a document: either
-a document that fits nowhere and is cropped, or a document that is repeated.
+A source is divided into blocks of about BLOCK_WINDOWS windows. Best-fit decreasing packs a block's documents into a
+fixed number of windows (Johnson 1973, "Near-optimal bin packing algorithms"; for training, Ding et al. 2024, arXiv
+2404.10830). Since this number is known in advance, a block is planned only when one of its windows is needed. The gap
+at the end of a window is filled with the beginning of a document, which is either cropped because it doesn't fit
+anywhere, or repeated.
 
-A document longer than a window is cut into whole windows, and its rest is packed like a document.
+Documents longer than a window are split into whole windows, and the remainder is packed like a document.
 
-An epoch visits the blocks in a keyed order. It shuffles the windows of POOL_BLOCKS blocks at a time, also with a key.
-A block's windows are therefore used while its plan is in memory, and an object store's blocks are fetched only once.
+Each epoch visits the blocks in a keyed order and shuffles the windows of POOL_BLOCKS blocks at a time. This way, all
+windows of a block are used while its plan is in memory, and its tokens are fetched from an object store only once.
 """
 
 import bisect
@@ -23,13 +23,13 @@ import numpy as np
 from pretrain.data.sampling import Permutation, Stream
 from pretrain.data.shards import ShardReader
 
-# Never change these, because the order of the data depends on them.
+# Never change these: they determine the data order.
 BLOCK_WINDOWS = 256
 POOL_BLOCKS = 64
 
 PLANS_KEPT = 2 * POOL_BLOCKS
 MEASURED_BLOCKS = 8
-"""Number of blocks used to estimate a source's shares."""
+"""Number of blocks that `Packing.shares` samples."""
 
 
 def block_count(windows: int) -> int:
@@ -38,7 +38,7 @@ def block_count(windows: int) -> int:
 
 
 def best_fit(draws: np.ndarray, stream: Stream) -> np.ndarray:
-    """Visits every window once per epoch, pool by pool. Returns the number of each window times its length."""
+    """Visits every window once per epoch, pool by pool. Returns each window's index times the window length."""
     epoch, place = np.divmod(draws, stream.windows)
     window = np.empty_like(draws)
     for turn in np.unique(epoch).tolist():
@@ -48,7 +48,7 @@ def best_fit(draws: np.ndarray, stream: Stream) -> np.ndarray:
 
 
 def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
-    """Returns the windows at these positions of an epoch."""
+    """Returns the indices of the windows at these positions of an epoch."""
     order, ends = _order_of_blocks(stream.windows, stream.key("blocks", epoch))
     pools = max(1, round(len(order) / POOL_BLOCKS))
     pool_ends = ends[np.arange(1, pools + 1) * len(order) // pools - 1]
@@ -61,13 +61,13 @@ def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
         mixed[here] = first + permutation(place[here] - first)
     number = np.searchsorted(ends, mixed, side="right")
     blocks = len(order)
-    # Counted back from the end of its block, because that position is known both in this order and in the source.
+    # Counted back from the end of the block, which is known in both orders.
     return (order[number] + 1) * stream.windows // blocks - (ends[number] - mixed)
 
 
 @functools.lru_cache(maxsize=256)
 def _order_of_blocks(windows: int, key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (blocks in an epoch's order, number of windows up to the end of each)."""
+    """Returns (block indices in an epoch's order, cumulative number of windows)."""
     blocks = block_count(windows)
     order = Permutation(blocks, key)(np.arange(blocks))
     return order, np.cumsum((order + 1) * windows // blocks - order * windows // blocks)
@@ -80,23 +80,23 @@ class BlockPlan:
     starts: np.ndarray
     """(pieces,) int64 first token of each piece."""
     lengths: np.ndarray
-    """(pieces,) int32 tokens in each piece."""
+    """(pieces,) int32 number of tokens in each piece."""
     first_piece: np.ndarray
-    """(windows + 1,) int32 number of each window's first piece."""
+    """(windows + 1,) int32 index of each window's first piece."""
     documents: int
     """Number of documents shorter than a window."""
     cropped: int
     """Number of these documents that are cropped or dropped."""
     dropped: int
-    """Tokens not read."""
+    """Number of tokens that aren't read."""
     repeated: int
-    """Tokens read twice."""
+    """Number of repeated tokens."""
 
 
 class Packing:
-    """A source's windows of one length, packed by best fit.
+    """A source's windows of one length, packed with best fit.
 
-    windows: their number, from `WindowSpec.count_in`.
+    windows: number of windows, from `WindowSpec.count_in`.
     """
 
     def __init__(self, reader: ShardReader, length: int, windows: int):
@@ -108,7 +108,7 @@ class Packing:
         self._plans: OrderedDict[int, BlockPlan] = OrderedDict()
 
     def read(self, window: int, out: np.ndarray) -> None:
-        """Copies a window into `out`, (length + 1,). Its first token is the one before the window's first piece."""
+        """Copies a window into `out`, (length + 1,). out[0] is the token before the window's first piece."""
         pieces = self.pieces(window)
         start, count = pieces[0]
         if start:
@@ -122,7 +122,7 @@ class Packing:
             filled += count
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
-        """Returns (first token in the source, tokens) for each piece of a window."""
+        """Returns (first token in the source, number of tokens) for each piece of a window."""
         block = self._block_of(window)
         plan = self._plan(block)
         place = window - self._first_window(block)
@@ -130,18 +130,18 @@ class Packing:
         return list(zip(plan.starts[pieces].tolist(), plan.lengths[pieces].tolist(), strict=True))
 
     def expect(self, window: int) -> None:
-        """Begins to fetch the window's whole block from an object store. The block's plan needs all its tokens."""
+        """Starts prefetching all tokens of the window's block, which are needed to plan the block."""
         first, end = self._span(self._block_of(window))
         self.reader.expect(first, end - first)
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of a pool's token IDs, including the blocks of the next pool that are read ahead."""
+        """Size of a pool's token IDs in bytes, including prefetched blocks of the next pool."""
         blocks = min(self.blocks, POOL_BLOCKS * 5 // 4)
         return blocks * (BLOCK_WINDOWS + 2) * self.length * self.reader.manifest.bytes_per_id
 
     def shares(self) -> tuple[float, float, float]:
-        """Estimates the shares of dropped tokens, repeated tokens and cropped documents from a few blocks."""
+        """Estimates the fractions of dropped tokens, repeated tokens and cropped documents from a few blocks."""
         measured = sorted({number * self.blocks // MEASURED_BLOCKS for number in range(MEASURED_BLOCKS)})
         for block in measured:
             self.expect(self._first_window(block))
@@ -161,7 +161,7 @@ class Packing:
         return ((window + 1) * self.blocks - 1) // self.windows
 
     def _span(self, block: int) -> tuple[int, int]:
-        """Returns the token range of a block, which begins up to a window's length before its first window."""
+        """Returns the range of tokens to read for a block, including up to one window before it."""
         first = max(0, self._first_window(block) - 1) * self.length
         is_last = block == self.blocks - 1
         return first, self.reader.tokens if is_last else self._first_window(block + 1) * self.length
@@ -192,7 +192,7 @@ class Packing:
         return pack(bounds, self.length, windows, is_continued=is_continued, is_open=is_open)
 
     def _edge(self, ends: np.ndarray, nominal: int) -> int:
-        """Returns a block's edge: the last document end at most a window's length before `nominal`, or `nominal`."""
+        """Returns a block boundary: the last document end less than a window before `nominal`, otherwise `nominal`."""
         last = np.searchsorted(ends, nominal, side="right") - 1
         return int(ends[last]) if last >= 0 and ends[last] > nominal - self.length else nominal
 
@@ -203,16 +203,16 @@ def pack(
     """Plans a block's windows.
 
     Args:
-        bounds: (documents + 1,) first token of each of its documents, and the end of the last one.
-        length: tokens in a window.
-        windows: number of windows. All of them get filled.
+        bounds: (documents + 1,) first token of each document, and the end of the last one.
+        length: window length in tokens.
+        windows: number of windows to fill.
         is_continued: True if the first document began in the previous block.
-        is_open: True if the last document continues in the next block. The rest of it may only fill a gap, because
-            without an end-of-document ID nothing may follow it in a window.
+        is_open: True if the last document continues in the next block. Its remainder may only fill a gap: since it
+            doesn't end with an end-of-document ID, no document may follow it in a window.
     """
     sizes = np.diff(bounds)
     whole = sizes // length
-    # Windows filled by long documents.
+    # Windows within long documents.
     number = np.repeat(np.arange(len(sizes)), whole)
     turn = np.arange(len(number)) - np.repeat(np.cumsum(whole) - whole, whole)
     full = (bounds[number] + turn * length)[:windows].tolist()
@@ -227,7 +227,7 @@ def pack(
     pieces = [[(start, length)] for start in full]
     pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
-    # Pieces that fit nowhere come first, then the longest pieces, which are read whole as well.
+    # First the pieces that don't fit anywhere, then the longest of the others, which are repeated.
     unplaced = packed[left].tolist()
     if is_open and rest[-1] >= max(gaps):
         unplaced.insert(0, len(rest) - 1)
@@ -250,12 +250,12 @@ def pack(
 
 
 def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[int]], list[int]]:
-    """Puts each piece, longest first, into the fullest window with enough room.
+    """Puts each piece into the fullest window with enough space. `sizes` must be in descending order.
 
-    Returns (numbers of the pieces in each window, numbers of the pieces that fit nowhere).
+    Returns (indices of the pieces in each window, indices of the pieces that don't fit anywhere).
     """
     bins: list[list[int]] = [[] for _ in range(windows)]
-    # Sorted by room. Each entry is room * windows + the window's number.
+    # Sorted by free space. Each entry is (free tokens) * windows + (window index).
     rooms = [length * windows + number for number in range(windows)]
     left = []
     for piece, size in enumerate(sizes):
@@ -273,7 +273,7 @@ def _best_fit(sizes: list[int], length: int, windows: int) -> tuple[list[list[in
 def _fill(pieces: list[list[tuple[int, int]]], gaps: list[int], fillers: list[tuple[int, int, bool]]) -> int:
     """Fills the windows' gaps, largest first. Returns the number of repeated tokens.
 
-    fillers: (first token, tokens, True if its first use repeats nothing).
+    fillers: (first token, number of tokens, True if it isn't in a window yet).
     """
     turns = itertools.chain(fillers, itertools.cycle([(start, size, False) for start, size, _ in fillers]))
     repeated = 0

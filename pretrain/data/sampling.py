@@ -1,9 +1,9 @@
-"""Computes the positions of windows from a source's draws, by arithmetic.
+"""Computes the position of each window drawn from a source.
 
-A sampler is a function (draws, stream) that returns the first token of each window. `draws` is an int64 array of any
-length with the numbers of the windows drawn from the source, starting at 0. The result has the same shape, and its
-values are in range(stream.tokens - stream.length). It depends only on the arguments, so that resuming needs no state.
-`registry.SAMPLERS` lists the samplers.
+A sampler is a function (draws, stream) that returns the first token of each window. `draws` is an int64 array of draw
+indices: 0 is the first window drawn from the source. The result has the same shape, with values in
+range(stream.tokens - stream.length). It must depend only on the arguments, so that resuming needs no state. Samplers
+are registered in `registry.SAMPLERS`.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ import numpy as np
 
 
 class Permutation:
-    """A pseudo-random bijection of range(size) that needs no table. Its cost is constant for every position.
+    """A pseudorandom permutation of range(size), computed without a table.
 
-    A Feistel network over the next power of four, iterated until the result is in range (Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains"). Eight rounds of a murmur-style mix.
+    Uses a Feistel network over the next power of four, with eight rounds of a murmur-style mix, iterated until the
+    result is in range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
 
     ROUNDS = 8
@@ -26,15 +26,15 @@ class Permutation:
         self.size = size
         self._half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        # Never change the digest or the mix, because that would reorder the data of every resumed run.
+        # Never change the digest or the mix: this would reorder the data of every resumed run.
         digest = hashlib.blake2b(key.to_bytes(16, "little"), digest_size=8 * self.ROUNDS).digest()
         self._keys = np.frombuffer(digest, dtype="<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Maps positions, an int64 array of values in range(size), to their images, in the same shape."""
+        """Permutes positions, an int64 array of values in range(size). Returns an array of the same shape."""
         image = self._encrypt(positions.astype(np.uint64))
         while (outside := image >= self.size).any():
-            # Cycle walking: values outside the range are encrypted again, which keeps the map a bijection.
+            # Cycle walking: encrypting values outside the range again keeps the mapping bijective.
             image[outside] = self._encrypt(image[outside])
         return image.astype(np.int64)
 
@@ -53,22 +53,22 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: object) -> int:
-    """Returns a 128-bit key for any printable parts, the same on every machine and Python version."""
+    """Returns a 128-bit hash of any printable parts, the same on every machine and Python version."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The properties of a source that a sampler gets."""
+    """Properties of a source, passed to a sampler."""
 
     tokens: int
     length: int
-    """Tokens in a window, not counting the last target."""
+    """Window length in tokens, without the last target."""
     windows: int
-    """Number of whole windows in an epoch."""
+    """Number of whole windows per epoch."""
     key: Callable[..., int]
-    """Returns a 128-bit key for any printable parts, this run's seed and the source."""
+    """Returns a 128-bit key for any printable parts, specific to the run's seed and the source."""
     permutation: Callable[[int], Permutation]
     """Returns the permutation of an epoch's windows."""
 
@@ -84,6 +84,6 @@ def epochs(draws: np.ndarray, stream: Stream) -> np.ndarray:
 
 
 def random_windows(draws: np.ndarray, stream: Stream) -> np.ndarray:
-    """Draws windows that begin at any token."""
+    """Draws windows at random offsets."""
     key = np.uint64(stream.key("random") & (2**64 - 1))
     return (mix(mix(draws.astype(np.uint64)) ^ key) % (stream.tokens - stream.length)).astype(np.int64)

@@ -1,9 +1,9 @@
-"""Reads and checks the on-disk token format: a manifest, a tokenizer, and raw little-endian IDs in shard files.
+"""Reads and checks the on-disk token format: a manifest, a tokenizer, and shard files of raw token IDs.
 
     folder/manifest.json  tokenizer/  train-00000.bin ...  validation-00000.bin ...
 
-A shard is a plain array of uint16 (vocabulary up to 65,536) or uint32 token IDs without a header. The end-of-document
-ID follows every document. `np.memmap(file, dtype)` opens a shard.
+A shard is a headerless, little-endian array of uint16 (vocabularies up to 65,536) or uint32 token IDs, which
+`np.memmap(file, dtype)` can open. Each document is followed by the end-of-document ID.
 """
 
 import bisect
@@ -32,17 +32,17 @@ VERIFY_BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class FoundShards:
-    """The first rank's findings about a folder that this rank may be unable to read (data/dispatch.py)."""
+    """The first rank's check results for a folder that this rank may not be able to read (data/dispatch.py)."""
 
     problems: list[str]
     manifest: Manifest | None = None
     """Manifest, or None if it is unreadable (see `problems`)."""
     damage: dict[str, list[str]] = field(default_factory=dict)
-    """{split: problems of its files}."""
+    """{split: problems with its files}."""
 
 
 def manifest_of(source: Shards) -> Manifest:
-    """Returns the manifest of a recipe's source. If the first rank reads for all, uses its findings."""
+    """Returns the manifest of a recipe's source. Uses the first rank's if that rank reads for all ranks."""
     found: FoundShards | None = source._found
     if found is None:
         return read_manifest(source.shards, source.tokenizer)
@@ -52,16 +52,16 @@ def manifest_of(source: Shards) -> Manifest:
 
 
 def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
-    """Reads and checks folder/manifest.json. For other tools' files, builds a manifest (data/foreign_shards.py).
+    """Reads and checks folder/manifest.json, or builds a manifest for other tools' files (data/foreign_shards.py).
 
-    Raises InputError listing all problems: a missing, unfinished or foreign folder, broken JSON, a different format
-    version, missing or mistyped keys.
+    Raises InputError listing all problems, such as a missing or unfinished folder, invalid JSON, an unsupported format
+    version, or missing keys.
 
     Args:
-        folder: a path or a URL (data/object_store.py).
+        folder: path or URL (data/object_store.py).
         tokenizer: tokenizer for other tools' files. Folders made by prepare_data.py contain their own.
     """
-    # Most runs have a folder with a manifest and never import the code for object stores and other formats.
+    # Imported lazily, because most runs need neither object stores nor other formats.
     if is_url(folder):
         from pretrain.data.object_store import remote_manifest
 
@@ -74,22 +74,22 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
             return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
         raise InputError(
-            f"{folder}: no such folder of prepared shards; prepare it with the commands at the head of the recipe, or "
+            f"{folder}: no such folder of prepared shards; prepare it with the commands at the top of the recipe, or "
             f"with python prepare_data.py --input 'FILES' --tokenizer TOKENIZER --output {folder}"
         )
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise InputError(
             f"{folder}: has no {MANIFEST_FILE}, so it is not a finished folder of shards; "
-            f"run its prepare_data.py command; an interrupted one continues where it stopped"
+            f"run its prepare_data.py command (if it was interrupted, it continues where it stopped)"
         )
     return parse_manifest(folder, str(path), path.read_bytes())
 
 
 class ShardReader:
-    """Token IDs of one split, as a single stream over its shard files. Memory-maps each file when it is first read.
+    """Token IDs of one split, as a single stream across its shard files. Each file is opened on first use.
 
-    Doesn't check IDs against the vocabulary. `verify_shards` does, and code that feeds a device must do so as well.
+    Doesn't check that IDs are within the vocabulary. Do so before copying them to a GPU.
     """
 
     def __init__(self, manifest: Manifest, split: str, cache: DataCache | None = None):
@@ -102,7 +102,7 @@ class ShardReader:
         self.tokens = self._ends[-1] if self._shards else 0
 
     def _ids(self, number: int) -> "np.ndarray | h5py.Dataset | RemoteIds":
-        # Opened on first use, because many steps may need only one of thousands of shards.
+        # There may be thousands of shards, and a step needs only a few.
         ids = self._maps[number]
         if ids is None:
             path = self.manifest.folder / self._shards[number].file
@@ -115,7 +115,7 @@ class ShardReader:
 
                 ids = hdf5_ids(path)
             else:
-                # Viewed as a plain array, because slicing an np.memmap costs several times more per read.
+                # A plain array, because slicing an np.memmap is several times slower.
                 ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
@@ -123,9 +123,9 @@ class ShardReader:
         return ids
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copies len(out) token IDs from position `start` of the stream into the 1-d integer array `out`.
+        """Copies len(out) token IDs, starting at position `start`, into the 1-D integer array `out`.
 
-        Raises IndexError outside [0, tokens].
+        Raises IndexError if the range isn't within [0, tokens].
         """
         filled = 0
         for ids, first, stop in self._pieces(start, len(out)):
@@ -133,17 +133,17 @@ class ShardReader:
             filled += stop - first
 
     def expect(self, start: int, count: int) -> None:
-        """Begins to fetch `count` IDs from position `start` for a later read. Does nothing for local files."""
+        """Starts prefetching `count` IDs from position `start`. Does nothing for local files."""
         if self.manifest.url is not None:
             for ids, first, stop in self._pieces(start, count):
                 ids.expect(first, stop)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple["np.ndarray | h5py.Dataset | RemoteIds", int, int]]:
-        """Yields (a shard's IDs, first, stop) for each shard in this part of the stream."""
+        """Yields (a shard's IDs, first, stop) for each shard in this range of the stream."""
         end = start + count
         if start < 0 or end > self.tokens:
-            raise IndexError(f"tokens {start} to {end} asked, {self.split} has 0 to {self.tokens}")
-        # bisect on a list, because np.searchsorted takes ten times as long for a single number.
+            raise IndexError(f"tokens {start} to {end} requested, but {self.split} has 0 to {self.tokens}")
+        # For a single value, np.searchsorted takes ten times as long as bisect.
         number = bisect.bisect_right(self._ends, start)
         while start < end:
             ids = self._ids(number)
@@ -155,7 +155,7 @@ class ShardReader:
 
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
-    """Lists files that are missing or whose size differs from the manifest."""
+    """Lists files that are missing or have the wrong size."""
     if manifest.url is not None:
         return _remote_size_problems(manifest, shards)
     problems = []
@@ -191,17 +191,17 @@ def _remote_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[s
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
-    """Opens a reader of one split after checking that all its files exist in full size.
+    """Opens one split after checking the size of each of its files.
 
-    Raises InputError naming each bad shard, or naming the existing splits if this one is empty.
+    Raises InputError listing all bad shards, or listing the existing splits if this one is empty.
     """
     return open_source(Shards(shards=folder, tokenizer=tokenizer), split)
 
 
 def open_source(source: Shards, split: str, cache: DataCache | None = None) -> ShardReader:
-    """Opens a split of a recipe's source like `open_shards`. If the first rank has checked it, uses its findings.
+    """Opens a split of a recipe's source like `open_shards`, or relies on the first rank's checks if there are any.
 
-    cache: disk cache for an object store's blocks.
+    cache: disk cache for blocks from an object store.
     """
     folder = source.shards
     manifest = manifest_of(source)
@@ -218,9 +218,9 @@ def open_source(source: Shards, split: str, cache: DataCache | None = None) -> S
 
 
 def verify_shards(folder: str | Path) -> list[str]:
-    """Lists all problems of a prepared folder, local or at a URL.
+    """Lists all problems with a prepared folder, local or at a URL.
 
-    Reads and hashes every file again. Compares IDs with the vocabulary, and counts end-of-document IDs.
+    Hashes every file, checks IDs against the vocabulary, and counts end-of-document IDs.
     """
     try:
         manifest = read_manifest(folder)
@@ -239,7 +239,7 @@ def verify_shards(folder: str | Path) -> list[str]:
 
 
 def _hash_problems(path: str, sha256: str) -> list[str]:
-    """Returns the problem if a file is missing or its hash differs; otherwise []."""
+    """Returns [problem] if a file is missing or its hash differs, otherwise []."""
     from pretrain.urls import open_file
 
     try:
@@ -281,6 +281,7 @@ def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
         )
     if ends != shard.documents:
         problems.append(
-            f"{shown(path)}: holds {ends:,} end-of-document ids, the manifest says {shard.documents:,} documents"
+            f"{shown(path)}: contains {ends:,} end-of-document IDs, but the manifest lists {shard.documents:,} "
+            "documents"
         )
     return problems

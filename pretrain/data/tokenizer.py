@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class LoadedTokenizer:
-    """A tokenizer: the content of its tokenizer.json, and its other files (`files`), which are copied into shards."""
+    """A tokenizer: the content of its tokenizer.json, and its other `files`, which are copied with the shards."""
 
     name: str
     json: bytes
@@ -45,11 +45,11 @@ class LoadedTokenizer:
         return hashlib.sha256(self.json).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Writes a folder for `AutoTokenizer.from_pretrained`."""
+        """Writes a folder that `AutoTokenizer.from_pretrained` can load."""
         folder.mkdir(parents=True, exist_ok=True)
         config = json.loads(self.files.get("tokenizer_config.json", b"{}"))
         files = dict(self.files)
-        # Otherwise AutoTokenizer loads the folder without an end-of-document token.
+        # Otherwise AutoTokenizer would load it without an end-of-document token.
         if not _content(config.get("eos_token")):
             config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
             config["eos_token"] = self.end_of_document
@@ -59,15 +59,15 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
-    """Loads a tokenizer folder, a tokenizer.json file, or a Hub repository's tokenizer.
+    """Loads a tokenizer from a folder, a tokenizer.json file or a Hub repository.
 
-    The end-of-document token is `end_of_document` or, by default, the tokenizer's eos_token or <|endoftext|>. Raises
+    If `end_of_document` is None, the end-of-document token is the tokenizer's eos_token, or else <|endoftext|>. Raises
     InputError if the tokenizer doesn't exist, can't be loaded, or has no such token.
     """
     try:
         name, content, files = _read(str(name_or_path))
     except OSError as error:
-        raise InputError(f"{name_or_path}: cannot be read: {error.strerror}; give a readable tokenizer") from None
+        raise InputError(f"{name_or_path}: cannot be read: {error.strerror}; use a readable tokenizer") from None
     backend = backend_of(content, str(name_or_path))
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
@@ -75,7 +75,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     if token not in vocabulary:
         given = f"{token!r} is not in its vocabulary" if end_of_document else "has no eos_token and no <|endoftext|>"
         raise InputError(
-            f"{name_or_path}: the tokenizer {given}; name the token that ends a document with "
+            f"{name_or_path}: the tokenizer {given}; set the end-of-document token with "
             f"--end_of_document TOKEN (its special tokens: {', '.join(sorted(specials)[:20]) or 'none'})"
         )
     return LoadedTokenizer(
@@ -90,7 +90,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
 
 
 def load_decoder(folder: Path) -> "Tokenizer":
-    """Loads the tokenizer in a shards folder to decode token IDs. Raises InputError if it is unreadable."""
+    """Loads the tokenizer in a folder for decoding token IDs. Raises InputError if it is unreadable."""
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
@@ -101,7 +101,7 @@ def load_decoder(folder: Path) -> "Tokenizer":
 
 
 def _read(name_or_path: str) -> tuple[str, bytes, dict[str, bytes]]:
-    """Reads a folder, file or Hub ID. Returns (name, tokenizer.json, other files)."""
+    """Reads a tokenizer's files. Returns (name, content of tokenizer.json, other files)."""
     path = Path(name_or_path)
     if path.is_file():
         name = path.parent.resolve().name if path.name == "tokenizer.json" else path.stem
@@ -116,12 +116,12 @@ def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
         return (folder / "tokenizer.json").read_bytes(), files
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"{given}: has no tokenizer.json and no other tokenizer files; give a tokenizer's folder")
+        raise InputError(f"{given}: has no tokenizer.json and no other tokenizer files; use a tokenizer folder")
     return _convert(folder, given)
 
 
 def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
-    """Converts a tokenizer without tokenizer.json, such as vocabulary and merges or sentencepiece."""
+    """Converts a tokenizer without tokenizer.json, such as vocab.json with merges.txt, or a SentencePiece model."""
     import tempfile
 
     from transformers import AutoTokenizer
@@ -133,26 +133,26 @@ def _convert(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer.save_pretrained(temporary)
         if not (Path(temporary) / "tokenizer.json").is_file():
-            raise InputError(f"{given}: has no fast (tokenizer.json) form; give a tokenizer that has one")
+            raise InputError(f"{given}: has no fast version (tokenizer.json); use a tokenizer that has one")
         return _read_folder(Path(temporary), given)
 
 
 def download_tokenizer(hub_id: str) -> Path:
-    """Returns the cache folder of a Hub repository's tokenizer files. Raises InputError if the download fails."""
+    """Downloads a Hub repository's tokenizer files and returns their folder. Raises InputError if this fails."""
     missing = f"{hub_id}: no such tokenizer folder or file"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", hub_id) or hub_id.startswith("."):
-        raise InputError(f"{missing}; give a tokenizer's folder, its tokenizer.json, or a Hub ID (name or owner/name)")
+        raise InputError(f"{missing}; use a tokenizer folder, a tokenizer.json, or a Hub ID (name or owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=["tokenizer.json", *TOKENIZER_FILES]))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise InputError(f"{missing}, and as a Hub ID it could not be fetched: {one_line(error)}") from None
+        raise InputError(f"{missing}, and downloading it from the Hub failed: {one_line(error)}") from None
 
 
 def _content(token: object) -> str | None:
-    """Returns a token's text. tokenizer_config.json has either the text or {"content": text, ...}."""
+    """Returns a token's text. tokenizer_config.json contains either the text or {"content": text, ...}."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) and value else None
 
@@ -177,7 +177,7 @@ def backend_of(content: bytes, given: str) -> "Tokenizer":
 
 @lru_cache(maxsize=2)
 def _parsed(content: bytes) -> "Tokenizer":
-    """Parses each tokenizer once. All callers share it, so only the reference encoder changes its settings."""
+    """Parses a tokenizer. The cached object is shared, so only the reference encoder may change its settings."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_buffer(content)

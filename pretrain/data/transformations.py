@@ -1,4 +1,4 @@
-"""Transforms training windows with classes from extensions; see docs/own_data.md."""
+"""Transforms training windows with classes from extensions (docs/own_data.md)."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -14,35 +14,33 @@ from pretrain.registry import TRANSFORMATIONS
 
 
 class Transformation(ABC):
-    """Changes the tokens in a training window, but not their number. Validation reads the windows unchanged.
+    """Base class for changes to the tokens of a training window. Validation windows aren't transformed.
 
-    Register a subclass in `registry.TRANSFORMATIONS`. Its nested class `Options`, a config.Section, declares the
-    settings that a recipe may give, or is None if there are none. If `__init__` raises InputError, the run doesn't
-    start.
+    Register subclasses in `registry.TRANSFORMATIONS`. A nested class `Options`, a config.Section, declares the recipe
+    settings; set it to None if there are none. Raise InputError in `__init__` to keep the run from starting.
     """
 
     Options: Any = None
 
     def __init__(self, options: Any, tokenizer: Path, end_of_document_id: int):
-        """tokenizer: folder of the data's tokenizer. end_of_document_id: token after each document."""
+        """tokenizer: folder of the data's tokenizer. end_of_document_id: ID of the token after each document."""
         self.options = options
         self.tokenizer = tokenizer
         self.end_of_document_id = end_of_document_id
 
     @abstractmethod
     def __call__(self, ids_T: np.ndarray, key: int) -> np.ndarray:
-        """Returns as many token IDs as it is given: a window's tokens and the target of the last one.
-
-        The result must depend only on the arguments.
+        """Transforms a window's token IDs. Must return the same number of IDs and depend only on the arguments.
 
         Args:
-            key: 128 bits for random numbers, from the run's seed and the window's number in the run. The key doesn't
-                depend on the number of ranks or on resuming.
+            ids_T: the window's tokens, and the target of the last one.
+            key: 128-bit seed for random numbers, derived from the run's seed and the sample index. It doesn't depend
+                on the number of ranks or on resuming.
         """
 
 
 class Transformations:
-    """A recipe's transformations, applied in order. Raises the InputErrors of their classes."""
+    """Applies a recipe's transformations in order. Raises the InputErrors of their classes."""
 
     def __init__(self, data: Data, manifest: Manifest, seed: int):
         self.seed = seed
@@ -54,9 +52,9 @@ class Transformations:
             self.made[name] = kind(options, manifest.tokenizer_folder, manifest.end_of_document_id)
 
     def __call__(self, ids_T: np.ndarray, sample: int) -> np.ndarray:
-        """Returns the transformed tokens of a sample's window. Raises InputError for unusable tokens."""
+        """Returns the transformed tokens of a sample's window. Raises InputError if they are invalid."""
         for name, transformation in self.made.items():
-            # Never change the parts of the key, because the data of every resumed run depends on them.
+            # Never change the parts of the key: they determine the data of every resumed run.
             changed = np.asarray(transformation(ids_T.copy(), key_of(self.seed, "transformation", name, sample)))
             if changed.shape != ids_T.shape or changed.dtype.kind not in "iu":
                 raise InputError(

@@ -1,4 +1,4 @@
-"""Looks up the vocabulary size of a recipe's shards, which the model's size may depend on."""
+"""Looks up the vocabulary size of a recipe's shards, which may determine the model's."""
 
 from transformers import PreTrainedConfig
 
@@ -9,7 +9,7 @@ from pretrain.model.model_config import load_recipe_model_config, padded_vocabul
 
 
 def vocabulary_of(data: Data) -> int | None:
-    """Returns the first source's vocabulary size, or None if its manifest is unreadable, which opening it reports."""
+    """Returns the first source's vocabulary size, or None if its manifest is unreadable."""
     source = data.mixtures[0].train[0]
     try:
         return manifest_of(source).vocabulary_size
@@ -18,7 +18,7 @@ def vocabulary_of(data: Data) -> int | None:
 
 
 def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
-    """Returns the recipe's model configuration. If it gives no vocabulary size, uses the shards'.
+    """Returns the recipe's model config, with the shards' vocabulary size if it doesn't set one.
 
     Raises the InputErrors of `load_recipe_model_config`.
     """
@@ -26,19 +26,19 @@ def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
 
 
 def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
-    """Lists notes on the vocabulary of a plan whose shards don't exist yet; [] if the model gives its size."""
+    """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet; [] if the model sets its size."""
     if vocabulary_of(data) is not None:
         return []
     if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
         return []
     return [
-        f"vocabulary: follows the data, which is not prepared yet; planned with {model_config.vocab_size:,} "
-        "rows; --model.vocab_size N plans with another"
+        f"vocabulary: depends on the data, which is not prepared yet; planned with {model_config.vocab_size:,} "
+        "rows; use --model.vocab_size N to plan with another size"
     ]
 
 
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
-    """Returns '50,257 IDs, padded to 50,304', for example, for a model with `model_rows` rows."""
+    """Formats a vocabulary for a model with `model_rows` rows, such as '50,257 IDs, padded to 50,304'."""
     text = f"{vocabulary_size:,} IDs"
     if model_rows == vocabulary_size:
         return text

@@ -1,9 +1,9 @@
 """Reads and writes files in run folders, even after a crash.
 
-This package imports nothing heavy.
+This package has no slow imports.
 
     run_folder: paths in a run folder, and its small files
     event_log: events in metrics.jsonl
     control: the trainer's side of commands to a live run
-    hub: settings for the Hub; starts publish.py for a run
+    hub: checks of Hub settings, and background publishing
 """

@@ -4,8 +4,7 @@
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
 There is no server and no port. Anyone who can write to the folder can control the run, from any machine that shares
-the disk. Each request names the start of the run that it is meant for, so the trainer ignores requests from before a
-crash or restart.
+the disk. A request contains the ID of the run's current start, so the trainer ignores requests from before a restart.
 """
 
 import json
@@ -29,11 +28,11 @@ ANSWER_FILE = "control/answer.json"
 
 
 class Control:
-    """Trainer's side of the control files. Used on the main rank, which informs the others.
+    """Trainer's side of the control files. Used only on the main rank, which informs the others.
 
     Args:
-        start_id: ID of this process's start, as in its `start` event. Requests for other starts are ignored.
-        warn: called with a sentence about an invalid request.
+        start_id: ID of this start, as in its `start` event. Requests for other starts are ignored.
+        warn: called with a message about an invalid request.
     """
 
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
@@ -43,10 +42,10 @@ class Control:
         self._warn = warn
         self._seen: tuple[int, int] | None = None
         self.asked: dict = {}
-        """Last request that `poll` returned, until it is answered."""
+        """Last request returned by `poll`, until it is answered."""
 
     def poll(self) -> str | None:
-        """Returns a new request's command once, otherwise None. Costs one os.stat (2 microseconds)."""
+        """Returns the command if there is a new request, otherwise None. Costs one os.stat (2 microseconds)."""
         try:
             stat = os.stat(self._request)
         except OSError:
@@ -59,7 +58,7 @@ class Control:
     def _read(self) -> str | None:
         request = read_json(self._request)
         if not isinstance(request.get("id"), str) or request.get("command") not in COMMANDS:
-            self._warn(f"{self._request}: unknown request ignored; send {', '.join(COMMANDS)} with runs.py")
+            self._warn(f"{self._request}: ignored an unknown request; use runs.py to send {', '.join(COMMANDS)}")
             return None
         if str(request.get("start_id")) != self._start_id or request["id"] == read_json(self._answer).get("id"):
             return None
@@ -67,7 +66,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Answers the last command that `poll` returned, if any, as carried out at `step`."""
+        """Writes the answer to the last command returned by `poll`, if any. step: when it was carried out."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))

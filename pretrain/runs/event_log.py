@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """Returns a run's events in the order of the log, including repeated steps; [] if there is no log."""
+    """Returns a run's events in log order, including repeated steps; [] if there is no log."""
     try:
         with open(run / METRICS_FILE, "rb") as file:
             return parse_lines(file)
@@ -25,7 +25,7 @@ def read_metrics(run: Path) -> list[Event]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> list[Event]:
-    """Returns the events in the lines. Ignores truncated lines and other text."""
+    """Parses events from a log's lines. Skips truncated and invalid lines."""
     events = []
     for line in lines:
         try:
@@ -40,7 +40,7 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in a log's lines, which may follow warnings; {} if there is none."""
+    """Returns the first `start` event in a log's lines; {} if there is none."""
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
@@ -51,7 +51,7 @@ def first_start_of(run: Path) -> Event:
 
 
 def last_position(run: Path) -> dict[str, int]:
-    """Returns {step, tokens} of the newest event that has both, from the end of the log; zeros if there is none."""
+    """Returns {step, tokens} of the newest event that has both, or zeros. Reads only the end of the log."""
     with open(run / METRICS_FILE, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
         known = [event for event in parse_lines(file) if {"step", "tokens"} <= event.keys()]

@@ -13,7 +13,7 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
 
 STAGING = "publish"
-"""Subfolder of a run for models staged for upload, and for the log of publishing during training."""
+"""Subfolder of a run for models staged for upload, and for the log of background publishing."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
@@ -30,9 +30,9 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """Lists problems with a repository, a license and languages that can be found without the Hub.
+    """Lists problems with a repository, a license and languages that can be detected offline.
 
-    named: names of the three settings in messages.
+    named: names of the three settings, for messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
@@ -42,7 +42,7 @@ def offer_problems(
         )
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
-        problems.append(f"{named[1]} {license}: not a license ID of the Hub{near}")
+        problems.append(f"{named[1]} {license}: not a Hub license ID{near}")
     problems += [
         f"{named[2]} {code}: must be an ISO 639 code such as en or de, or multilingual, or code"
         for code in languages
@@ -52,7 +52,7 @@ def offer_problems(
 
 
 def repository_problems(repository: str | None, named: str) -> list[str]:
-    """Lists why this isn't a valid OWNER/NAME."""
+    """Returns [problem] if this isn't a valid OWNER/NAME, otherwise []."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -66,7 +66,7 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
 
 
 def login_problems() -> list[str]:
-    """Returns [problem] if neither the environment nor the login store has a token. Doesn't validate the token."""
+    """Returns [problem] if there is no Hub token in the environment or the login store. Doesn't validate the token."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -86,8 +86,9 @@ def publish_in_background(
 ) -> str | None:
     """Starts publish.py for a checkpoint, or for final/ if `step` is None, and returns immediately.
 
-    publish.py outlives this process, retries, writes to RUN/publish/publish.log and records the outcome in
-    metrics.jsonl. Returns None, or why the start failed. The step's checkpoint must be committed and kept.
+    publish.py outlives this process, retries failed uploads, logs to RUN/publish/publish.log and records the outcome
+    in metrics.jsonl. The step's checkpoint must be committed and must not be pruned. Returns an error message if
+    publish.py can't be started, otherwise None.
     """
     command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
@@ -110,7 +111,7 @@ def publish_in_background(
                 stdout=log,
                 stderr=log,
                 env=environment,
-                # The training's signals and exit must not affect publish.py.
+                # Signals to the trainer, and its exit, must not affect publish.py.
                 start_new_session=True,
                 pass_fds=[mark.fileno()],
             )
@@ -120,22 +121,22 @@ def publish_in_background(
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:
-    """Returns the log of a checkpoint's evaluation. The evaluation keeps it open while it runs (processes.py)."""
+    """Returns the path of a checkpoint's evaluation log, which the evaluation holds open (see processes.py)."""
     return run / EVALUATIONS / f"{checkpoint}.log"
 
 
 def revision_of(step: int) -> str:
-    """Returns the Hub branch of a checkpoint."""
+    """Returns the name of a checkpoint's branch on the Hub."""
     return f"step-{step}"
 
 
 def waiting_mark(run: Path, revision: str) -> Path:
-    """Returns the path of a file that exists while a model is being published."""
+    """Returns the path of the marker file that exists while a model is being published."""
     return run / STAGING / f".{revision}{WAITING}"
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """Lists the steps (None: final/) of existing models whose uploads a crash interrupted."""
+    """Lists the steps (None for final/) of existing models whose upload was interrupted by a crash."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

@@ -1,4 +1,4 @@
-"""Defines the paths in a run's folder, and reads its small files, even after a crash."""
+"""Defines the paths in a run folder, and reads its small files, even after a crash."""
 
 import json
 import math
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-"""Lock file that the training process holds."""
+"""Lock file held by the training process."""
 MIRROR_FOLDER = "mirror"
 MIRROR_STATUS = "mirror/status.json"
-"""Status file that the mirror's copying thread writes."""
+"""Status file written by the mirror's copying thread."""
 EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
-"""Folder of a profile in the run's folder. Its report is written last."""
+"""Subfolder of a run for a profile. The report is written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
-"""Maximum length of a run's path in bytes: Linux's limit of 4,096 minus the longest path below a run's folder."""
+"""Maximum length of a run's path in bytes: Linux's limit of 4,096 minus the longest path inside a run folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
-    """Returns the path of the file that a rank writes every few seconds during training."""
+    """Returns the path of a rank's heartbeat file, which the rank writes every few seconds during training."""
     return run / "heartbeats" / f"rank-{rank:05d}.json"
 
 
 def read_json(path: Path) -> dict:
-    """Returns the object in a small JSON file, or {} if the file is missing or damaged."""
+    """Reads a small JSON file; {} if it is missing, damaged or not an object."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml as plain values with the new setting names; {} if it is unreadable."""
+    """Reads config.yaml without validation, with current setting names; {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -58,7 +58,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a value from config.yaml by its dotted name, or None."""
+    """Returns the value in config.yaml with this dotted name, or None."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -72,17 +72,17 @@ def checkpoint_folders(run: Path) -> dict[int, Path]:
 
 
 def trunk_checkpoint(text: str) -> Path:
-    """Returns the folder of a run's checkpoint RUN@STEP without reading it. Raises InputError if it doesn't exist."""
+    """Returns the folder of the checkpoint RUN@STEP without reading it. Raises InputError if it doesn't exist."""
     run, at, step = text.rpartition("@")
     folders = checkpoint_folders(Path(run)) if at else {}
     if not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
-        raise InputError(f"branch_from: {text}: give RUN@STEP, another run's checkpoint; its steps: {available}")
+        raise InputError(f"branch_from: {text}: must be RUN@STEP, a checkpoint of another run; its steps: {available}")
     return folders[int(step)]
 
 
 def latest_step(run: Path) -> int | None:
-    """Returns the step in checkpoints/LATEST: the newest checkpoint, or the target of a rollback."""
+    """Returns the step in checkpoints/LATEST, the newest checkpoint or the target of a rollback."""
     try:
         return step_named((run / "checkpoints" / "LATEST").read_text().strip())
     except (OSError, UnicodeDecodeError):
@@ -120,9 +120,9 @@ def validation_loss_of(state: Mapping[str, Any]) -> float | None:
 def checkpoint_damage(
     folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None, *, resumes: bool = False
 ) -> list[str]:
-    """Lists a checkpoint's damage, including a step that doesn't match its name.
+    """Lists problems with a checkpoint, including a step that doesn't match its name.
 
-    resumes: True if training continues from it, False if only its model is read.
+    resumes: True if training continues from the checkpoint, False if only its model is read.
     """
     problems = damage(folder, rank, ranks, beat)
     step = step_named(folder.name) if folder.parent.name == "checkpoints" else None
@@ -132,17 +132,17 @@ def checkpoint_damage(
 
 
 def wrong_step(folder: Path, step: int) -> list[str]:
-    """Returns [problem] if the step in an undamaged folder doesn't match, otherwise []."""
+    """Returns [problem] if an undamaged folder contains a different step, otherwise []."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
         return ["trainer_state.json has no step"]
     found = state["step"]
-    named = f"trainer_state.json is of step {found:,}; to use it, name it {checkpoint_name(found)}"
+    named = f"trainer_state.json is from step {found:,}; to use it, rename the folder to {checkpoint_name(found)}"
     return [] if found == step else [named]
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Lists why training can't continue at this step from an undamaged folder: another step, or missing tensors."""
+    """Lists the reasons why training can't continue from an undamaged folder: a different step or missing tensors."""
     if problems := wrong_step(folder, step):
         return problems
     contents = read_state(folder)
@@ -151,13 +151,11 @@ def contradictions(folder: Path, step: int) -> list[str]:
     updated = step > (state.get("skipped_steps") or 0)
     tensors = contents.get("tensors", {"model": 1, "optimizer": updated, "average": bool(state.get("average"))})
     missing = [name for name, count in tensors.items() if count and not any(folder.glob(f"{name}*.safetensors"))]
-    return [f"the tensors of its {name} are missing" for name in missing]
+    return [f"its {name} tensors are missing" for name in missing]
 
 
 def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
-    """Returns the steps of the checkpoints to keep: the newest, the best and the milestones.
-
-    The same rules apply in a run's folder and on its mirror.
+    """Returns the steps of the checkpoints to keep, in a run folder or on its mirror.
 
     Args:
         losses: {step: validation loss or None} of the existing checkpoints.
@@ -176,11 +174,11 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
 
 
 def output_problem(run: Path) -> str | None:
-    """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
+    """Returns the reason why a run can't be written to this folder, or None. Doesn't write anything."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)
-        return f"output: {shown}: a name may have {LONGEST_NAME} bytes and a path {LONGEST_PATH}; choose a shorter one"
+        return f"output: {shown}: names can have {LONGEST_NAME} bytes and paths {LONGEST_PATH}; choose a shorter one"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):

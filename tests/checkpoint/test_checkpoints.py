@@ -249,9 +249,9 @@ def test_a_renamed_checkpoint_is_not_the_one_of_its_name(run):
     (run / "checkpoints/step-00000002").rename(run / "checkpoints/step-00000010")
     chosen, (said,) = newest(run)
     assert chosen.name == "step-00000001"
-    assert "step-00000010 cannot be used: trainer_state.json is of step 2; to use it, name it step-00000002" in said
+    assert "step-00000010 cannot be used: trainer_state.json is from step 2; to use it, rename the folder" in said
     assert (run / "checkpoints/damaged-step-00000010").is_dir()
-    with pytest.raises(NoValidCheckpointError, match="is of step 1"):
+    with pytest.raises(NoValidCheckpointError, match="is from step 1"):
         (run / "checkpoints/step-00000001").rename(run / "checkpoints/step-00000020")
         Checkpoints(run, ranks_of(), config.Checkpoint()).valid(run / "checkpoints/step-00000020")
 
@@ -273,7 +273,7 @@ def test_a_manifest_without_the_tensors_of_a_group_is_damage(run, tensors, recor
         (folder / "trainer_state.json").write_text('{"state": {"step": 2}}')
     seal_again(folder)
     chosen, (said,) = newest(run)
-    assert chosen.name == "step-00000001" and f"the tensors of its {tensors} are missing" in said
+    assert chosen.name == "step-00000001" and f"its {tensors} tensors are missing" in said
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"state": []}', '{"state": {"step": "2"}}'])

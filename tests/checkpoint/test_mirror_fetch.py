@@ -207,7 +207,7 @@ def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
     fetch_from_mirror(run, settings, Ranks())
     assert latest_step(run) == 4
     assert claim_of(run)["damaged"] == {
-        "checkpoints/step-00000020": "trainer_state.json is of step 8; to use it, name it step-00000008"
+        "checkpoints/step-00000020": "trainer_state.json is from step 8; to use it, rename the folder to step-00000008"
     }
 
 

@@ -278,7 +278,7 @@ def test_max_epochs_counts_all_lengths(tmp_path):
 def test_stages_that_cannot_be_are_refused(tmp_path):
     folder, short = write_shards(tmp_path / "a", 4000), write_shards(tmp_path / "b", 3 * LENGTH)
     with pytest.raises(
-        InputError, match=r"data.stages\[1\]: begins after 99 of 100 samples, when none of the run's 10"
+        InputError, match=r"data.stages\[1\]: begins after 99 of 100 samples, but none of the run's 10"
     ):
         batches_of(stages=two_lengths(folder, "99%"), steps=10, sequences=10)
     with pytest.raises(InputError, match=r"48 training tokens are fewer than one sequence of 64 \+ 1; .* its stage's"):

@@ -95,11 +95,11 @@ def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
             read_manifest(path, str(tokenizer))
         return caught.value.problems[0]
 
-    assert "holds ids, more; token IDs must be its only dataset, or the one called tokens" in problem(
+    assert "contains ids, more; the token IDs must be its only dataset or be named tokens" in problem(
         ids=[1], more=[1]
     )
-    assert "holds float64 of shape (1,), must be a 1-D array of integers" in problem(tokens=[1.0], more=[1])
-    assert "holds int64 of shape (1, 2), must be a 1-D array of integers" in problem(ids=[[1, 2]])
+    assert "is float64 of shape (1,), must be a 1-D integer array" in problem(tokens=[1.0], more=[1])
+    assert "is int64 of shape (1, 2), must be a 1-D integer array" in problem(ids=[[1, 2]])
     assert "contains token ID -1, but the tokenizer has 0 to 511" in problem(ids=[5, -1])
     assert "contains token ID 512, but the tokenizer has 0 to 511" in problem(ids=[5, 512])
 
@@ -125,24 +125,24 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, to
 
 def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
     name = str(tokenizer)
-    with pytest.raises(InputError, match=r"no tokenizer named for these IDs; name it in the recipe"):
+    with pytest.raises(InputError, match=r"these token IDs need a tokenizer; set it in the recipe"):
         read_manifest(nanogpt)
     (nanogpt / "odd.bin").write_bytes(b"123")
-    with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must hold uint16 IDs"):
+    with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must contain uint16 IDs"):
         read_manifest(nanogpt / "odd.bin", name)
     np.array([600, 1], "<u2").tofile(nanogpt / "wide.bin")
     with pytest.raises(InputError, match=r"wide\.bin: contains token ID 600, but the tokenizer has 0 to 511"):
         read_manifest(nanogpt / "wide.bin", name)
     np.array([20240520, 1, 9], "<i4").tofile(nanogpt / "llmc.bin")
-    with pytest.raises(InputError, match=r"llmc\.bin: begins with llm\.c's header"):
+    with pytest.raises(InputError, match=r"llmc\.bin: starts with llm\.c's 1,024-byte header"):
         read_manifest(nanogpt / "llmc.bin", name)
     np.arange(8, dtype="<u2").tofile(nanogpt / "m.bin")
     bad = {
-        b"nothing": "is not an .idx file of Megatron",
+        b"nothing": "is not the .idx file of a Megatron dataset",
         GOLDEN_INDEX[:-1]: "has 101 bytes, must have 102",
         GOLDEN_INDEX[:17] + b"\x05" + GOLDEN_INDEX[18:]: "ID type 5",
-        GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not end to end",
-        index_of_one(): r"must hold 6 bytes, as its .idx says",
+        GOLDEN_INDEX[:46] + b"\x02" + GOLDEN_INDEX[47:]: "are not contiguous",
+        index_of_one(): r"must contain 6 bytes according to its .idx",
     }
     for content, problem in bad.items():
         (nanogpt / "m.idx").write_bytes(content)

@@ -188,7 +188,7 @@ def test_missing_objects_are_named(tmp_path, monkeypatch):
     (folder / "tokenizer/tokenizer.json").write_text("[]")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     url = uploaded(folder)
-    with pytest.raises(InputError, match=f"{url}/tokenizer/tokenizer.json: is missing or not the one"):
+    with pytest.raises(InputError, match=f"{url}/tokenizer/tokenizer.json: is missing or does not match"):
         read_manifest(url)
     with pytest.raises(InputError, match=r"memory://nothing/manifest\.json: no such object"):
         read_manifest("memory://nothing")
@@ -252,7 +252,7 @@ def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):
             file.write(b"torn")
     assert [again.get(key, BLOCK_BYTES) for key in held] == [None] * len(held)
     assert again.get(b"unknown", BLOCK_BYTES) is None
-    with pytest.raises(InputError, match=r"data\.cache: /proc/x: no file of 5,000,000 bytes"):
+    with pytest.raises(InputError, match=r"data\.cache: /proc/x: cannot create a file of 5,000,000 bytes"):
         DiskCache(Path("/proc/x"), size)
 
 
@@ -353,7 +353,7 @@ def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tm
     assert end["code"] == 75 and ended.left == [], ended.output
     named = r"s3://mine/vanishing/(train|validation)-00000.bin: bytes [\d,]+ to [\d,]+ cannot be read, after \d+ tr"
     assert re.match(named, end["reason"])
-    assert end["reason"].endswith("run the same command again once it answers, or correct the address")
+    assert end["reason"].endswith("run the same command again once the server responds, or correct the address")
     assert 'train.py", line' not in ended.output
     again = launch_with_faults(tmp_path / "two", "single", 1, *given, constants=IMPATIENT, **there)
     assert again.code == 75 and "s3://mine/vanishing/manifest.json: cannot be read, after" in again.output

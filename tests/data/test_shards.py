@@ -94,7 +94,7 @@ def test_missing_folder_and_unfinished_folder_say_how_to_make_them(tmp_path):
         (lambda m: "[]", "format is 'list', must be 'groundwork-shards'"),
         (
             lambda m: m.replace('"version": 1', '"version": 2'),
-            "format version 2, but this version of Groundwork reads version 1",
+            "format version 2, but this version of Groundwork supports version 1",
         ),
         (lambda m: m.replace('"uint16"', '"int8"'), "dtype is 'int8', must be uint16 or uint32"),
         (lambda m: m.replace('"tokens": 5', '"tokens": "5"'), r"shards\[0\].tokens is '5', must be int"),
@@ -152,7 +152,7 @@ def test_verify_finds_one_changed_bit_and_counts(folder):
     path.write_bytes(content)
     problems = verify_shards(folder)
     assert "train-00002.bin: its content has changed" in problems[0]
-    assert "0 end-of-document ids, the manifest says 1 documents" in problems[1]
+    assert "0 end-of-document IDs, but the manifest lists 1 documents" in problems[1]
 
 
 def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path):

@@ -72,4 +72,4 @@ def test_where_one_process_reads_for_all_kills_nan_and_a_failing_disk_do_what_th
         tmp_path / "notes", "ddp", 2, "--config", recipe, "--output", run, *DISPATCHED, faults=disk
     )
     assert ended.code != 0 and not ended.left and "Input/output error" in end_of(run)["reason"]
-    assert "the first process, which reads the shards for all, failed" in ended.output
+    assert "the first process, which reads the shards for all processes, failed" in ended.output

@@ -138,8 +138,8 @@ def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     assert line.startswith(
         f"time on this machine: about {round(seconds)} s for 3.07k tokens in one process, at an MFU of 40%"
     )
-    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "unknown peak of X"))
-    assert "unknown (unknown peak of X)" in judgement_module.time_here(config, run, torch.device("cpu"))
+    monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "unknown peak FLOP/s for X"))
+    assert "unknown (unknown peak FLOP/s for X)" in judgement_module.time_here(config, run, torch.device("cpu"))
 
 
 def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):

@@ -100,7 +100,7 @@ def test_a_part_that_fails_is_named(recipe, monkeypatch, capsys, last_loss, resu
 
 def test_flags_that_exclude_each_other(recipe):
     refused = run_script("train.py", "--config", recipe, "--smoke", "--check", check=False)
-    assert refused.returncode == 2 and "give --check, --check --verbose, or --smoke" in refused.stderr
+    assert refused.returncode == 2 and "use --check, --check --verbose, or --smoke" in refused.stderr
 
 
 def test_where_every_setting_comes_from(recipe):

@@ -277,7 +277,7 @@ def test_everything_wrong_is_said_at_once(finished_run, logged_out):
         (["--run", "no/such/run"], "--run no/such/run: not a run folder"),
         (["--repo", "tiny"], "--repo tiny: give OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing: give OWNER/NAME"),
-        (["--license", "Apache 2.0"], "--license Apache 2.0: not a license ID of the Hub; did you mean apache-2.0?"),
+        (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID; did you mean apache-2.0?"),
         (["--dry_run"], "--dry_run: requires --output DIR"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
         shutil.copytree(folder / "step-00000008", folder / name)
     out = train(recipe).stdout
     assert "step-00000012 cannot be used: model.safetensors does not match its sha256" in out
-    assert "step-00000010 cannot be used: trainer_state.json is of step 8; to use it, name it step-00000008" in out
+    assert "step-00000010 cannot be used: trainer_state.json is from step 8; to use it, rename the folder to " in out
     assert "not saved" not in out
     assert events(tmp_path / "run", "resume")[-1]["path"] == "step-00000008"
     assert losses(tmp_path / "run") == whole
@@ -319,7 +319,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
         recipe, ("output", f"{tmp_path}/file")
     )
     assert "is no folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
-    assert "a name may have 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
+    assert "names can have 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
     assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
     evaluates = ("benchmarks.every_steps", "4")
     found = check_problems(
@@ -330,7 +330,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
         ("benchmarks.tasks", "helaswag"),
         ("benchmarks.include_path", str(tmp_path)),
     )
-    assert "branch_from: " in found and "give RUN@STEP" in found
+    assert "branch_from: " in found and "must be RUN@STEP" in found
     assert "benchmarks.tasks: helaswag: no such task" in found and "did you mean hellaswag?" in found
     assert "benchmarks.include_path: " in found and "contains no .yaml file" in found
     assert "init: pretrained, but model: " in found

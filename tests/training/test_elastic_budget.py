@@ -85,7 +85,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
 
     for address, message in (
         ("run@5", "its steps: 4, 8, 12"),
-        ("run", "give RUN@STEP"),
+        ("run", "must be RUN@STEP"),
         ("none@4", "its steps: none"),
     ):
         refused = train(path, "--branch_from", f"{tmp_path}/{address}", "--output", tmp_path / "other", check=False)

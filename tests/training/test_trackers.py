@@ -209,5 +209,5 @@ def test_group_is_read_where_it_was_before():
     assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
     assert read_run_config(recipe, [("group", "null")]).tracking.group is None
     assert read_run_config(recipe, [("group", "g"), ("tracking.tags", "a")]).tracking.tags == ["a"]
-    with pytest.raises(InputError, match=r"group is tracking\.group now, but both are given"):
+    with pytest.raises(InputError, match=r"group is now tracking\.group, but both are set"):
         read_run_config(recipe, [("group", "g"), ("tracking.group", "h")])
