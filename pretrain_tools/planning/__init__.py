@@ -1,4 +1,6 @@
-"""Plans runs before launch: plan.py, and train.py's --text, --check and --smoke.
+"""Plans runs before launch, for plan.py and train.py's --text, --check and --smoke.
+
+Predictions are made in footprints and step_time (see docs/plan.md).
 
     hardware_options: plan.py's hardware options
     budget, budget_request, budget_report: makes a recipe for a budget; plan.py's budget options; the report

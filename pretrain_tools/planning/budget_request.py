@@ -123,9 +123,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         if getattr(options, name):
             problems.append(f"--{name}: can't be combined with a budget, which makes a new recipe; omit one of them")
     if rest:
-        problems.append(
-            f"{rest[0]}: with a budget, plan.py chooses the settings; edit the generated recipe instead"
-        )
+        problems.append(f"{rest[0]}: with a budget, plan.py chooses the settings; edit the generated recipe instead")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
         problems.append(f"--write {options.write}: recipe names must end in .yaml")
     return problems

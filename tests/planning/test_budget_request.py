@@ -73,7 +73,7 @@ def test_everything_wrong_is_said_at_once(refused):
         (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama has 12.9B"),
         (("--hours", "1"), "--vocabulary: is missing"),
         (("--family", "llama"), "use exactly one of --hours, --dollars and --flops"),
-        ((), "--config: name the recipe to plan, or give --hours"),
+        ((), "--config: pass the recipe to plan, or use --hours"),
     ],
 )
 def test_budgets_that_make_no_recipe(arguments, said, refused):

@@ -48,7 +48,7 @@ def test_a_text_that_is_read_again_and_again(read):
     epochs = run.total_tokens / (reader.tokens // 64 * 64)
     message = repeated_data(run)
     assert f"{epochs:,.1f} times: the budget has 20M tokens" in message
-    assert message.endswith(f"add text, or use --budget.tokens {4 * reader.tokens}")
+    assert message.endswith(f"add data, or use --budget.tokens {4 * reader.tokens}")
     _, remedied = read(budget__tokens=4 * reader.tokens)
     assert repeated_data(remedied) is None
 
@@ -87,7 +87,7 @@ def test_a_batch_too_large_for_the_budget(read, budget):
     if "budget__steps" in budget:
         assert message.endswith("raise the budget")
     else:
-        assert message.endswith("--batch.tokens_per_step 64 takes 200")
+        assert message.endswith("use --batch.tokens_per_step 64 for 200 steps")
         assert few_steps(*read(**budget, batch__tokens_per_step=64)) is None
     assert few_steps(*read(budget__steps=100)) is None
 
@@ -99,7 +99,7 @@ def test_a_disk_too_small_for_the_checkpoints(read, monkeypatch, tmp_path):
         monkeypatch.setattr(judgement_module.shutil, "disk_usage", lambda place, free=free: Usage(0, 0, free))
         message = small_disk(config, run)
         assert (message is not None) == is_small
-    assert "2 kept of" in message and f"{tmp_path} has" in message
+    assert "2 checkpoints of" in message and f"{tmp_path} has" in message
     (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-1/model.safetensors").write_bytes(b"0")
     assert small_disk(config, run) is None, "checkpoints that are there make room for those to come"

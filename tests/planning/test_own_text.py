@@ -189,7 +189,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
     (tmp_path / "book.log").write_text("text " * 9000)
     told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
-    assert "--text small.txt: 11 bytes in 1 file are too few; give at least 20,000" in told
+    assert "--text small.txt: 11 bytes in 1 file are too few; use at least 20,000" in told
     assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
     told = refused(tmp_path, "latin.txt", "image.txt")
     assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
@@ -197,7 +197,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told
     assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
-    assert "--output a b: its last part must be a name for recipe, shards and model" in refused(
+    assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
