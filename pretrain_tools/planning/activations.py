@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 
-# These are private, but torch's own memory profilers use them, too.
+# Private, but torch's own memory profilers use them too.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -137,7 +137,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes the output shape of attention, in the autocast dtype if autocast is enabled."""
+    """Computes only attention's output shape, in the autocast dtype if autocast is enabled."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -158,7 +158,7 @@ AttentionInterface.register(FLASH, _planned_attention)
 
 
 TRACED_LENGTH = 256
-"""Maximum sequence length when tracing mixers. Beyond it, their memory is linear in the length."""
+"""Maximum traced sequence length for mixers. Longer sequences are extrapolated linearly."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -276,7 +276,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     hidden = line("hidden", 1)
     if call.compiled:
         kept = line("graph keeps", 1)
-        # `hidden` is the gradient of the layer's output.
+        # plus the gradient of the layer's output
         backward = line("graph peak", 1) + hidden
         if call.activation_checkpointing == "full":
             backward = backward + kept

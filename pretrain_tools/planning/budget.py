@@ -29,7 +29,7 @@ SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
 LARGEST_BATCH_CHOSEN = 2**22
 """Maximum tokens per step, as in Llama."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
-"""Tokens per micro-batch, if memory allows. Larger matmuls are hardly faster."""
+"""Target number of tokens per micro-batch. Larger matmuls are barely faster."""
 COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "ep")
 """Strategies to compare. Offloading is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
@@ -58,7 +58,7 @@ class RunBudget:
 
     @property
     def seconds(self) -> float:
-        """Time for training steps."""
+        """Seconds available for training steps."""
         kind = self.hardware.device_type
         return SHARE_FOR_STEPS[kind] * 3600 * self.hours - SECONDS_TO_START[kind]
 
@@ -77,7 +77,7 @@ class RunBudget:
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
-        """Returns the number of training tokens that the budget allows, with at most MOST_EPOCHS over the data."""
+        """Returns the number of training tokens that the budget allows, up to MOST_EPOCHS of the data."""
         affordable = self.flops / shape.flops_per_token if self.flops else self.seconds * tokens_per_second
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
@@ -112,9 +112,9 @@ class Sized:
     case: Case
     """The recipe, with the best strategy's settings."""
     candidates: list[Candidate]
-    """The run with each strategy."""
+    """One candidate per strategy."""
     best: Candidate | None
-    """None if nothing fits."""
+    """The recommended candidate; None if nothing fits."""
 
     @property
     def work(self) -> RunWork:
@@ -164,7 +164,7 @@ class Sized:
 
     @property
     def mfu(self) -> float:
-        """MFU, reduced by communication and recomputation."""
+        """Effective MFU, including the overhead of communication and recomputation."""
         hardware = self.budget.hardware
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
@@ -245,7 +245,7 @@ def refuse_few_steps(sized: Sized) -> None:
 
 
 def size(budget: RunBudget, shape: Shape) -> Sized:
-    """Plans the run of a shape with the recommended strategy."""
+    """Plans a shape's run and picks the recommended strategy."""
     run = planned_run(budget, shape)
     # Use the shape's FLOPs, like `RunBudget.tokens`.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
@@ -271,7 +271,7 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """Creates the run of a shape, with at most ENOUGH_TOKENS per micro-batch."""
+    """Creates a shape's run with at most ENOUGH_TOKENS per micro-batch."""
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")

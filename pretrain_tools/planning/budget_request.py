@@ -48,7 +48,7 @@ class BudgetRequest:
     options: argparse.Namespace
     """plan.py's options (see `add_budget_options`)."""
     vocabulary: int
-    """Number of token IDs."""
+    """Vocabulary size."""
     unique_tokens: float
     """Number of tokens in the data; infinite without --data."""
     place: RecipePlace
@@ -97,7 +97,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
 
 
 def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu | None) -> Problems:
-    """Lists problems with the options. The arguments are the same as in `read_budget_request`."""
+    """Lists problems with the options. See `read_budget_request` for the arguments."""
     problems = Problems()
     given = {name: getattr(options, name) for name in DIALS if getattr(options, name) is not None}
     if len(given) != 1:
@@ -107,7 +107,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         value = getattr(options, name)
         if value is not None and not (0 < value < math.inf):
             problems.append(f"--{name} {value:g}: must be positive and finite")
-    # An unknown --gpu, for which gpu is also None, has already been reported.
+    # gpu is also None for an unknown --gpu, which has already been reported.
     price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
         problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; set --price_per_gpu_hour")

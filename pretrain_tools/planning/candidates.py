@@ -321,7 +321,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # Strategies check the precision against this machine. The planned machine's is checked below.
+    # Strategies would check whether this machine supports the precision. The planned precision is checked below.
     portable = run.config.model_copy(update={"precision": "fp32"})
     # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
@@ -373,7 +373,7 @@ def shares_of(candidate: Candidate) -> str:
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one, by the part of the step that grows most."""
+    """Explains why a candidate is slower than the chosen one. Shows the part of the step that grows most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)
@@ -438,7 +438,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """Lists each source's number of tokens in the run, and of epochs if its shards exist.
+    """Lists each source's tokens in the run, and its epochs if the shards exist.
 
     Raises InputError if the shards are damaged, too small for max_epochs, or from different tokenizers.
     """

@@ -146,7 +146,7 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """Number of query heads. Wide Qwen3 heads number at least 16, as in its smallest model."""
+        """Number of query heads. Qwen3 models with wide heads have at least 16."""
         least = 16 if self.family.groups_heads and self.head_width == WIDE_HEAD else 1
         return max(least, self.width // self.head_width)
 

@@ -153,12 +153,12 @@ def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[
 
 @dataclass(frozen=True)
 class Underway:
-    """Microbatches in flight in one process at one moment. Counts are per stage."""
+    """Microbatches in flight in a process at one moment, counted per stage."""
 
     counts: tuple[int, ...]
     """Number of microbatches with activations in memory."""
     waiting: tuple[int, ...]
-    """Number of microbatches whose weight gradients haven't been computed yet, although their input gradients have."""
+    """Number of microbatches with input gradients, but without weight gradients yet."""
     has_gradients: bool
     """True if weight gradients exist."""
     ends_forward: bool
@@ -287,7 +287,7 @@ def results_of_layer(sizes: Sizes) -> int:
 
 
 def by_deepspeed(work: Work) -> Memory:
-    """Computes the memory with DeepSpeed: zero1 to zero3, with or without offloading."""
+    """Computes DeepSpeed's memory for zero1 to zero3, with or without offloading."""
     settings = work.layout.zero
     processes = work.layout.shards
     stage = settings["stage"]
@@ -346,7 +346,7 @@ LARGE_BUCKET = 5e8
 def zero_gradients(
     work: Work, stage: int, share: float, settings: dict[str, Any]
 ) -> tuple[float, float, float, float]:
-    """Returns the bytes of DeepSpeed's (gradients, buckets, largest gradient in flight, bucket copies)."""
+    """Returns DeepSpeed's (gradients, buckets, largest gradient in flight, bucket copies) in bytes."""
     sizes = work.sizes
     largest = max(sizes.largest, sizes.layer)
     elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)

@@ -94,7 +94,7 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
             f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, pass options such "
             "as --gpu_memory 80GB --peak_tflops 989"
         )
-    # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)
 

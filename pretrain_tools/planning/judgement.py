@@ -174,7 +174,7 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Returns True if several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
+    """Returns True if even several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
     known = run.model_config
     length = config.data.longest_window.sequence_length
     sizes = [getattr(known, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]

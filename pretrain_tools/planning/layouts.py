@@ -121,7 +121,7 @@ class Layout:
         return "python -m pretrain.launch" if self.given.keys() & set(DROPPED) else "accelerate launch"
 
     def launched(self) -> AbstractContextManager[None]:
-        """Creates a context with the launcher's environment variables, which strategies read."""
+        """Returns a context manager that sets the launcher's environment variables, which strategies read."""
         variables = {}
         if self.is_mesh:
             variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}

@@ -2,7 +2,7 @@
 
     python -m pretrain_tools.planning.memory_advice < facts.json
 
-Started by a run that has run out of memory. Prints one suggestion per line.
+Training runs start this command when they run out of memory. It prints one suggestion per line.
 """
 
 import json

@@ -113,7 +113,7 @@ def with_own_text(arguments: list[str]) -> list[str]:
 def read_own_text(arguments: Sequence[str]) -> OwnText:
     """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError.
 
-    Unknown arguments are kept for train.py.
+    Other arguments are passed on to train.py.
     """
     parser = Options(add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
@@ -198,7 +198,7 @@ def refuse_another_command(asked: OwnText) -> None:
 def refuse_files_in_the_way(asked: OwnText) -> None:
     """Raises InputError if files with the same names exist that this command didn't make.
 
-    Accepts any prepared tokenizer and shards. prepare_data.py rejects those from other commands.
+    Accepts any prepared tokenizer and shards, because prepare_data.py rejects those from other commands.
     """
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain_tools.preparation.collector import UNFINISHED_FOLDER

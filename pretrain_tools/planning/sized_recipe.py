@@ -101,7 +101,7 @@ class Prepared:
     training_tokens: int
     validation_tokens: int
     prompt: str
-    """Start of the validation split, or of the training split if there is no other."""
+    """Start of the validation split, or of the training split if there is none."""
 
     @classmethod
     def read(cls, shards: Path) -> "Prepared":

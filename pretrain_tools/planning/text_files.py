@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
     path: str
     reason: str
-    """Reason for skipping the file. Files are grouped by their reason without its parenthesis."""
+    """Reason for skipping the file. Messages group files by the text before a parenthesis."""
     remedy: str = ""
 
 

@@ -179,7 +179,7 @@ def mesh_flows(step: Step) -> list[Flow]:
 
 
 def root_of_stage(sizes: Sizes, layout: Layout) -> float:
-    """Returns the parameters outside the layers, in a pipeline the larger number of the first and last stages."""
+    """Returns the number of parameters outside the layers, in a pipeline for the first or last stage (the maximum)."""
     return sizes.root if layout.pp == 1 else max(sizes.embedding, sizes.root - sizes.embedding)
 
 
@@ -210,7 +210,7 @@ def pp_flow(step: Step, hidden: float) -> Flow:
 
 
 def update_flow(step: Step) -> Flow:
-    """Returns the communication of an optimizer update: whole matrices for Muon, or sums for Adafactor."""
+    """Returns the communication of an optimizer update: Muon's matrices or Adafactor's sums."""
     work = step.work
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
@@ -233,7 +233,7 @@ def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
 
 
 def uneven(layout: Layout, layers: int) -> float:
-    """Returns the ratio of the largest pipeline stage to the mean, in layers. The other stages wait for it."""
+    """Returns the number of layers in the largest pipeline stage relative to the mean."""
     return math.ceil(layers / layout.pp) * layout.pp / layers
 
 
@@ -248,7 +248,7 @@ def idle(config: RunConfig, layout: Layout) -> float:
 
 
 def offload_seconds(layout: Layout, parameters: int) -> float:
-    """Returns the additional seconds for an offloaded update, which reads and writes the states in CPU memory."""
+    """Returns the additional seconds for an offloaded optimizer update."""
     offload = layout.zero.get("offload_optimizer")
     if not offload:
         return 0.0

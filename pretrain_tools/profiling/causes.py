@@ -94,7 +94,7 @@ class Evidence:
 
     @cached_property
     def communication(self) -> float:
-        """Seconds of communication per step, without waiting: the sum over phases of the minimum blocked time."""
+        """Seconds of communication per step: the minimum blocked time over all ranks, summed over phases."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
@@ -218,7 +218,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
 
 
 def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
-    """Returns the phase in which the rank's own time exceeds that of the other ranks most."""
+    """Returns the phase in which the rank's own time exceeds the other ranks' by the most."""
 
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")

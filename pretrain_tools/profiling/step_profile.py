@@ -34,7 +34,7 @@ def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:
 
 
 class StepProfile:
-    """Profiles steps and reports the result once. All ranks must call its methods after the same steps.
+    """Profiles several steps once. All ranks must call its methods after the same steps.
 
     Args:
         steps: number of steps to profile. An additional step warms up the profiler.
