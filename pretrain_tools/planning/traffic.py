@@ -179,7 +179,7 @@ def mesh_flows(step: Step) -> list[Flow]:
 
 
 def root_of_stage(sizes: Sizes, layout: Layout) -> float:
-    """Returns the number of parameters outside the layers, in a pipeline for the first or last stage (the maximum)."""
+    """Returns the parameters outside the layers in a pipeline's first or last stage, whichever has more."""
     return sizes.root if layout.pp == 1 else max(sizes.embedding, sizes.root - sizes.embedding)
 
 
