@@ -17,7 +17,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
     add("--gpu", help="GPU model, such as h100, a100 or rtx4090, or cpu for this machine's CPU; for other GPUs, "
-        "also give --gpu_memory and --peak_tflops [h100]")  # fmt: skip
+        "also pass --gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [one per 8 GPUs]")
     add("--gpu_memory", metavar="80GB", help="memory per GPU (1 GB is 2^30 bytes)")
     add("--peak_tflops", type=float, help="peak dense bf16 TFLOP/s per GPU")

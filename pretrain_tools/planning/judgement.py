@@ -100,9 +100,9 @@ def repeated_data(run: RunPlan) -> str | None:
     new = sum(reader.tokens for reader in readers.values())
     smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
     return (
-        f"data: repeats {each}: the budget has {count_text(run.total_tokens)} tokens, but the data has only "
-        f"{count_text(new)}; more than {USEFUL_EPOCHS} epochs help little (arXiv 2305.16264); add data, or use "
-        f"{smaller}"
+        f"data: the run repeats {each}: the budget has {count_text(run.total_tokens)} tokens, but the data has only "
+        f"{count_text(new)}; training for more than {USEFUL_EPOCHS} epochs helps little (arXiv 2305.16264); add data, "
+        f"or use {smaller}"
     )
 
 

@@ -339,7 +339,7 @@ def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]
             with torch.device("meta"):
                 modules[name] = made(made.Options.model_validate(given or {}), keyed.config).module()
         except Exception as error:  # extensions may raise anything
-            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
+            raise InputError(f"loss.terms.{name}: its module cannot be built on the meta device: {error}") from error
     return {name: tuple(parameter.shape) for name, parameter in modules.named_parameters(prefix=LOSS_TERMS)}
 
 

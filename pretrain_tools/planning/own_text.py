@@ -96,8 +96,8 @@ def with_own_text(arguments: list[str]) -> list[str]:
         return started
     if is_one_of_several:
         raise InputError(
-            "--text: prepares text, tokenizer and recipe in a single process, but a launcher started several; first "
-            f"run {asked.command} --check, then the launcher with train.py --config {recipe}"
+            "--text: the data must be prepared in a single process, but several were launched; first run "
+            f"{asked.command} --check, then launch train.py --config {recipe}"
         )
     problems = Problems()
     # Check everything before the first slow step, so that all problems are reported together.

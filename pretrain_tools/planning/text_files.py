@@ -108,7 +108,7 @@ def pattern_of(word: str) -> str:
     if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
         raise InputError(
             f"--text {shown(word)}: contains the folders that this command writes (data, runs, ...); put the text "
-            "into a separate folder, or give patterns such as '*.txt'"
+            "into a separate folder, or use patterns such as '*.txt'"
         )
     return f"{glob.escape(path.rstrip('/'))}/**/*"
 

@@ -236,7 +236,7 @@ def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
     if seconds < evidence.least(COMMUNICATION_SHARE):
         return None
-    text = f"communication takes {evidence.part(seconds)} without overlapping computation, although no rank is late"
+    text = f"communication takes {evidence.part(seconds)}, not overlapped with computation, although no rank is late"
     remedy = (
         "use more micro-steps or larger micro-batches between reductions, another strategy (plan.py ranks them), or a "
         "faster link (NCCL_DEBUG=INFO prints the one in use)"
@@ -354,8 +354,8 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
     moved = sum(shares.get(kind, (0.0, 0.0))[0] for kind in (POINTWISE, "copies"))
     if computed and moved / computed >= POINTWISE_SHARE and moved >= LEAST_SECONDS:
         text = (
-            f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
-            f"step), which are memory-bound; compile is {evidence.compile_mode}"
+            f"pointwise kernels and copies take {moved / computed:.0%} of the kernel time ({milliseconds(moved)} "
+            f"per step) and are limited by memory bandwidth; compile is {evidence.compile_mode}"
         )
         # Assume that fusion would reduce these kernels to 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "use compile: regional to fuse them")

@@ -239,7 +239,7 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     command = ["--text", "novel.txt", "--minutes", MINUTES, "--seed", "1"]
     assert with_own_text(command) == ["--config", "recipes/novel.yaml", "--seed", "1"]
     with pytest.raises(
-        InputError, match=r"a launcher started several; first run python train.py --text novel.txt .* --check"
+        InputError, match=r"but several were launched; first run python train.py --text novel.txt .* --check"
     ):
         with_own_text([*command, "--output", "runs/unprepared"])
 

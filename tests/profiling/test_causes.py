@@ -140,7 +140,7 @@ def test_memory_that_is_too_full():
 def test_kernels_of_a_gpu():
     kernels = {"matmuls": 40, "attention": 5, "pointwise and others": 35, "copies": 10}
     (text,) = found(rank(0, kernels=kernels), on_device=True, compile_mode="none").values()
-    assert text.startswith("pointwise kernels and copies take 50% of the GPU's work (45 ms per step)")
+    assert text.startswith("pointwise kernels and copies take 50% of the kernel time (45 ms per step)")
 
 
 def test_the_costliest_comes_first_and_a_busy_machine_before_it():
