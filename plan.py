@@ -40,7 +40,7 @@ def main() -> None:
     options, rest = parse_arguments(named_recipe(sys.argv[1:]))
     problems = option_problems(options)
     gpu = problems.attempt(gpu_of, options)
-    # The modules imported below load torch, which is slow, so check the options first.
+    # Check the options before importing torch, which is slow.
     if asks_for_recipe(options):
         request = read_budget_request(options, rest, problems, gpu)
         announce_loading()
@@ -51,7 +51,7 @@ def main() -> None:
         recipe_of_budget(request, hardware_of(options, gpu), shlex.join(["plan.py", *sys.argv[1:]]), expect)
         return
     if options.config is None:
-        problems.append("--config: name the recipe to plan, or give --hours, --dollars or --flops to make one")
+        problems.append("--config: pass the recipe to plan, or use --hours, --dollars or --flops to make one")
         problems.stop_if_any()
     overrides = problems.attempt(pair_up, rest) or []
     config = problems.attempt(read_run_config, options.config, overrides)

@@ -1,11 +1,10 @@
-"""Measures the memory for a forward pass's activations without computing them.
+"""Estimates activation memory by running the model on fake tensors.
 
-The model's own code runs on fake tensors, which have shapes but no storage, once with one layer and once with two. A
-dispatch mode counts all live tensors. No architecture needs its own formula, and tracing a 13B model takes a second on
-a laptop. A compiled layer keeps less memory than eager code. For such a layer, the module counts the graph from
-torch.compile's partitioner (minimum cut between forward and backward, arXiv 2111.13257).
+The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers
+save fewer tensors than eager ones. For them, the module counts the tensors saved by the graph from torch.compile's
+partitioner (minimum cut between forward and backward, arXiv 2111.13257).
 
-Sizes are in bytes. Each is a constant plus a term that is linear in the number of sequences (see `Line`).
+Sizes are in bytes and linear in the number of sequences (see `Line`).
 """
 
 import contextlib
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 
-# torch's memory profilers also use these two and pytrees. None of them has a public name.
+# Private, but torch's own memory profilers use them too.
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +40,7 @@ from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 
 @dataclass(frozen=True)
 class Line:
-    """fixed + per_sequence x sequences, in bytes."""
+    """A size in bytes: fixed + per_sequence x sequences."""
 
     fixed: float
     per_sequence: float
@@ -65,29 +64,28 @@ class Line:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes in a process apart from weights, gradients and optimizer, from the embedding to the last hidden state."""
+    """Activation memory of one process in bytes, from the embedding output to the last hidden states."""
 
     outside: Line
-    """Bytes outside the layers after the forward pass: embedding output, final norm, rotary tables."""
+    """Memory outside the layers after the forward pass: embedding output, final norm, rotary tables."""
     before: Line
-    """Part of `outside` that exists before the first layer, without the final norm."""
+    """The part of `outside` allocated before the first layer."""
     per_layer: Line
-    """Bytes that each layer keeps for its backward pass."""
+    """Bytes that each layer saves for its backward pass."""
     backward: Line
-    """Additional bytes during the last layer's backward pass, including the gradient of the hidden states."""
+    """Additional memory during the last layer's backward pass, including the gradient of the hidden states."""
     hidden: Line
-    """The last hidden states."""
+    """Size of the last hidden states."""
     recomputed: float = 0.0
-    """Share of the forward pass's FLOPs that the backward pass repeats to stay within a memory budget."""
+    """Fraction of the forward FLOPs recomputed in the backward pass to stay within a memory budget."""
 
     def kept(self, layers: int, sequences: int) -> float:
-        """Returns the bytes that are alive between forward and backward."""
+        """Returns the bytes alive between the forward and backward passes."""
         return self.outside(sequences) + layers * self.per_layer(sequences)
 
 
-# An attention operator for shapes only. Like every flash kernel, it keeps query, key, value, output and logsumexp. It
-# must not be an autograd.Function, because torch.compile's partitioner would look inside, find that the outputs cost
-# nothing, and recompute them. It keeps a flash kernel's outputs.
+# A shape-only attention operator that saves the same tensors as flash attention: query, key, value, output and
+# logsumexp. With an autograd.Function, torch.compile's partitioner would consider the outputs free and recompute them.
 SHAPES = "groundwork::flash_shapes"
 SHAPES_BACKWARD = "groundwork::flash_shapes_backward"
 torch.library.define(SHAPES, "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)")
@@ -100,7 +98,7 @@ torch.library.define(
 @torch.library.register_fake(SHAPES)
 def _(query_BHTE, key_BGTE, value_BGTE):
     batch, heads, length, _ = query_BHTE.shape
-    # Latent attention uses different widths for values and for queries and keys.
+    # In latent attention, values have a different width than queries and keys.
     out_BHTE = query_BHTE.new_empty(batch, heads, length, value_BGTE.shape[-1])
     return _heads_last(out_BHTE), query_BHTE.new_empty(batch, heads, length, dtype=torch.float32)
 
@@ -128,7 +126,7 @@ torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_back
 
 @register_flop_formula(torch.ops.groundwork.flash_shapes)
 def _flops_of_attention(query_BHTE, key_BGTE, value_BGTE, *_, out_shape=None, **kwargs) -> int:
-    """Counts scores and values for all pairs of positions, as torch does for its own kernels."""
+    """Counts both matmuls over all pairs of positions, like torch's own attention formulas."""
     batch, heads, length, width = query_BHTE
     return 2 * batch * heads * length**2 * (width + value_BGTE[-1])
 
@@ -139,7 +137,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Replaces transformers' attention function. Uses the matmuls' dtype, and keeps a flash kernel's tensors."""
+    """Computes only attention's output shape, in the autocast dtype if autocast is enabled."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -153,18 +151,18 @@ EXPERTS_IN_ALL_LAYERS = {
     "num_dense_layers": 0,
     "interleave_moe_layer_step": 1,
 }
-"""{setting that makes some layers dense: value at which no layer is dense}"""
+"""{config key that makes some layers dense: value that gives every layer experts}"""
 
 FLASH = "groundwork_planned"
 AttentionInterface.register(FLASH, _planned_attention)
 
 
 TRACED_LENGTH = 256
-"""Longest traced sequence for mixers. Their memory is linear in tokens, in chunks of at most 256."""
+"""Maximum traced sequence length for mixers. Longer sequences are extrapolated linearly."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the current and peak bytes of live storages that intercepted calls create or `add` receives."""
+    """Tracks the current and peak bytes of live storages, from dispatched calls and from `add`."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +194,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _GradientOfHidden(torch.autograd.Function):
-    """Replaces the loss. Like the loss, it allocates the hidden states' gradient in the forward pass."""
+    """A placeholder loss. Like the real one, it allocates the hidden states' gradient in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor) -> Tensor:
@@ -210,29 +208,29 @@ class _GradientOfHidden(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The way in which a process calls the model."""
+    """Describes how a process calls the model."""
 
     window: WindowSpec
     weights: torch.dtype
-    """Dtype of the weights in the forward pass."""
+    """Weight dtype in the forward pass."""
     autocast: bool
-    """True if autocast to `half` is on (with fp32 weights)."""
+    """True if autocast to `half` is enabled (with fp32 weights)."""
     attention: str = FLASH
-    """FLASH for GPU kernels that keep query, key, value, output and logsumexp (sdpa in half precision, varlen, flash
-    attention 2 and 3, flex attention); groundwork_sdpa on a CPU; groundwork_eager."""
+    """FLASH for GPU kernels that save query, key, value, output and logsumexp (sdpa in half precision, varlen, flash
+    attention 2 and 3, flex attention); groundwork_sdpa for CPUs; or groundwork_eager."""
     activation_checkpointing: str | float | MemoryBudget = "none"
     compiled: bool = False
     """True if each layer is compiled separately."""
     mixers: tuple[str, ...] = ()
-    """Mixer classes that put each document in a separate row, with worst-case padding."""
+    """Mixer classes that process each document as a separate row. Assumes worst-case padding."""
     half: torch.dtype = torch.bfloat16
-    """Dtype for autocast. In fp16, the hidden states between layers stay in fp32."""
+    """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
     sequences: int | None = None
-    """Micro-batch, if there is a memory budget. It affects what the compiler recomputes, so nothing is linear."""
+    """Micro-batch size, set only with a memory budget, because memory is then nonlinear in the micro-batch size."""
 
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
-    """Returns the activations of one process, traced once per configuration and call."""
+    """Traces one process's activations. Results are cached per model config and call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return _trace(model_config.to_json_string(use_diff=False), call)
@@ -253,8 +251,8 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         mean = Line(fmean(line.fixed for line in lines), fmean(line.per_sequence for line in lines))
         return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
     if call.mixers:
-        call = replace(call, compiled=False)  # mixers with rows run outside compiled layers
-        # Python code that loops over tokens, such as Mamba's, takes minutes to trace at long lengths.
+        call = replace(call, compiled=False)  # mixers with document rows run outside compiled layers
+        # Python loops over tokens, as in Mamba, take minutes to trace for long sequences.
         length = call.window.sequence_length
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
@@ -278,7 +276,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     hidden = line("hidden", 1)
     if call.compiled:
         kept = line("graph keeps", 1)
-        # The gradient of the layer's output is alive in addition to the tensors kept for backward.
+        # plus the gradient of the layer's output
         backward = line("graph peak", 1) + hidden
         if call.activation_checkpointing == "full":
             backward = backward + kept
@@ -291,13 +289,13 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
 def _config_of(config_json: str) -> Any:
     values = json.loads(config_json, object_hook=_infinity)
     config_class = CONFIG_MAPPING[values["model_type"]]
-    # The JSON contains old aliases of settings, which can't be set.
+    # The JSON also contains read-only aliases of settings.
     read_only = {name for name in values if getattr(getattr(config_class, name, None), "fset", values) is None}
     return AutoConfig.for_model(**{name: value for name, value in values.items() if name not in read_only})
 
 
 def _infinity(value: dict[str, Any]) -> Any:
-    """Reads transformers' JSON form of infinite numbers."""
+    """Decodes infinity as transformers writes it in JSON."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
@@ -308,7 +306,7 @@ def _of_one_kind(model_config: Any, kind: str) -> str:
 
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
-    """Counts bytes without weights and gradients, after the forward pass and at the peak of the backward pass."""
+    """Measures memory after the forward pass and at the backward pass's peak, without weights and gradients."""
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
@@ -325,10 +323,10 @@ def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) 
             hidden = _last_hidden_state(model, inputs, call)
             size = hidden.untyped_storage().nbytes()
             loss = _GradientOfHidden.apply(hidden)
-            # A training step keeps neither, so they must not count here.
+            # A training step doesn't keep these references.
             del hidden
             inputs.clear()
-            kept = live.now - size  # without the loss's gradient, which `hidden` counts
+            kept = live.now - size  # without the gradient allocated by the loss
             live.peak = live.now
             loss.backward()
             return {"kept": kept - resident, "before": before[0], "peak": live.peak - resident, "hidden": size}
@@ -341,10 +339,10 @@ def _last_hidden_state(model: PreTrainedModel, inputs: dict[str, Any], call: For
 
 @contextlib.contextmanager
 def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Turns the model, and all tensors created in this context, into fake tensors. Buffers keep their dtype."""
+    """Converts the model to fake tensors and makes all new tensors fake. Buffers keep their dtype."""
     with FakeTensorMode(allow_non_fake_inputs=True), _grouped_products_of_any_dtype():
         for module in model.modules():
-            # Module.to cannot turn meta tensors into fake ones.
+            # Module.to can't convert meta tensors to fake tensors.
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=dtype)))
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -356,10 +354,9 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Runs grouped matmuls in fp32 with transformers' own operator.
+    """Makes transformers use its own grouped matmul unless the weights are bf16.
 
-    torch's grouped_mm has fake shapes only for bf16. transformers chooses between the two in a private function, which
-    is replaced while the context is open.
+    torch's grouped_mm supports fake tensors only in bf16. This patches a private function of transformers.
     """
     can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
@@ -370,7 +367,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 
 
 def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedModel:
-    """Builds the model with this many layers on the meta device. In an MoE model, every layer has experts."""
+    """Builds the model with this many layers on the meta device. In an MoE model, every layer gets experts."""
     config = copy.deepcopy(model_config)
     config.num_hidden_layers = layers
     for name, value in EXPERTS_IN_ALL_LAYERS.items():
@@ -384,7 +381,7 @@ def _meta_model(model_config: Any, layers: int, attention: str) -> PreTrainedMod
 
 
 def _follow_layers(config: Any) -> bool:
-    """Returns True if the layer types follow from other settings, as in Mamba and Jamba."""
+    """Returns True if `layer_types` is derived from other settings, as in Mamba and Jamba."""
     name = type(config).attribute_map.get("layer_types", "layer_types")
     return isinstance(getattr(type(config), name, None), property)
 
@@ -393,7 +390,7 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     """Creates the base model's arguments, with embeddings instead of token IDs."""
     length = call.window.sequence_length
     shape = (sequences, length, model_config.hidden_size)
-    # Embeddings return bf16 under autocast to it; see `build_meta_model`.
+    # Embeddings return bf16 under bf16 autocast (see `build_meta_model`).
     in_bf16 = call.autocast and call.half == torch.bfloat16
     dtype = torch.bfloat16 if in_bf16 else call.weights
     inputs = {"inputs_embeds": torch.empty(shape, dtype=dtype, requires_grad=True)}
@@ -410,10 +407,11 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
 
 
 def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, float]:
-    """Counts the bytes of a compiled layer.
+    """Measures the memory of a compiled layer in bytes.
 
-    graph keeps: tensors that the forward graph saves for backward, including the layer's input but not weights.
-    graph peak: additional bytes at the peak of the backward graph. recomputed: see `Activations`.
+    graph keeps: tensors saved for backward, including the layer's input but not its weights.
+    graph peak: additional memory at the peak of the backward graph.
+    recomputed: see `Activations`.
     """
     model = _meta_model(model_config, 1, call.attention)
     torch.compiler.reset()
@@ -433,11 +431,11 @@ def _compiled_layer(model_config: Any, sequences: int, call: ForwardPass) -> dic
 
 
 def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -> Callable:
-    """Creates a torch.compile backend that generates no code. It counts bytes into `graphs` and runs the graph.
+    """Creates a torch.compile backend that runs the graph without generating code, and records its sizes in `graphs`.
 
-    hidden_shape: shape of the layer's input, the only graph input that this layer alone keeps alive.
+    hidden_shape: shape of the layer's input, the only graph input to count.
     """
-    # Inductor cuts the graph with this partitioner and these decompositions, which have no public names.
+    # Inductor uses this partitioner and these decompositions. They have no public names.
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -471,7 +469,7 @@ def _counting_backend(graphs: dict[str, float], hidden_shape: tuple[int, ...]) -
 
 
 def _flops_of(graph: fx.Graph) -> int:
-    """Counts the FLOPs of a graph's matmuls and attention by torch's formulas."""
+    """Counts the FLOPs of a graph's matmuls and attention with torch's formulas."""
     flops = 0
     for node in graph.nodes:
         formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
@@ -482,12 +480,12 @@ def _flops_of(graph: fx.Graph) -> int:
 
 
 def _storage_of(node: fx.Node) -> dict[int, int]:
-    """Returns {identity: bytes} for the storage of a node's tensor, shared by its views; {} for other nodes."""
+    """Returns {storage ID: bytes} for a node's tensor, or {} for other nodes. Views share their storage."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return {}
     storage = value.untyped_storage()
-    # Private, but a fake storage has no address, and Python creates a new object at each call.
+    # Use the private ID, because fake storages have no address and each call creates a new Python object.
     return {storage._cdata: storage.nbytes()}
 
 
@@ -495,13 +493,13 @@ FUSED = (
     *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
     *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
 )
-"""Name parts of the non-pointwise operators that the compiler fuses."""
+"""Substrings in the names of non-pointwise operators that the compiler fuses."""
 
 
 def _is_fused(node: fx.Node) -> bool:
-    """Returns True if a node is a pointwise operation, a view or a reduction, which the compiler fuses.
+    """Returns True for pointwise operations, views and reductions, which the compiler fuses.
 
-    The compiler only writes a fused result to memory if a matmul, an attention kernel or the graph's output reads it.
+    A fused result is written to memory only if a matmul, an attention kernel or the graph's output reads it.
     """
     if node.op != "call_function":
         return False
@@ -510,7 +508,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _peak_beyond_inputs(graph: fx.Graph) -> float:
-    """Returns the graph's peak of live bytes, minus its inputs. Inputs are freed after their last use."""
+    """Returns the graph's peak live bytes minus its inputs. Inputs are freed after their last use."""
     nodes = list(graph.nodes)
     last_use: dict[int, int] = {}
     written: set[int] = set()

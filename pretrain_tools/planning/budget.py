@@ -1,7 +1,6 @@
-"""Chooses size, tokens, batch and the fastest fitting strategy for a budget in hours, dollars or FLOPs.
+"""Chooses model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
 
-Plans models of the family's sizes as plan.py plans a recipe: first the size that the budget buys at the assumed MFU,
-then smaller ones. Chooses the best one at its planned speed.
+Starts with the best size at the assumed MFU and tries smaller sizes while they are better at their planned speed.
 """
 
 import functools
@@ -24,42 +23,42 @@ from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shap
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
-"""Share of the time used for steps. Validation and checkpoints take the rest."""
+"""Fraction of the time spent on training steps. The rest is for validation and checkpoints."""
 SECONDS_TO_START = {"cuda": 60.0, "cpu": 5.0}
-"""Seconds of startup, including compilation."""
+"""Startup time in seconds, including compilation."""
 LARGEST_BATCH_CHOSEN = 2**22
-"""Maximum tokens per step, as in Llama's training."""
+"""Maximum tokens per step, as in Llama."""
 ENOUGH_TOKENS = {"cuda": 16_384, "cpu": 1024}
-"""Tokens per micro-batch, if they fit. Larger matmuls are hardly faster."""
+"""Target number of tokens per micro-batch. Larger matmuls are barely faster."""
 COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "pp", "ep")
-"""Excludes offloading, which is a last resort and depends on the machine's memory and disk."""
+"""Strategies to compare. Offloading is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
 MOST_TIMES_TOO_LONG = 1.5
-"""A budget is too large if the largest model's tokens per parameter exceed the requested ratio by this factor."""
+"""Factor by which the largest model may exceed the requested tokens per parameter."""
 
 
 @dataclass(frozen=True)
 class RunBudget:
-    """Limit on a run's time or computation, and its purpose."""
+    """A run's time or compute budget, with the requested model family and data."""
 
     hardware: Hardware
     family: Family
     vocabulary: int
-    """Rows of the embedding."""
+    """Number of rows in the embedding."""
     hours: float | None = None
     flops: float | None = None
-    """Training FLOPs. Either hours or flops is given."""
+    """Training FLOPs. Exactly one of `hours` and `flops` is set."""
     unique_tokens: float = math.inf
     """Number of tokens in the data."""
     tokens_per_parameter: float | None = None
-    """Requested ratio; None for the scaling law's."""
+    """Requested ratio, or None to use the scaling law."""
     mfu: float | None = None
     optimizer: str = "muon"
 
     @property
     def seconds(self) -> float:
-        """Time for steps."""
+        """Seconds available for training steps."""
         kind = self.hardware.device_type
         return SHARE_FOR_STEPS[kind] * 3600 * self.hours - SECONDS_TO_START[kind]
 
@@ -69,7 +68,7 @@ class RunBudget:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The family's models with this vocabulary, smallest first."""
+        """The family's models with this vocabulary size, smallest first."""
         return [Shape(*rung, self.vocabulary, self.family) for rung in self.family.rungs]
 
     def speed(self, shape: Shape) -> Speed:
@@ -78,17 +77,20 @@ class RunBudget:
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
-        """Returns the number of tokens on which a model can be trained."""
+        """Returns the number of training tokens that the budget allows, up to MOST_EPOCHS of the data."""
         affordable = self.flops / shape.flops_per_token if self.flops else self.seconds * tokens_per_second
         return min(affordable, MOST_EPOCHS * self.unique_tokens)
 
     def tokens_at_mfu(self, shape: Shape) -> float:
-        """Returns the number of tokens on which a model could be trained if communication took no time."""
+        """Returns the number of training tokens at the assumed MFU, ignoring communication."""
         flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
         return self.tokens(shape, flops / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
-        """Chooses by the requested ratio, or 20. If text repeats, chooses by the scaling law for repeated data."""
+        """Chooses the shape nearest to the requested tokens per parameter (default 20).
+
+        If no ratio is requested and the data would repeat, uses the scaling law for repeated data.
+        """
         nearest = nearest_shape(tokens, self.tokens_per_parameter or COMPUTE_OPTIMAL)
         if self.tokens_per_parameter or tokens[nearest] <= self.unique_tokens:
             return nearest
@@ -103,16 +105,16 @@ class RunBudget:
 
 @dataclass(frozen=True)
 class Sized:
-    """A run of one shape within a budget."""
+    """A planned run of one shape within a budget."""
 
     budget: RunBudget
     shape: Shape
     case: Case
     """The recipe, with the best strategy's settings."""
     candidates: list[Candidate]
-    """The run with each strategy."""
+    """One candidate per strategy."""
     best: Candidate | None
-    """None if nothing fits."""
+    """The recommended candidate; None if nothing fits."""
 
     @property
     def work(self) -> RunWork:
@@ -124,7 +126,7 @@ class Sized:
 
     @property
     def memory(self) -> Memory:
-        """Memory of the process that needs most."""
+        """Peak memory over all processes."""
         return self.case.memory(self.best.layout, self.best.micro_batch)
 
     @property
@@ -137,7 +139,7 @@ class Sized:
 
     @property
     def affordable(self) -> float:
-        """Number of tokens affordable at the planned speed; 0 if nothing fits."""
+        """Number of training tokens at the planned speed; 0 if nothing fits."""
         return self.budget.tokens(self.shape, self.tokens_per_second) if self.best else 0.0
 
     @property
@@ -150,19 +152,19 @@ class Sized:
 
     @property
     def billed_hours(self) -> float:
-        """Hours, including startup, validation and checkpoints."""
+        """Duration in hours, including startup, validation and checkpoints."""
         kind = self.budget.hardware.device_type
         hours = self.steps * self.best.step_seconds / 3600
         return (hours + SECONDS_TO_START[kind] / 3600) / SHARE_FOR_STEPS[kind]
 
     @property
     def cost(self) -> float:
-        """US dollars."""
+        """Cost in US dollars."""
         return self.billed_hours * self.budget.hardware.gpus * self.budget.hardware.gpu.price_per_hour
 
     @property
     def mfu(self) -> float:
-        """MFU including communication and recomputation."""
+        """Effective MFU, including the overhead of communication and recomputation."""
         hardware = self.budget.hardware
         return self.tokens_per_second * self.work.flops_per_token / (hardware.gpus * hardware.gpu.bf16_flops)
 
@@ -181,36 +183,36 @@ class Sized:
 
 
 def choose_run(budget: RunBudget) -> Sized:
-    """Chooses the size and the strategy. Raises InputError if no model fits the budget."""
+    """Chooses the model size and strategy. Raises InputError if no model fits the budget."""
     found: dict[Shape, Sized] = {}
     chosen = None
     for shape in reversed(shapes_within(budget)):
         found = {shape: size(budget, shape), **found}
-        # The smallest size may have too few steps to be compared. refuse_few_steps reports this.
+        # Avoids zero tokens. refuse_few_steps reports runs that are too short.
         tokens = {shape: max(sized.affordable, 1.0) for shape, sized in found.items() if sized.best}
         if tokens:
             chosen = found[budget.best(tokens)]
-        # Communication and recomputation cost more than assumed, so a smaller size may be better.
+        # Stop when a smaller size is no longer better.
         if chosen and chosen.shape != shape:
             break
     if chosen is None:
         raise InputError(
             f"budget: no {budget.family.name} fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not even "
-            f"{count_text(shape.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; give "
-            "GPUs with more memory, or a smaller vocabulary"
+            f"{count_text(shape.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; use "
+            "GPUs with more memory or a smaller vocabulary"
         )
     refuse_few_steps(chosen)
     return chosen
 
 
 def shapes_within(budget: RunBudget) -> list[Shape]:
-    """Lists shapes up to the best one without communication, smallest first.
+    """Lists the shapes up to the best one at the assumed MFU, smallest first.
 
     Raises InputError if the budget is shorter than startup or too large for the largest model.
     """
     if budget.hours is not None and budget.seconds <= 0:
         start = SECONDS_TO_START[budget.hardware.device_type]
-        raise InputError(f"budget: {budget.in_words()}: startup alone takes about {start:.0f} s; give more time")
+        raise InputError(f"budget: {budget.in_words()}: startup alone takes about {start:.0f} s; use a longer budget")
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
     largest = shapes[-1]
@@ -219,33 +221,33 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
     if ratio > MOST_TIMES_TOO_LONG * asked:
         wanted = math.sqrt(tokens[largest] * largest.active / asked)
         raise InputError(
-            f"budget: {budget.in_words()} would train {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter; the largest {budget.family.name} here has {count_text(largest.active)} ({largest.layers} "
-            f"x {largest.width}). Give less, or train that one for longer with --tokens_per_parameter {ratio:.0f}"
+            f"budget: {budget.in_words()} is enough for {count_text(wanted)} parameters at {asked:g} tokens per "
+            f"parameter, but the largest {budget.family.name} has {count_text(largest.active)} ({largest.layers} "
+            f"x {largest.width}). Use a smaller budget, or train it longer with --tokens_per_parameter {ratio:.0f}"
         )
     return shapes[: shapes.index(budget.best(tokens)) + 1]
 
 
 def refuse_few_steps(sized: Sized) -> None:
-    """Raises InputError if the run has too few steps to learn anything."""
+    """Raises InputError if the run has fewer than FEWEST_STEPS steps."""
     if sized.steps >= FEWEST_STEPS:
         return
     budget = sized.budget
     shape = sized.shape
-    remedy = "give a larger budget, fewer GPUs, or a smaller vocabulary"
+    remedy = "use a larger budget, fewer GPUs or a smaller vocabulary"
     if budget.unique_tokens * MOST_EPOCHS <= sized.affordable:
-        remedy = f"the data has {count_text(budget.unique_tokens)} tokens: give more text"
+        remedy = f"the data has only {count_text(budget.unique_tokens)} tokens; add more text"
     raise InputError(
-        f"budget: {budget.in_words()} makes {sized.steps:,} steps of {sized.batch:,} tokens for the smallest model "
-        f"that suits it, {budget.family.name} {shape.layers} x {shape.width} with {count_text(shape.parameters)} "
-        f"parameters; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
+        f"budget: {budget.in_words()} allows only {sized.steps:,} steps of {sized.batch:,} tokens with the best "
+        f"model size ({budget.family.name} {shape.layers} x {shape.width}, {count_text(shape.parameters)} "
+        f"parameters); a run learns little in fewer than {FEWEST_STEPS} steps: {remedy}"
     )
 
 
 def size(budget: RunBudget, shape: Shape) -> Sized:
-    """Finds the strategy that plan.py recommends for a shape within a budget."""
+    """Plans a shape's run and picks the recommended strategy."""
     run = planned_run(budget, shape)
-    # FLOPs from the shape, as when the budget is divided.
+    # Use the shape's FLOPs, like `RunBudget.tokens`.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.speed(shape))
     plans = []
@@ -253,7 +255,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
         candidates = [consider(name, each) for name in COMPARED]
         best = recommend(candidates)
         plans.append((each, candidates, best))
-        # Recomputing activations takes a third more time, so it is only used if memory is short.
+        # Recomputing activations takes a third longer, so try it only if nothing else fits.
         if best and best.fits:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
@@ -264,12 +266,12 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
 
 @functools.cache
 def scratch() -> tempfile.TemporaryDirectory:
-    """Creates a folder for model JSONs that is deleted at exit. Strategies read a recipe's model from a file."""
+    """Creates a temporary folder for model JSONs, because strategies read a recipe's model from a file."""
     return tempfile.TemporaryDirectory()
 
 
 def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
-    """Creates a shape's run, with micro-batches of ENOUGH_TOKENS or the whole batch."""
+    """Creates a shape's run with at most ENOUGH_TOKENS per micro-batch."""
     hardware = budget.hardware
     is_cpu = hardware.device_type == "cpu"
     model = Path(scratch().name, f"{shape.family.name}_{shape.layers}_{shape.width}_{shape.vocabulary}.json")
@@ -286,7 +288,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "data": {"train": [{"shards": "shards"}], "sequence_length": shape.sequence_length},
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
-            # A valid placeholder: the learning rate is chosen after the batch.
+            # A placeholder. `Sized.learning_rate` depends on the batch.
             "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
@@ -296,10 +298,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
 
 
 def batch_of(budget: RunBudget, shape: Shape, tokens: float) -> int:
-    """Chooses the tokens per step with the scaling law.
-
-    The result is a power of two times one sequence per GPU, and small enough for FEWEST_STEPS.
-    """
+    """Chooses the tokens per step with the scaling law: a power of two times one sequence per GPU."""
     one_each = budget.hardware.gpus * shape.sequence_length
     wanted = min(scaling_law_batch(tokens), LARGEST_BATCH_CHOSEN, tokens / FEWEST_STEPS)
     return one_each * 2 ** max(0, round(math.log2(max(wanted, 1) / one_each)))

@@ -1,4 +1,4 @@
-"""Reports the run chosen for a budget as a table, JSON and a commented recipe."""
+"""Reports the run chosen for a budget as a table, as JSON or as a commented recipe."""
 
 import json
 import math
@@ -32,12 +32,12 @@ from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SAVES = 10
-"""Checkpoints and validations per run, more if they would be over SECONDS_BETWEEN_SAVES apart."""
+"""Minimum number of checkpoints and validations per run. They are at most SECONDS_BETWEEN_SAVES apart."""
 SECONDS_BETWEEN_SAVES = 1800
 PUBLISHED_FROM = 6e7
-"""Parameters in layers from which shapes are published."""
+"""Number of layer parameters in the smallest published shapes."""
 SHARE_FOR_VALIDATION = 0.02
-"""Share of the FLOPs."""
+"""Validation FLOPs as a fraction of the training FLOPs."""
 
 Choice = tuple[str, str, str]
 """(name, value, reason)"""
@@ -49,11 +49,11 @@ Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
 
 @dataclass(frozen=True)
 class Answer:
-    """A run within a budget."""
+    """The run chosen for a budget."""
 
     chosen: Sized
     expected: tuple[float, float, float, str] | None
-    """(loss, low, high, remark), predicted by a ladder."""
+    """Predicted (loss, low, high, remark), if a ladder is given."""
     place: RecipePlace
 
     @property
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def preparation(self) -> str:
-        """The command that prepares enough text for one epoch and validation."""
+        """The command that prepares enough data for one epoch and validation."""
         return (
             f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {self.place.tokenizer or 'TOKENIZER'} "
             f"--max_tokens {count_upwards(1.02 * self.chosen.tokens)} --validation_fraction 0.01 "
@@ -80,8 +80,8 @@ def recipe_of_budget(
     """Chooses a run, writes its recipe if requested, and prints the answer.
 
     Args:
-        command: the user's command, for the recipe's first line.
-        expect: a ladder's prediction.
+        command: the user's command, written to the recipe's first line.
+        expect: function that predicts the loss.
 
     Raises InputError if no model fits the budget.
     """
@@ -113,7 +113,7 @@ def recipe_of_budget(
 
 
 def choices(found: Answer) -> list[Choice]:
-    """Lists every choice and its reason."""
+    """Lists every choice with its reason."""
     run = found.chosen
     reasons = {
         "size": size_reason(run),
@@ -153,7 +153,7 @@ def size_reason(run: Sized) -> str:
 
 def shape_reason(shape: Shape) -> str:
     if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than published shapes; like theirs, 32 to 64 wide per layer"
+        return "smaller than published shapes, with a similar width of 32 to 64 per layer"
     return shape.family.source
 
 
@@ -176,7 +176,7 @@ def precision_reason(run: Sized) -> str:
 
 
 def strategy_reason(run: Sized) -> str:
-    """Explains a plan's recommendation and names the second-best strategy."""
+    """Explains the recommendation and compares it with the next best strategy."""
     slower = next_best(run.best, run.candidates)
     return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
 
@@ -234,14 +234,14 @@ def print_answer(found: Answer, is_written: bool) -> None:
             f"start it:\n  {found.launch}",
         ]
     for line in lines:
-        # Paths and commands stay on one line for pasting.
+        # Paths and commands must stay on one line, so that they can be pasted.
         console.print(line, soft_wrap=True)
 
 
 def text_of(found: Answer, command: str) -> str:
     """Formats the recipe, with a comment for every choice."""
     run = found.chosen
-    # A long run saves more often than SAVES times, so that a crash costs at most half an hour.
+    # In long runs, a crash should cost at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
     lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]
@@ -260,6 +260,6 @@ def text_of(found: Answer, command: str) -> str:
 
 
 def count_upwards(count: float) -> str:
-    """Formats 46423100000 as '46.5B': rounds up to three digits."""
+    """Formats a count rounded up to three digits, for example 46423100000 as '46.5B'."""
     step = 10 ** (len(str(math.ceil(count))) - 3)
     return count_text(math.ceil(count / step) * step)

@@ -43,12 +43,12 @@ def asks_for_recipe(arguments: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """Checked command-line options for a budget."""
+    """Validated budget options."""
 
     options: argparse.Namespace
     """plan.py's options (see `add_budget_options`)."""
     vocabulary: int
-    """Number of the tokenizer's IDs."""
+    """Vocabulary size."""
     unique_tokens: float
     """Number of tokens in the data; infinite without --data."""
     place: RecipePlace
@@ -57,7 +57,7 @@ class BudgetRequest:
 def read_budget_request(
     options: argparse.Namespace, rest: list[str], problems: Problems, gpu: Gpu | None
 ) -> BudgetRequest:
-    """Reads the options and fills in the defaults. Raises InputError listing all problems.
+    """Validates the options and fills in defaults. Raises InputError listing all problems.
 
     Args:
         rest: recipe settings on the command line.
@@ -74,7 +74,7 @@ def read_budget_request(
     place = place_of(options)
     if options.write is not None:
         problems += [
-            f"--write: {path} already exists; remove it, or give another name"
+            f"--write: {path} already exists; remove it or choose another name"
             for path in (place.recipe, place.model)
             if path.exists()
         ]
@@ -87,7 +87,7 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
     output = Path("runs", recipe.stem)
     given = options.vocabulary
     shards = options.data
-    # If --vocabulary names prepared shards, they are also the data.
+    # Shards passed as --vocabulary are also used as data.
     if shards is None and given is not None and (Path(given) / MANIFEST_NAME).is_file():
         shards = given
     if shards is not None:
@@ -97,47 +97,45 @@ def place_of(options: argparse.Namespace) -> RecipePlace:
 
 
 def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu | None) -> Problems:
-    """Lists problems with the options themselves. The arguments are those of `read_budget_request`."""
+    """Lists problems with the options. See `read_budget_request` for the arguments."""
     problems = Problems()
     given = {name: getattr(options, name) for name in DIALS if getattr(options, name) is not None}
     if len(given) != 1:
         names = f" (got {' and '.join(f'--{name} {value:g}' for name, value in given.items())})" if given else ""
-        problems.append(f"budget: give one of --hours, --dollars and --flops{names}")
+        problems.append(f"budget: use exactly one of --hours, --dollars and --flops{names}")
     for name in (*DIALS, "tokens_per_parameter"):
         value = getattr(options, name)
         if value is not None and not (0 < value < math.inf):
-            problems.append(f"--{name} {value:g}: must be above 0, and finite")
-    # gpu is also None for an unknown --gpu, which is already reported.
+            problems.append(f"--{name} {value:g}: must be positive and finite")
+    # gpu is also None for an unknown --gpu, which has already been reported.
     price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
-        problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; give --price_per_gpu_hour")
+        problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; set --price_per_gpu_hour")
     for name, allowed in (("family", FAMILIES), ("optimizer", OPTIMIZERS_CHOSEN)):
         value = getattr(options, name)
         if value is not None and value not in allowed:
-            problems.append(f"--{name} {value}: is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
+            problems.append(f"--{name} {value}: must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     if options.vocabulary is None and options.data is None:
         problems.append(
-            "--vocabulary: is missing; give a tokenizer's folder, prepared shards, or a number of IDs, or give --data"
+            "--vocabulary: is missing; pass a tokenizer folder, prepared shards or a vocabulary size, or use --data"
         )
     for name in ("config", "comment"):
         if getattr(options, name):
-            problems.append(f"--{name}: needs an existing recipe, but a budget makes a new one; omit one of them")
+            problems.append(f"--{name}: can't be combined with a budget, which makes a new recipe; omit one of them")
     if rest:
-        problems.append(
-            f"{rest[0]}: with a budget, plan.py chooses the settings; change them in the recipe that it writes"
-        )
+        problems.append(f"{rest[0]}: with a budget, plan.py chooses the settings; edit the generated recipe instead")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
-        problems.append(f"--write {options.write}: the name of a recipe must end in .yaml")
+        problems.append(f"--write {options.write}: recipe names must end in .yaml")
     return problems
 
 
 def vocabulary_asked_for(given: str) -> int:
-    """Returns the number of IDs, given as a number, a tokenizer or prepared shards. Raises InputError."""
+    """Returns the vocabulary size for a number, a tokenizer or prepared shards. Raises InputError."""
     count = parse_count(given)
     if isinstance(count, int) or given.lstrip("-").isdecimal():
         count = int(count)
         if not 2 <= count <= LARGEST_VOCABULARY:
-            raise InputError(f"--vocabulary {given}: must be from 2 to {LARGEST_VOCABULARY:,} IDs")
+            raise InputError(f"--vocabulary {given}: must be between 2 and {LARGEST_VOCABULARY:,}")
         return count
     # Imported here so that --help doesn't need numpy.
     from pretrain.data.shards import read_manifest
@@ -149,12 +147,13 @@ def vocabulary_asked_for(given: str) -> int:
 
 
 def data_asked_for(given: str, vocabulary: int | None) -> tuple[int, int]:
-    """Returns (IDs, training tokens) of prepared shards. Raises InputError."""
+    """Returns (vocabulary size, number of training tokens) of prepared shards. Raises InputError."""
     from pretrain.data.shards import read_manifest
 
     manifest = read_manifest(given)
     if vocabulary is not None and manifest.vocabulary_size > vocabulary:
         raise InputError(
-            f"--vocabulary: {vocabulary:,} IDs, but --data {given} has {manifest.vocabulary_size:,}; omit --vocabulary"
+            f"--vocabulary: got {vocabulary:,} IDs, but --data {given} has {manifest.vocabulary_size:,}; omit "
+            "--vocabulary"
         )
     return vocabulary or manifest.vocabulary_size, manifest.totals("train")[0]

@@ -1,4 +1,4 @@
-"""Computes a run's memory, time, disk space and data with every strategy, and recommends one. Needs no GPU."""
+"""Plans a run's memory, time and disk usage with every strategy, and recommends one. Needs no GPU."""
 
 import bisect
 import collections
@@ -27,15 +27,15 @@ from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
 from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, reduces_by_choice, uneven
 
 AS_FAST = 0.03
-"""Difference in time below which a plan treats two strategies as equally fast."""
+"""Relative difference in step time below which two strategies count as equally fast."""
 BEST_PRODUCTS = 3
-"""Number of meshes that a plan lists below the accelerate configs."""
+"""Number of meshes that a plan lists in addition to the accelerate configs."""
 SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run on given machines, for any strategy."""
+    """A run on given hardware, for any strategy."""
 
     run: PlannedRun
     work: RunWork
@@ -43,29 +43,29 @@ class Case:
     speed: Speed
 
     def changed(self, **settings: Any) -> "Case":
-        """Returns the case with different settings in the recipe."""
+        """Returns a copy with changed recipe settings."""
         return replace(self, run=self.run.changed(**settings))
 
     def with_batch(self, **settings: Any) -> "Case":
-        """Returns the case with different settings for the recipe's batch."""
+        """Returns a copy with changed batch settings."""
         return self.changed(batch=self.run.config.with_batch(**settings).batch)
 
     def in_precision_of(self, layout: Layout) -> "Case":
-        """Returns the case in fp32 if auto means fp16 here and the layout's strategy doesn't support fp16."""
+        """Returns the case in fp32 if `auto` resolves to fp16 and the layout's strategy doesn't support it."""
         is_fp16 = self.run.config.precision == "auto" and self.run.precision == "fp16"
         if is_fp16 and "fp16" not in strategy_named(layout.name).precisions:
             return replace(self, run=replace(self.run, precision="fp32"))
         return self
 
     def memory(self, layout: Layout, sequences: int) -> Memory:
-        """Returns the memory of the process that needs most. sequences: per micro-batch."""
+        """Returns the peak memory over all processes. sequences: per micro-batch."""
         return largest_footprint(self.run, layout, sequences)
 
     def fits(self, memory: Memory) -> bool:
         return memory.total <= self.hardware.usable_bytes
 
     def step(self, layout: Layout, sequences: int) -> StepTime:
-        """Estimates the time of a step. sequences: per micro-batch."""
+        """Estimates the step time. sequences: per micro-batch."""
         work = self.work
         hardware = self.hardware
         config = self.run.config
@@ -88,22 +88,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run with one strategy."""
+    """A run planned with one strategy."""
 
     layout: Layout
     problems: list[str]
     """Reasons why the strategy can't run."""
     memory: Memory | None = None
-    """Memory at the recipe's micro-batch."""
+    """Memory with the recipe's micro-batch."""
     fits: bool = False
     largest_micro_batch: int | None = None
     """Largest micro-batch that fits and divides the batch, or None."""
     micro_batch: int | None = None
     """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
     time: StepTime | None = None
-    """Time of a step with the plan's micro-batch; None if none fits."""
+    """Step time with the plan's micro-batch; None if none fits."""
     reduces_once: bool = False
-    """True to set batch.no_sync: the memory suffices to reduce gradients once per step."""
+    """True if the plan sets batch.no_sync, to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The accelerate config's name if the plan uses its sizes, otherwise the sizes."""
+        """Name of the accelerate config, or the mesh sizes if they differ from the config's."""
         return self.name if self.layout.is_planned else self.layout.product
 
     @property
@@ -126,7 +126,7 @@ class Candidate:
 
 
 def auto_precision(gpu: Gpu) -> str:
-    """Returns the precision that `auto` means on this GPU."""
+    """Resolves `auto` precision on this GPU."""
     return "bf16" if gpu.has_bf16 else "fp32" if gpu.name == CPU else "fp16"
 
 
@@ -169,30 +169,30 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
 def mean_flops_per_token(config: RunConfig, model_config: Any) -> float:
     """Averages the FLOPs per token over the run's stages, which may have different sequence lengths.
 
-    Raises the InputErrors of `configs_of_stages`.
+    Raises InputError (see `configs_of_stages`).
     """
     configs_of_stages(model_config, config.data)
     flops = [flops_per_token(model_config, window.sequence_length) for window in config.data.windows]
-    if len(set(flops)) == 1:  # avoids rounding errors of the shares
+    if len(set(flops)) == 1:  # avoids rounding errors
         return flops[0]
     return sum(share * of_stage for share, of_stage in zip(stage_shares(config), flops, strict=True))
 
 
 def stage_shares(config: RunConfig) -> list[float]:
-    """Returns each stage's share of the run."""
+    """Returns each stage's fraction of the run."""
     ends = [0.0, *(stage.until or 1.0 for stage in config.data.mixtures)]
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
-    """Lists every batch.sequences_per_micro_batch with which `derive` accepts the batch, ascending."""
+    """Lists the valid values of batch.sequences_per_micro_batch, in ascending order."""
     per_rank = config.batch.tokens_per_step // (config.data.sequence_length * ranks)
     divisors = [n for n in range(parts, per_rank + 1, parts) if per_rank % n == 0]
     return [n for n in divisors if not batch_problems(config.with_batch(sequences_per_micro_batch=n), ranks, parts)]
 
 
 def consider(name: str, case: Case) -> Candidate:
-    """Plans the run with one strategy, in its first layout that fits the recipe's micro-batch."""
+    """Plans the run with one strategy, using its first layout that fits the recipe's micro-batch."""
     found: list[Candidate] = []
     for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
         found.append(consider_layout(layout, case))
@@ -202,9 +202,9 @@ def consider(name: str, case: Case) -> Candidate:
 
 
 def consider_layout(layout: Layout, case: Case, problems: list[str] | None = None) -> Candidate:
-    """Plans the run in one layout: problems, memory, largest micro-batch, seconds per step.
+    """Plans the run with one layout.
 
-    problems: problems with the strategy, if known.
+    problems: the strategy's problems, if already known.
     """
     name = layout.name
     case = case.in_precision_of(layout)
@@ -241,11 +241,10 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
 
 
 def search_products(case: Case) -> list[Candidate]:
-    """Finds the fastest meshes that fit, fastest first, without the meshes that every plan lists.
+    """Finds the fastest meshes that fit, in addition to those listed in every plan. Returns the fastest first.
 
-    The time at the largest micro-batch that divides the batch, fitting or not, is a cheap lower bound. Meshes are
-    planned in the order of this bound. The search stops when no remaining mesh could be faster by more than the
-    estimate's error. Equally fast meshes are sorted by their number of dimensions.
+    Meshes are planned in order of a lower bound: the step time with the largest micro-batch that divides the batch,
+    even if it doesn't fit. The search stops when no remaining mesh can be faster by more than the estimate's error.
     """
     hardware = case.hardware
     bounded = []
@@ -274,7 +273,7 @@ def search_products(case: Case) -> list[Candidate]:
 
 
 def could_run(run: PlannedRun, layout: Layout) -> bool:
-    """Checks lengths, layers per stage, heads and experts without building the model."""
+    """Checks sequence length, layers per stage, heads and experts without building the model."""
     config = run.model_config
     sizes = sizes_of(config)
     stages = len(STAGE_LAYOUTS[run.config.pipeline.schedule].owners(layout.pp))
@@ -289,7 +288,7 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
 
 
 def timed(found: Candidate, case: Case) -> Candidate:
-    """Adds the time of a step. Reduces gradients once per step if the strategy can, it fits and it saves time."""
+    """Adds the step time. Sets `reduces_once` if it saves time, fits in memory and the strategy supports it."""
     layout = found.layout
     found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
     if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
@@ -303,13 +302,13 @@ def timed(found: Candidate, case: Case) -> Candidate:
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
-    """Finds the last value that fits. Each value needs more memory than the previous one."""
+    """Finds the largest value that fits, by binary search."""
     count = bisect.bisect_left(ascending, True, key=lambda value: not fits(value))
     return ascending[count - 1] if count else None
 
 
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
-    """Explains why the batch can't be divided among the processes, with the trainer's own check."""
+    """Explains why the batch can't be divided among the processes, using the trainer's check."""
     try:
         sequences_of(config, ranks, parts)
     except InputError as error:
@@ -318,11 +317,11 @@ def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
 
 
 def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
-    """Explains why a strategy can't run the recipe on this many GPUs, with the strategy's own messages."""
+    """Explains why a strategy can't run the recipe on this many GPUs."""
     if layout.problem:
         return [layout.problem]
     strategy = strategy_named(layout.name)
-    # Strategies check the precision on this machine, not on the planned one, so check it here.
+    # Strategies would check whether this machine supports the precision. The planned precision is checked below.
     portable = run.config.model_copy(update={"precision": "fp32"})
     # Strategies read the number of processes from the launcher's environment variables.
     with layout.launched():
@@ -334,7 +333,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
-    """Chooses the simplest of the fastest candidates, preferably with the recipe's micro-batch; None if none fits."""
+    """Chooses the simplest of the fastest candidates, preferring the recipe's micro-batch; None if none fits."""
     return min(
         fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
     )
@@ -345,14 +344,14 @@ def simplicity(candidate: Candidate) -> tuple[int, bool]:
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
-    """Lists the fastest fitting candidate, and all that are as fast within the estimate's error."""
+    """Lists the candidates that fit and are fastest within the estimate's error."""
     able = [candidate for candidate in candidates if candidate.runs]
     least = min((candidate.step_seconds for candidate in able), default=math.inf)
     return [candidate for candidate in able if candidate.step_seconds <= (1 + AS_FAST) * least]
 
 
 def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
-    """Explains the choice of `recommend` in a sentence."""
+    """Explains the choice of `recommend` in one sentence."""
     same = [candidate for candidate in fastest_of(candidates) if candidate is not chosen]
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
@@ -360,25 +359,28 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     is_simplest = all(simplicity(chosen) < simplicity(candidate) for candidate in same)
     which = "is the simplest" if is_simplest else "is the simplest with the recipe's micro-batch"
     names = ", ".join(candidate.label for candidate in same)
-    return f"{chosen.label} {which} of the fastest: the estimate cannot tell {names} from it (within {AS_FAST:.0%})."
+    return (
+        f"{chosen.label} {which} of the fastest; within the estimate's error ({AS_FAST:.0%}), {names} would be as "
+        "fast."
+    )
 
 
 def shares_of(candidate: Candidate) -> str:
-    """Lists the parts of a step in percent, largest first. Omits those below 0.5%."""
+    """Formats the breakdown of a step in percent, largest first. Omits parts below 0.5%."""
     parts = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
     shares = [(name, seconds / candidate.step_seconds) for name, seconds in parts]
     return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one: names the part of a step that grows most."""
+    """Explains why a candidate is slower than the chosen one. Shows the part of the step that grows most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)
     more = grown[name] / chosen.step_seconds
     return (
-        f"Next is {slower.label}, {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
-        f"{name} takes {more:.0%} of {chosen.label}'s step more."
+        f"The next best, {slower.label}, is {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
+        f"{name} adds {more:.0%} of {chosen.label}'s step."
     )
 
 
@@ -391,8 +393,8 @@ def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | Non
 def command_of(
     candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
 ) -> str:
-    """Formats the start command, with the options for several machines if necessary."""
-    # The plan's micro-batch replaces the command line's.
+    """Formats the launch command."""
+    # The plan's micro-batch overrides the one on the command line.
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
@@ -408,18 +410,18 @@ def command_of(
 
 @dataclass(frozen=True)
 class Storage:
-    """Bytes on disk."""
+    """Disk usage in bytes."""
 
     checkpoint: float
-    """Size of one checkpoint: weights, optimizer state and averaged weights, in fp32."""
+    """Size of a checkpoint: weights, optimizer state and averaged weights, in fp32."""
     kept: int
     """Number of checkpoints kept at the end, including milestones."""
     total: float
-    """Peak, including a checkpoint being written and the final model."""
+    """Peak usage, including a checkpoint being written and the final model."""
 
 
 def storage_of(config: RunConfig, work: RunWork) -> Storage:
-    """Computes the disk space for checkpoints with the recipe's retention settings."""
+    """Computes the disk usage of checkpoints with the recipe's retention settings."""
     settings = config.checkpoint
     model = FP32 * work.sizes.total
     checkpoint = model + FP32 * optimizer_elements(config.optim.name, work.sizes)
@@ -427,7 +429,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
     every = settings.every_steps
     if settings.every_tokens:
         every = max(1, round(settings.every_tokens / work.tokens_per_step))
-    # One more is written at the end.
+    # plus one at the end
     saves = work.steps // every + 1 if every else 1
     milestones = work.steps // settings.keep_every if settings.keep_every else 0
     kept = min(saves, settings.keep_last + settings.keep_best) + milestones
@@ -436,9 +438,9 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """Lists each source's tokens in the run, and its epochs if its shards exist.
+    """Lists each source's tokens in the run, and its epochs if the shards exist.
 
-    Raises InputError if the shards are damaged, too few for max_epochs, or from different tokenizers.
+    Raises InputError if the shards are damaged, too small for max_epochs, or from different tokenizers.
     """
     shares = collections.Counter()
     for stage, share in zip(config.data.mixtures, stage_shares(config), strict=True):

@@ -1,8 +1,7 @@
-"""Computes the memory of the process that needs most, using only shapes.
+"""Predicts the peak memory per process from tensor shapes.
 
-`PlannedRun.work` divides model, sequences and experts. This module adds each strategy's weights, gradients and
-optimizer state (ZeRO: Rajbhandari et al., arXiv 1910.02054), and the overhead of each dimension of parallelism.
-docs/measurements_memory.md compares the totals with measurements (bench/memory.py).
+Covers weights, gradients and optimizer state (ZeRO: Rajbhandari et al., arXiv 1910.02054), and each strategy's
+overhead. docs/measurements_memory.md compares the predictions with measurements (bench/memory.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the footprint in the stage of the run that needs most.
+    """Returns the largest footprint over the stages of the run.
 
     sequences: per micro-batch, at data.sequence_length.
     """
@@ -32,7 +31,7 @@ def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory
 
 
 def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
-    """Returns the planned memory for this recipe in its current launch."""
+    """Returns the planned memory of a recipe with the running strategy."""
     model_config = planned_model_config(config.model, config.data)
     device = strategy.device
     run = PlannedRun(config, model_config, strategy.precision, device.type, memory_bytes(device))
@@ -40,16 +39,16 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 
 
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the memory of the process that needs most. sequences: per micro-batch."""
+    """Returns the peak memory over all processes. sequences: per micro-batch."""
     work = run.work(layout, sequences)
     return in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
 
 
 def replicated(work: Work) -> Memory:
-    """Adds up the memory of a process with a full replica.
+    """Computes the memory of a process with a full replica.
 
-    DDP's buckets persist between steps. The last micro-step writes gradients into them. Earlier micro-steps, which
-    aren't reduced, accumulate in separate tensors.
+    DDP's buckets persist between steps, but only the last micro-step uses them. Earlier ones accumulate gradients in
+    separate tensors.
     """
     sizes = work.sizes
     layout = work.layout
@@ -58,8 +57,7 @@ def replicated(work: Work) -> Memory:
     whole = weight * sizes.total
     resident = whole if is_ddp or work.accumulates else 0.0
     buckets = whole if is_ddp and work.accumulates else 0.0
-    # A tied head's gradient waits for the embedding's. An untied head's gradient is added to the gradients
-    # immediately.
+    # A tied head's gradient stays in memory until the embedding's is computed.
     act = work.activation_bytes(work.activations, weight, waiting=work.head_gradient if sizes.is_tied else 0.0)
     head = 0.0 if sizes.is_tied else weight * sizes.head
     embedding = weight * sizes.embedding
@@ -74,10 +72,7 @@ def replicated(work: Work) -> Memory:
 
 
 def in_mesh(work: Work) -> Memory:
-    """Adds up the memory for any mesh except DDP's. In a pipeline, returns the stage that needs most.
-
-    This is either the first stage, with the embedding, or the last, with head and loss.
-    """
+    """Computes the memory with any mesh except DDP's. In a pipeline, this is the maximum over all ranks."""
     sizes = work.sizes
     if work.layout.pp == 1:
         return part_of_mesh(work, sizes.root)
@@ -98,7 +93,7 @@ def in_mesh(work: Work) -> Memory:
 
 
 def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
-    """Returns the number of layers in each stage, in the trainer's division."""
+    """Returns the number of layers in each pipeline stage."""
     last = sizes.root - sizes.embedding + (sizes.embedding if sizes.is_tied else 0)
     one = sizes.in_layers // sizes.layers
     return [len(part) for part in split_layers([one] * sizes.layers, stages, sizes.embedding, last)]
@@ -106,16 +101,16 @@ def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """A process's place in a pipeline."""
+    """A process's stages in a pipeline."""
 
     rank: int
     layers: tuple[int, ...]
     """Number of layers in each of the process's stages."""
     is_last: bool
-    """True if it has the last stage."""
+    """True if the process has the last stage."""
 
     def moments(self, schedule: str, ranks: int, microbatches: int) -> Iterator["Underway"]:
-        """Yields the microbatches held at each moment at which memory may peak."""
+        """Yields the microbatches in flight whenever memory may peak."""
         stages = len(self.layers)
         none = (0,) * stages
         if schedule == "1F1B":
@@ -145,7 +140,7 @@ IN_ORDER = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[Any]:
-    """Lists a process's actions in torch's order. torch has no public function for this without processes."""
+    """Lists a process's actions in torch's schedule. torch has no public function for this."""
     kind = get_schedule_class(schedule)
     stages = len(STAGE_LAYOUTS[schedule].owners(ranks))
     rounds = max(1, microbatches // ranks)
@@ -158,26 +153,26 @@ def actions_of(schedule: str, ranks: int, rank: int, microbatches: int) -> list[
 
 @dataclass(frozen=True)
 class Underway:
-    """Number of microbatches that each of a process's stages holds at one moment."""
+    """Microbatches in flight in a process at one moment, counted per stage."""
 
     counts: tuple[int, ...]
-    """Microbatches with activations in memory."""
+    """Number of microbatches with activations in memory."""
     waiting: tuple[int, ...]
-    """Microbatches of `kept` with input gradients computed, but weight gradients not yet."""
+    """Number of microbatches with input gradients, but without weight gradients yet."""
     has_gradients: bool
     """True if weight gradients exist."""
     ends_forward: bool
-    """True if its last stage may be in a forward pass, which in the last process ends with the loss."""
+    """True if the process's last stage may be in a forward pass, which includes the loss on the last rank."""
 
 
 def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
-    """Adds up fully_shard's memory for a pipeline place's layers (or all layers) and the root parameters.
+    """Computes a process's memory with fully_shard.
 
-    On one rank, fully_shard copies weights to the matmuls' dtype and frees nothing. A pipeline's stages keep gathered
-    weights and unsharded gradients until the step's last microbatch, and reduce them then.
+    On a single rank, fully_shard copies the weights to the matmuls' dtype and never frees the copies. Pipeline stages
+    keep gathered weights and unsharded gradients until the step's last microbatch.
 
     Args:
-        root: number of elements outside the layers.
+        root: number of parameters outside the layers.
         place: None without a pipeline.
     """
     sizes = work.sizes
@@ -190,7 +185,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
     resident = at_loss = states if work.accumulates else 0.0
-    # The last reduced gradients are held until the step's last backward pass.
+    # The last reduced gradients stay in memory until the step's last backward pass.
     is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.no_sync
     held_over = FP32 * root if is_held else 0.0
     outside = compute * root
@@ -206,9 +201,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         }
     else:
         act = activations_of_stages(work, place)
-    # A layer is gathered into one flat tensor and copied out, while the next one is prefetched. The last layer stays
-    # gathered for the backward pass. Its gradients are copied into a flat fp32 tensor, while the previous layer's is
-    # still being reduced.
+    # Each layer is gathered into a flat tensor and copied out, while the next one is prefetched. Its gradients are
+    # copied into a flat fp32 tensor, while the previous layer's are still being reduced.
     gathered = 3 * gathered_layer
     reduced = layer + 2 * FP32 * sizes.layer
     whole = 0.0
@@ -222,7 +216,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
         )
         gathered = 0.0
         reduced = layer
-    elif work.accumulates and work.run.config.batch.no_sync:  # until the last backward pass reaches them
+    elif work.accumulates and work.run.config.batch.no_sync:  # unsharded gradients, until they are reduced
         resident = at_loss = FP32 * elements
         gradients += FP32 * (sizes.root + sizes.layer)
     moments = {
@@ -236,17 +230,17 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     elif not place.is_last:
         del moments["loss"]
     holders = shards * layout.tp
-    form = "sharded" if holders > 1 else "stage"  # a stage's matrices are whole for Muon
+    form = "sharded" if holders > 1 else "stage"  # a stage's matrices aren't sharded
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
     return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
 
 
 def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
-    """Returns the memory of activations and loss at each moment, over all microbatches in flight in a pipeline.
+    """Returns the activation and loss memory of all microbatches in flight, at each moment.
 
-    traveling: hidden states between stages. torch keeps a receive buffer for each microbatch and each gradient, and a
-    stage keeps its sent tensors. A received tensor is the first layer's input.
-    gradients: true if a backward pass has finished before that moment.
+    traveling: hidden states sent between stages. torch keeps a receive buffer for each microbatch and each gradient,
+        and the sent tensors.
+    gradients: True if a backward pass has finished before that moment.
     """
     settings = work.run.config.pipeline
     schedule = STAGE_LAYOUTS[settings.schedule]
@@ -279,7 +273,7 @@ def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
 
 
 def results_of_layer(sizes: Sizes) -> int:
-    """Counts the output elements per token of a layer's matrices and norms."""
+    """Returns the number of elements per token in the outputs of a layer's matrices and norms."""
     shapes = sizes.shapes
     given = 0
     for name, shape in shapes.shapes.items():
@@ -293,7 +287,7 @@ def results_of_layer(sizes: Sizes) -> int:
 
 
 def by_deepspeed(work: Work) -> Memory:
-    """Adds up DeepSpeed's memory for zero1 to zero3, with or without offloading."""
+    """Computes DeepSpeed's memory for zero1 to zero3, with or without offloading."""
     settings = work.layout.zero
     processes = work.layout.shards
     stage = settings["stage"]
@@ -311,12 +305,12 @@ def by_deepspeed(work: Work) -> Memory:
     in_pass = buckets + (copies if fills_bucket else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
-    if stage == 3:  # layers stay gathered up to this number of elements, or until their next use is further away
+    if stage == 3:  # layers stay gathered up to this number of elements
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
     fetched = 0.0
-    if stage == 3:  # prefetched weights arrive in one flat tensor and are copied out
+    if stage == 3:  # prefetched weights are received in one flat tensor and copied out
         fetched = compute * min(sizes.total, settings.get("stage3_prefetch_bucket_size", 5e7))
     moments = {
         "first gather": (resident, 0.0, gathered + buckets + fetched),
@@ -336,7 +330,7 @@ def by_deepspeed(work: Work) -> Memory:
         updated = work.update_bytes("pieces", processes) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
         # The master weights count as optimizer state.
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
-    # Gradients also move to the CPU, because the optimizer runs there.
+    # The optimizer runs on the CPU, so gradients are offloaded, too.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
     on_host = FP32 * sizes.total * share
     on_disk = optimizer.get("device") == "nvme"
@@ -346,30 +340,27 @@ def by_deepspeed(work: Work) -> Memory:
 
 
 LARGE_BUCKET = 5e8
-"""Elements of DeepSpeed's default bucket, and of its bf16 optimizer's buckets."""
+"""Number of elements in DeepSpeed's default bucket and in its bf16 optimizer's buckets."""
 
 
 def zero_gradients(
     work: Work, stage: int, share: float, settings: dict[str, Any]
 ) -> tuple[float, float, float, float]:
-    """Returns DeepSpeed's bytes of gradients, of buckets, of a gradient not yet in its bucket, and of the copies of a
-    bucket during its reduction.
-    """
+    """Returns DeepSpeed's (gradients, buckets, largest gradient in flight, bucket copies) in bytes."""
     sizes = work.sizes
     largest = max(sizes.largest, sizes.layer)
     elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
     buckets = 2 if settings.get("overlap_comm") else 1
-    if stage == 1 and work.compute != FP32:  # one flat fp32 tensor for all gradients, besides the bf16 gradients
+    if stage == 1 and work.compute != FP32:  # a flat fp32 tensor for all gradients, in addition to the bf16 ones
         return FP32 * sizes.total, work.compute * sizes.total, 0.0, FP32 * min(LARGE_BUCKET, sizes.total)
     if stage == 1:
         return FP32 * sizes.total, buckets * FP32 * elements, 0.0, 0.0
     filled = min(elements, sizes.total)
     if stage == 2:
-        # Later micro-steps are reduced into a second partition. In fp32, both hold whole parameters, even if only part
-        # of a parameter belongs to the partition.
+        # Later micro-steps are reduced into a second partition. In fp32, partitions contain whole parameters.
         partition = FP32 * (sizes.total * share + (sizes.largest if work.compute == FP32 else 0))
         partitions = 2 if work.accumulates else 1
-        # One flat copy, and in bf16 a second one in fp32.
+        # One flat copy, plus an fp32 copy in bf16 training.
         copies = filled * (work.compute + FP32 * (work.compute != FP32))
         held = buckets * work.compute * elements
         return partitions * partition, held, work.compute * largest, copies
@@ -379,4 +370,4 @@ def zero_gradients(
 STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(
     ("zero1", "zero2", "zero3", "zero3_offload", "zero3_offload_nvme"), by_deepspeed
 )
-"""{strategy without a mesh: function for its memory}; `replicated` for the others."""
+"""{strategy without a mesh: memory function}. Others use `replicated`."""

@@ -17,7 +17,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=1, help="total number of GPUs [1]")
     add("--gpu", help="GPU model, such as h100, a100 or rtx4090, or cpu for this machine's CPU; for other GPUs, "
-        "also give --gpu_memory and --peak_tflops [h100]")  # fmt: skip
+        "also pass --gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [one per 8 GPUs]")
     add("--gpu_memory", metavar="80GB", help="memory per GPU (1 GB is 2^30 bytes)")
     add("--peak_tflops", type=float, help="peak dense bf16 TFLOP/s per GPU")
@@ -33,7 +33,7 @@ def option_problems(options: argparse.Namespace) -> Problems:
     if gpus < 1:
         problems.append(f"--gpus {gpus}: must be at least 1")
     if machines is not None and (machines < 1 or (gpus > 0 and gpus % machines)):
-        problems.append(f"--machines {machines}: {gpus} GPUs cannot be divided equally; give a divisor of the GPUs")
+        problems.append(f"--machines {machines}: must divide the number of GPUs ({gpus})")
     if machines is None and gpus > 8 and gpus % 8:
         problems.append(f"--gpus {gpus}: is not a multiple of 8 GPUs per machine; set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
@@ -57,7 +57,7 @@ def parse_size(text: str) -> float:
 
 
 def given_figures(options: argparse.Namespace) -> dict[str, float]:
-    """Reads the fields of Gpu from the command line. Raises InputError for an invalid --gpu_memory."""
+    """Returns {field of Gpu: value given on the command line}. Raises InputError for an invalid --gpu_memory."""
     figures = {
         "memory_bytes": options.gpu_memory and parse_size(options.gpu_memory),
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,
@@ -68,7 +68,7 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
 
 
 def gpu_of(options: argparse.Namespace) -> Gpu | None:
-    """Finds the named GPU; None for this machine's CPU, which has to be measured with torch."""
+    """Returns the GPU named by --gpu, or None for this machine's CPU, because measuring it requires torch."""
     figures = given_figures(options)
     return None if options.gpu == CPU else find_gpu(options.gpu or "h100", **figures)
 
@@ -81,9 +81,9 @@ def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
 
 
 def find_gpu(name: str, **given: float | None) -> Gpu:
-    """Returns the GPU of this name. given: fields of Gpu that replace the table's values.
+    """Looks up a GPU by name. Raises InputError for an unlisted GPU without memory_bytes and bf16_flops.
 
-    A name missing from the table needs memory_bytes and bf16_flops. Raises InputError without them.
+    given: fields of Gpu that override the table.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
     given = {field: value for field, value in given.items() if value is not None}
@@ -91,19 +91,16 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; describe another GPU with "
-            "--gpu_memory 80GB and --peak_tflops 989"
+            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, pass options such "
+            "as --gpu_memory 80GB --peak_tflops 989"
         )
-    # Defaults for a card in a common machine: PCIe 4, 25 Gbit/s, 350 W.
+    # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)
 
 
 def cpu_as_gpu(processes: int) -> Gpu:
-    """Describes this machine's CPU as a GPU that this many processes share. Measures it for 0.5 s.
-
-    Price and rated power are unknown and stay unset.
-    """
+    """Describes this machine's CPU, shared by this many processes, as a GPU. Measures its speed for 0.5 s."""
     import torch
 
     from pretrain.hardware import missing_bf16, peak_flops

@@ -1,4 +1,4 @@
-"""Judges a valid recipe for --check: warnings with numbers, the time on this machine, the start command."""
+"""Implements train.py --check: warnings about a valid recipe, the time on this machine, and the launch command."""
 
 import math
 import os
@@ -30,12 +30,12 @@ from pretrain_tools.planning.memory_advice import context_advice, ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
-"""Epochs after which repeated tokens lose value (arXiv 2305.16264)."""
+"""Number of epochs after which repeated tokens lose value (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
 GOOD_STEPS = 500
-"""Number of steps suggested if a run has too few."""
+"""Suggested number of steps if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
-"""Share of parameters in embedding and head above which --check warns."""
+"""Fraction of parameters in embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
@@ -47,11 +47,11 @@ def judgement(
     validation: dict[str, ShardReader],
     words: Sequence[str],
 ) -> list[str]:
-    """Lists the lines after the banner. Measures this machine for a second.
+    """Returns the lines to print after the banner. Takes a second to measure this machine.
 
     Args:
         validation: result of `open_validation`.
-        words: command line after the script's name.
+        words: command-line arguments.
     """
     device = torch.device(device_type())
     found = (
@@ -68,7 +68,7 @@ def judgement(
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Lists the lines for a recipe without data, after everything else has been checked."""
+    """Returns the lines to print if the data doesn't exist yet. Everything else must have been checked."""
     model_config = planned_model_config(config.model, config.data)
     model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
     precision = resolve_precision(config.precision)
@@ -79,15 +79,15 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
     return [
         in_rows(rows),
         *([f"{WARNING_PREFIX}{memory}"] if memory else []),
-        f"start it, once the data exists, with: {launch_command(config, words)}",
+        f"once the data exists, start it with: {launch_command(config, words)}",
         "Everything but the data has been checked.",
     ]
 
 
 def warnings_in_words(lines: Sequence[str]) -> str:
-    """Summarizes lines of `judgement`: 'No problems found', or 'No mistakes, 2 warnings above'."""
+    """Summarizes the lines from `judgement`: 'No problems found', or 'No errors, 2 warnings above'."""
     count = sum(line.startswith(WARNING_PREFIX) for line in lines)
-    return f"No mistakes, {counted(count, 'warning')} above" if count else "No problems found"
+    return f"No errors, {counted(count, 'warning')} above" if count else "No problems found"
 
 
 def repeated_data(run: RunPlan) -> str | None:
@@ -100,8 +100,9 @@ def repeated_data(run: RunPlan) -> str | None:
     new = sum(reader.tokens for reader in readers.values())
     smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
     return (
-        f"data: {each}: the budget has {count_text(run.total_tokens)} tokens, the text {count_text(new)}; beyond "
-        f"{USEFUL_EPOCHS} epochs, repetition helps little (arXiv 2305.16264); add text, or use {smaller}"
+        f"data: the run repeats {each}: the budget has {count_text(run.total_tokens)} tokens, but the data has only "
+        f"{count_text(new)}; training for more than {USEFUL_EPOCHS} epochs helps little (arXiv 2305.16264); add data, "
+        f"or use {smaller}"
     )
 
 
@@ -109,14 +110,14 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
     if validation or config.data.validation is not None:
         return None
     return (
-        "validation: no source has a validation split of a whole sequence, so overfitting won't be visible; "
-        "prepare the data with --validation_fraction 0.05, or name validation data in data.validation"
+        "validation: no source has a validation split of at least one sequence, so you won't see overfitting; "
+        "prepare the data with --validation_fraction 0.05, or set data.validation"
     )
 
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
-    # Padding rows above the tokenizer's IDs are never used and don't count.
+    # Padding rows beyond the tokenizer's vocabulary don't count.
     used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
     per_id = sizes.of_vocabulary // sizes.vocabulary
     body = sizes.total - sizes.of_vocabulary
@@ -125,9 +126,9 @@ def heavy_vocabulary(run: RunPlan) -> str | None:
         return None
     balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
-        f"vocabulary: {used:,} IDs take {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}), the layers only the rest; with a tokenizer of {balanced:,} IDs (--train_tokenizer "
-        f"{balanced}) it is {balanced * per_id / (body + balanced * per_id):.0%}"
+        f"vocabulary: {used:,} IDs use {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
+        f"({share:.0%}); with a tokenizer of {balanced:,} IDs (--train_tokenizer {balanced}), they would use "
+        f"{balanced * per_id / (body + balanced * per_id):.0%}"
     )
 
 
@@ -137,18 +138,19 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     length = config.data.sequence_length
     smaller = max(length, 2 ** int(math.log2(max(1, run.total_tokens / GOOD_STEPS))))
     remedy = (
-        f"--batch.tokens_per_step {smaller} takes {math.ceil(run.total_tokens / smaller):,}"
+        f"use --batch.tokens_per_step {smaller} for {math.ceil(run.total_tokens / smaller):,} steps"
         if smaller < config.batch.tokens_per_step and config.budget.steps is None
         else "raise the budget"
     )
     return (
-        f"batch: {config.batch.tokens_per_step:,} tokens per step leave {run.total_steps:,} steps, including "
-        f"{run.schedule.warmup_steps:,} of warmup; a run learns little in fewer than {FEWEST_STEPS}: {remedy}"
+        f"batch: with {config.batch.tokens_per_step:,} tokens per step, the run has only {run.total_steps:,} steps, "
+        f"including {run.schedule.warmup_steps:,} warmup steps; a run learns little in fewer than {FEWEST_STEPS} "
+        f"steps: {remedy}"
     )
 
 
 def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
-    """Warns if a step of the largest stage won't fit into this machine's memory, and lists remedies."""
+    """Returns a warning with remedies if a step won't fit in this machine's memory."""
     have = memory_bytes(device)
     planned = PlannedRun(config, run.model_config, precision, device.type, have)
     layout = launched_layout(launched_strategy())
@@ -158,7 +160,7 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
     try:
         need = largest_footprint(planned, layout, config.batch.sequences_per_micro_batch).total
     except Exception as error:  # a library's model class may raise anything here
-        return f"memory: unknown for a step of {run.model_config.model_type} ({one_line(error)})"
+        return f"memory: cannot be estimated for {run.model_config.model_type} ({one_line(error)})"
     if need <= have:
         return None
     remedies = ladder(planned, layout, have)
@@ -166,18 +168,13 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
         remedies += filter(None, [context_advice(planned, have)])
     longest = config.data.longest_window.sequence_length
     return (
-        f"memory: under {layout.name} a step in sequences of {longest:,} tokens needs {bytes_text(need)}, and "
+        f"memory: with {layout.name}, a step with sequences of {longest:,} tokens needs {bytes_text(need)}, but "
         f"{'this GPU' if device.type == 'cuda' else 'each process here'} has {bytes_text(have)}; {'; '.join(remedies)}"
     )
 
 
 def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
-    """Returns True if several times the usual memory of an unsharded run fits into `have` bytes, so tracing is
-    unnecessary.
-
-    The usual number of fp32 values is 34 times the hidden width per token and layer (arXiv 2205.04198), plus the
-    attention scores.
-    """
+    """Returns True if even several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
     known = run.model_config
     length = config.data.longest_window.sequence_length
     sizes = [getattr(known, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
@@ -189,22 +186,22 @@ def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
 
 
 def small_disk(config: RunConfig, run: RunPlan) -> str | None:
-    """Warns if checkpoints and the final model won't fit on the disk."""
+    """Returns a warning if checkpoints and the final model won't fit on the disk."""
     storage = storage_of(config, work_of_run(config, run.model_config))
     place = next(folder for folder in (config.output.absolute(), *config.output.absolute().parents) if folder.is_dir())
-    # The run's folder may not exist yet, so the disk is found from its nearest existing parent.
+    # The run folder may not exist yet, so use its nearest existing parent.
     free = shutil.disk_usage(place).free + _bytes_in(config.output)
     if storage.total <= free:
         return None
     return (
-        f"disk: checkpoints and the final model take up to {bytes_text(storage.total)} ({storage.kept} kept of "
-        f"{bytes_text(storage.checkpoint)} each, one being written), {place} has {bytes_text(free)} for them; lower "
+        f"disk: checkpoints and the final model need up to {bytes_text(storage.total)} ({storage.kept} checkpoints of "
+        f"{bytes_text(storage.checkpoint)} and one being written), but {place} has only {bytes_text(free)}; lower "
         "checkpoint.keep_last or keep_every, or choose another --output"
     )
 
 
 def _bytes_in(folder: Path) -> int:
-    """Adds up the bytes of a run's existing checkpoints and final model, which will be replaced."""
+    """Returns the bytes of a run's existing checkpoints and final model, which will be replaced."""
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
@@ -225,15 +222,15 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
 
 
 def launch_command(config: RunConfig, words: Sequence[str]) -> str:
-    """Formats the checked run's start command, for all GPUs of this machine if the batch divides evenly."""
+    """Formats the launch command, for all of this machine's GPUs if they divide the batch evenly."""
     asked = shlex.join(["train.py", *(word for word in words if word not in CHECK_FLAGS)])
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    # The launcher's own command is unknown here.
+    # The launcher's command line isn't known here.
     if processes > 1:
-        return f"the launcher's command used here, followed by {asked}"
+        return f"the same launcher command, followed by {asked}"
     gpus = torch.cuda.device_count() if device_type() == "cuda" else 0
     try:
-        # train.py would reject a batch that the GPUs can't divide.
+        # train.py rejects a batch that can't be divided.
         sequences_of(config, max(1, gpus))
     except InputError:
         gpus = 1

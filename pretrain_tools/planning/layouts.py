@@ -1,4 +1,4 @@
-"""Divides runs among processes: all possible meshes, the accelerate configs' meshes, and the current launch's."""
+"""Lists process layouts: all possible meshes, the accelerate configs' layouts, and the current launch's."""
 
 import itertools
 import json
@@ -19,41 +19,41 @@ from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
-"""{strategy: dimension whose size is in its accelerate config}."""
+"""{strategy: mesh dimension set in its accelerate config}."""
 MESHES = ("fsdp2", *DIMENSION_OF, "mesh")
 """Strategies with a mesh."""
 GIVEN_BY_FILE = {"hsdp": 2, "fsdp_tp": 2}
-"""{strategy: size in its file, unless all processes are used}."""
+"""{strategy: size in its accelerate config, unless it is the number of processes}."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of processes along each dimension of parallelism. Their product, without ep, is `ranks`."""
+    """Number of processes along each mesh dimension. The product of all dimensions except ep is `ranks`."""
 
     name: str
     """Name of the file in accelerate_configs/."""
     ranks: int
     machines: int = 1
     replicas: int = 1
-    """Number of replicas of the states that the other dimensions divide."""
+    """Number of replicas of the weights and states."""
     shards: int = 1
-    """Processes that shard states and have separate micro-batches."""
+    """Number of processes that shard states and train on different micro-batches."""
     tp: int = 1
-    """Processes that split heads and feed-forward width."""
+    """Number of processes that split heads and feed-forward width."""
     cp: int = 1
-    """Processes that split each sequence and shard states."""
+    """Number of processes that split each sequence and shard states."""
     pp: int = 1
-    """Pipeline stages."""
+    """Number of processes in a pipeline."""
     ep: int = 1
-    """Processes that split the experts; a subset of dp_shard, cp and tp."""
+    """Number of processes that split the experts, out of dp_shard x cp x tp."""
     problem: str | None = None
-    """Reason why this number of processes is impossible."""
+    """Reason why this number of processes isn't supported."""
     zero: dict[str, Any] = field(default_factory=dict)
-    """zero_optimization in the DeepSpeed JSON."""
+    """The zero_optimization section of the DeepSpeed JSON."""
 
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
-        """Returns a mesh with the name of its accelerate config, or `mesh` if there is no such file."""
+        """Creates a mesh layout, named after its accelerate config (`mesh` if there is none)."""
         kinds = [("FSDP", "dp_shard")]
         if sizes.dp_shard == sizes.ep == 1:
             kinds.insert(0, ("MULTI_GPU", "dp_replicate"))
@@ -77,22 +77,22 @@ class Layout:
 
     @property
     def sharing_states(self) -> int:
-        """Processes that shard weights, gradients and optimizer state."""
+        """Number of processes that shard weights, gradients and optimizer state."""
         return self.shards * self.cp
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches that all processes together compute in a micro-step."""
+        """Number of micro-batches per micro-step, over all processes."""
         return max(1, self.ranks // (self.tp * self.cp))
 
     @property
     def product(self) -> str:
-        """The sizes, such as `pp2 dp_shard4`."""
+        """The mesh sizes as text, such as `pp2 dp_shard4`."""
         return " ".join(f"{name}{size}" for name, size in self.sizes.named().items())
 
     @property
     def is_planned(self) -> bool:
-        """True for an accelerate config with a size from `layouts`."""
+        """True if `layouts` returns this layout for its accelerate config."""
         return self.name != "mesh" and any(
             self.sizes == known.sizes for known in layouts(self.name, self.ranks, self.machines)
         )
@@ -103,7 +103,7 @@ class Layout:
 
     @property
     def given(self) -> dict[str, int]:
-        """{dimension: size} for sizes that differ from the file's and need options."""
+        """{dimension: size} for sizes that differ from the accelerate config."""
         if self.name == "mesh":
             return {name: size for name, size in self.sizes.named().items() if name != "dp_shard"}
         dimension = DIMENSION_OF.get(self.name)
@@ -112,16 +112,16 @@ class Layout:
 
     @property
     def options(self) -> str:
-        """Launcher options that override the file."""
+        """Launcher options that override the accelerate config."""
         return "".join(f" --{setting(name)} {size}" for name, size in self.given.items())
 
     @property
     def launcher(self) -> str:
-        """The launcher for these options. accelerate has no options for pp and ep."""
+        """The launch command. accelerate has no options for pp and ep."""
         return "python -m pretrain.launch" if self.given.keys() & set(DROPPED) else "accelerate launch"
 
     def launched(self) -> AbstractContextManager[None]:
-        """Sets the launcher's environment variables, which strategies read, while the context is open."""
+        """Returns a context manager that sets the launcher's environment variables, which strategies read."""
         variables = {}
         if self.is_mesh:
             variables = {variable(dimension): str(getattr(self.sizes, dimension)) for dimension in DIMENSIONS}
@@ -131,7 +131,7 @@ class Layout:
 
     @cached_property
     def groups(self) -> dict[str, tuple[int, int]]:
-        """{dimension: (processes, distance between two neighboring ranks)} for each group of processes.
+        """{dimension: (group size, distance between consecutive ranks of a group)}.
 
         `fsdp` shards everything except experts, and `efsdp` shards experts. See pretrain/parallel/mesh.py.
         """
@@ -150,12 +150,12 @@ class Layout:
 
 
 def planned_strategies() -> list[str]:
-    """Lists the strategies in every plan. Their sizes follow from the number of processes."""
+    """Lists the strategies included in every plan."""
     return [name for name in STRATEGIES if name != "mesh"]
 
 
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
-    """Yields every possible mesh of this many processes, except ddp."""
+    """Yields every possible mesh with this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for pp, replicas, cp, tp in itertools.product(divisors, repeat=4):
         rest, unequal = divmod(ranks, pp * replicas * cp * tp)
@@ -167,10 +167,10 @@ def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
 
 
 def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) -> Layout:
-    """Returns an accelerate config's layout. Without a mesh, every process has a replica.
+    """Returns the layout of an accelerate config.
 
     Args:
-        size: size of the file's dimension. None plans it for these machines.
+        size: size of the config's mesh dimension; None to choose it for these machines.
     """
     zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
@@ -195,7 +195,7 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
 
 
 def _planned_size(name: str, ranks: int, machines: int) -> int:
-    """Chooses the size of a strategy's dimension for these machines."""
+    """Chooses the size of a strategy's mesh dimension for these machines."""
     match name:
         case "hsdp":  # one replica per machine, or two on one machine
             return machines if machines > 1 else min(2, ranks)
@@ -207,20 +207,20 @@ def _planned_size(name: str, ranks: int, machines: int) -> int:
 
 
 def _size_problem(name: str, ranks: int, size: int) -> str | None:
-    """Explains why this many processes can't be divided by this size; None if they can."""
+    """Explains why this size doesn't work with this number of processes; None if it does."""
     if name == "hsdp" and 1 < ranks < 2 * size:
-        return "needs at least two GPUs in each of its groups; use ddp"
+        return "needs at least two GPUs per group; use ddp"
     if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
-        return "needs at least four GPUs, and an even number"
+        return "needs an even number of GPUs, at least four"
     if name == "cp" and ranks > 1 and size < 2:
-        return "needs several GPUs in each machine"
+        return "needs several GPUs per machine"
     return None
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
-    """Returns all layouts that this file with launcher options allows, fastest first.
+    """Returns all layouts that an accelerate config and its launcher options allow, fastest first.
 
-    For cp, they differ in the number of processes per sequence. Fewer processes exchange less data and use more
+    For cp, they differ in the number of processes per sequence. Fewer processes exchange less data but need more
     memory.
     """
     whole = layout(name, ranks, machines)
@@ -231,7 +231,7 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 
 
 def launched_layout(name: str) -> Layout:
-    """Returns the current launch's layout, from the launcher's environment."""
+    """Returns the current launch's layout, based on the launcher's environment variables."""
     ranks = processes_launched()
     launched = layout(name, ranks)
     if not launched.zero:
@@ -246,7 +246,7 @@ def launched_layout(name: str) -> Layout:
 
 
 def running_layout(strategy: Strategy) -> Layout:
-    """Returns a running strategy's layout, with DeepSpeed's settings as filled in by accelerate."""
+    """Returns a running strategy's layout, including the DeepSpeed settings filled in by accelerate."""
     launched = launched_layout(strategy.name)
     if not launched.zero:
         return launched
@@ -254,6 +254,6 @@ def running_layout(strategy: Strategy) -> Layout:
 
 
 def shipped_deepspeed(name: str) -> dict[str, Any]:
-    """Reads the DeepSpeed JSON named in a file of accelerate_configs/."""
+    """Reads the DeepSpeed JSON of an accelerate config."""
     launcher = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text(encoding="utf-8"))
     return json.loads((ROOT / launcher["deepspeed_config"]["deepspeed_config_file"]).read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
-"""Computes the parts of a process's memory: model, activations, loss, optimizer.
+"""Computes the components of a process's memory: model, activations, loss and optimizer.
 
-Activations come from a trace of the model's code (activations.py), and the loss's buffers from pretrain/model/loss.py.
-All sizes are bytes of tensors in one process. Needs no GPU.
+Sizes are in bytes. Activations are traced (activations.py), and the loss's buffers follow pretrain/model/loss.py.
 """
 
 import copy
@@ -33,12 +32,12 @@ from pretrain_tools.planning.layouts import Layout
 from pretrain_tools.planning.optimizer_bytes import state_elements, update_bytes, with_experts_in_parts
 
 FP32 = 4
-"""Bytes per element."""
+"""Bytes per fp32 element."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters in a model. Tied parameters count once, as the embedding."""
+    """Parameter counts of a model. Tied parameters count once, as the embedding."""
 
     total: int
     embedding: int
@@ -46,7 +45,7 @@ class Sizes:
     head: int
     """Output head; 0 if tied."""
     layer: int
-    """The largest layer. The first layers of an MoE model may be dense."""
+    """The largest layer. In MoE models, the first layers may be dense."""
     in_layers: int
     """All layers together."""
     layers: int
@@ -54,23 +53,23 @@ class Sizes:
     largest: int
     """The largest parameter."""
     shapes: ModelShapes
-    """Parameter shapes, for the optimizers' state."""
+    """Parameter shapes, for computing the optimizer state."""
     vocabulary: int
     width: int
     exchanged_width: int
-    """Elements per token in a layer's query, key, value and attention output, together."""
+    """Total number of elements per token in a layer's query, key, value and attention output."""
     routers: int = 0
     """Number of MoE layers."""
     choices: int = 0
     """Experts per token."""
     terms: int = 0
-    """Parameters of loss terms. They are outside the layers, and in a pipeline's last stage."""
+    """Parameters of loss terms. In a pipeline, they are in the last stage."""
     in_fp8: int = 0
-    """Elements of the layers' matrices that fp8 multiplies and gathers in 8 bits."""
+    """Number of elements in layer matrices that are multiplied and gathered in 8 bits in fp8 training."""
 
     @property
     def experts(self) -> int:
-        """Parameters of the experts in all layers."""
+        """Number of expert parameters in all layers."""
         return sum(math.prod(self.shapes.shapes[name]) for name in self.shapes.experts)
 
     @property
@@ -80,11 +79,11 @@ class Sizes:
 
     @property
     def expert_width(self) -> int:
-        """Intermediate width of an expert. Its first matmul, gate and up, is twice as wide."""
+        """Intermediate width of an expert. Its gate and up projections are fused into a matrix twice as wide."""
         return self.experts // (3 * self.width * self.stacked_experts * self.routers) if self.experts else 0
 
     def in_parts(self, shares: int) -> "Sizes":
-        """Returns the sizes for a process with 1/shares of every layer's experts."""
+        """Returns the sizes with 1/shares of every layer's experts."""
         elsewhere = self.experts - self.experts // shares
         shapes = with_experts_in_parts(self.shapes, shares)
         return replace(
@@ -103,7 +102,7 @@ class Sizes:
 
     @property
     def of_vocabulary(self) -> int:
-        """Parameters of token embedding and head. They count once if tied."""
+        """Parameters in token embedding and head, counted once if tied."""
         return self.vocabulary * self.width * (1 if self.is_tied else 2)
 
     @property
@@ -114,15 +113,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Work:
-    """One process's part of a micro-step, divided along every dimension."""
+    """One process's share of a micro-step."""
 
     run: "PlannedRun"
-    """The run, with this process's slice of the model and of the sequences."""
+    """The run with this process's slice of the model and sequences."""
     layout: Layout
     sizes: Sizes
-    """Sizes of the slice, with only this process's experts."""
+    """Sizes of the slice with only this process's experts."""
     held: Sizes
-    """Sizes of the slice with all experts, which the sharding processes hold together."""
+    """Sizes of the slice with the experts of all sharding processes."""
     whole: Sizes
     """Sizes of the whole model."""
     sequences: int
@@ -142,13 +141,13 @@ class Work:
 
     @property
     def activations_in_bf16(self) -> Activations:
-        """Activations with weights in the recipe's precision, as under FSDP2 and ZeRO."""
+        """Activations with weights in the recipe's precision, as with FSDP2 and ZeRO."""
         call = self.forward_pass
         return self.run.trace(replace(call, weights=torch.bfloat16, autocast=False) if self.run.is_half else call)
 
     @property
     def padding(self) -> float:
-        """Factor by which fully_shard pads a layer's experts if it can't divide their width."""
+        """Factor by which fully_shard pads a layer's experts if it can't split them evenly."""
         here = self.sizes.stacked_experts
         holders = self.layout.sharing_states * (self.layout.tp if self.layout.ep > 1 else 1) // self.layout.ep
         if not here or (pads_much(here, holders) and self.sizes.width % holders == 0):
@@ -162,12 +161,12 @@ class Work:
 
     @property
     def compute(self) -> int:
-        """Bytes per element in matmuls."""
+        """Bytes per element of the matmuls' dtype."""
         return 2 if self.run.is_half else FP32
 
     @property
     def loss(self) -> str:
-        """A key of LOSS_BACKENDS."""
+        """Loss backend, a key of LOSS_BACKENDS."""
         config = self.run.config
         if not projects_hidden_states(self.run.model_config):
             return "logits"
@@ -175,36 +174,33 @@ class Work:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes per element of the trained weights."""
+        """Bytes per trained weight."""
         return 2 if self.run.config.optim.stochastic_rounding else FP32
 
     @property
     def head_gradient(self) -> float:
-        """Bytes of the head's fp32 gradient if the loss computes it in its forward pass.
-
-        The gradient waits for a tied embedding's.
-        """
+        """Bytes of the head's fp32 gradient if the loss computes it in its forward pass."""
         return 0.0 if self.loss == "logits" else FP32 * self.sizes.vocabulary * self.sizes.width
 
     def update_bytes(self, form: str, processes: int = 1, sizes: Sizes | None = None) -> float:
-        """Returns the temporary bytes of an update (see `optimizer_bytes.update_bytes`)."""
+        """Returns the temporary memory of an update in bytes (see `optimizer_bytes.update_bytes`)."""
         optim = self.run.config.optim
         spec = OPTIMIZERS[optim.name]((sizes or self.sizes).shapes)
         return update_bytes(spec, self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
-        """Returns the bytes of optimizer state and averaged weights, for this share of the parameters."""
+        """Returns the bytes of optimizer state and averaged weights for this fraction of the parameters."""
         name = self.run.config.optim.name
         average = share * FP32 * self.held.total if self.run.config.averaging.kind != "none" else 0.0
         share = 1.0 if OPTIMIZERS[name].state_is_whole else share
         return average + share * FP32 * optimizer_elements(name, self.held)
 
     def activation_bytes(self, activations: Activations, weight_bytes: int, waiting: float) -> dict[str, float]:
-        """Returns the bytes of activations and loss at each moment, up to the embedding's backward pass.
+        """Returns the activation and loss memory at each moment, in bytes.
 
         Args:
             weight_bytes: bytes per element of the head's weight.
-            waiting: bytes of the head's gradient, waiting to be added to the embedding's.
+            waiting: bytes of the head's gradient until it is added to the embedding's.
         """
         hidden = activations.hidden(self.sequences)
         beside = self.kept_by_exchanges
@@ -213,7 +209,7 @@ class Work:
         in_layer = waiting + hidden + activations.backward(self.sequences) + self.traveling
         in_layer += beside if recomputed else 0.0
         return {
-            # The last layer's forward pass holds four copies of the rows: sent, computed, returned and weighted.
+            # The last layer's forward pass needs four copies of the rows: sent, computed, returned and weighted.
             "loss": kept + max(loss_bytes(self, weight_bytes, hidden), 4 * self.rows),
             "backward": kept + in_layer,
             "first layer": activations.kept(1, self.sequences) + (1 - recomputed) * beside + in_layer,
@@ -226,23 +222,26 @@ class Work:
 
     @property
     def repeated_flops(self) -> float:
-        """Share of the forward pass's FLOPs that the backward pass repeats."""
+        """Fraction of the forward FLOPs recomputed in the backward pass."""
         has_budget = isinstance(self.run.config.activation_checkpointing, MemoryBudget)
         return self.activations.recomputed if has_budget else self.recomputed
 
     @property
     def rows(self) -> float:
-        """Bytes of a layer's expert rows, one per token and chosen expert, with balanced load; 0 without ep."""
+        """Bytes of a layer's expert inputs, assuming balanced load; 0 without ep.
+
+        There is one row per token and chosen expert.
+        """
         if self.layout.ep == 1:
             return 0.0
         return self.compute * self.tokens * self.sizes.choices * self.sizes.width
 
     @property
     def kept_by_exchanges(self) -> float:
-        """Counts the bytes that a layer keeps for the exchanges of cp or ep, in addition to its activations.
+        """Bytes that a layer saves for backward only with cp or ep.
 
-        cp keeps attention's output before and after the exchange. With ep, experts run outside the compiled layer,
-        which recomputes the product of gate and up projections in its backward pass.
+        cp saves the attention output before and after the exchange. With ep, experts run outside the compiled layer,
+        so the product of the gate and up projections is saved instead of recomputed.
         """
         channels = self.sizes.width if self.layout.cp > 1 else 0
         if self.layout.ep > 1 and self.run.config.compile != "none":
@@ -253,7 +252,7 @@ class Work:
     def traveling(self) -> float:
         """Bytes in flight in a layer's backward pass.
 
-        cp: query, key, value and output. ep: rows to or from experts; three times as many if the layer is recomputed.
+        cp: query, key, value and output. ep: expert rows, three times as many if the layer is recomputed.
         """
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
         return self.compute * self.tokens * channels + self.rows * (3 if self.recomputed else 1)
@@ -261,7 +260,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes in a process at its peak."""
+    """Peak memory of a process in bytes."""
 
     parameters: float
     gradients: float
@@ -269,23 +268,23 @@ class Memory:
     """Optimizer state and averaged weights."""
     activations: float
     buffers: float
-    """Other memory of the strategy: gathered layers, gradient buckets."""
+    """Other memory, such as gathered layers and gradient buckets."""
     moment: str
     """Moment of the peak: 'loss', 'backward' (of the last layer), 'first layer', 'embedding' or 'update'."""
     host: float = 0.0
-    """Bytes offloaded to the machine's memory, per process."""
+    """Bytes offloaded to CPU memory, per process."""
     disk: float = 0.0
     """Bytes offloaded to disk, per process."""
 
     @property
     def total(self) -> float:
-        """Bytes on the device."""
+        """Total bytes on the device."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 @once_per_config
 def sizes_of(model_config: Any) -> Sizes:
-    """Counts a model's parameters by building it on the meta device, once per configuration."""
+    """Counts a model's parameters by building it on the meta device. Results are cached."""
     model = build_meta_model(model_config)
     parameters = ModelShapes.of(model)
     elements = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
@@ -311,7 +310,7 @@ def sizes_of(model_config: Any) -> Sizes:
 
 
 def with_terms(sizes: Sizes, config: RunConfig, model_config: Any) -> Sizes:
-    """Returns the sizes, including the loss terms' parameters.
+    """Adds the loss terms' parameters to the sizes.
 
     Raises InputError if a term's module can't be built on the meta device.
     """
@@ -340,12 +339,12 @@ def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]
             with torch.device("meta"):
                 modules[name] = made(made.Options.model_validate(given or {}), keyed.config).module()
         except Exception as error:  # extensions may raise anything
-            raise InputError(f"loss.terms.{name}: its module cannot be built without storage: {error}") from error
+            raise InputError(f"loss.terms.{name}: its module cannot be built on the meta device: {error}") from error
     return {name: tuple(parameter.shape) for name, parameter in modules.named_parameters(prefix=LOSS_TERMS)}
 
 
 def exchanged_width(config: Any) -> int:
-    """Returns the elements per token of query, key, value and output, assuming usual heads if unspecified."""
+    """Returns the total number of elements per token in query, key, value and attention output."""
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return 2 * (heads + key_heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -355,7 +354,7 @@ _mixers: dict[Any, tuple[str, ...]] = {}
 
 
 def mixers_in_rows(model_config: Any) -> tuple[str, ...]:
-    """Names the mixer classes that mix documents. They don't depend on the model's size."""
+    """Returns the names of the mixer classes that would mix documents. Results are cached per architecture."""
     key = (type(model_config), frozenset(getattr(model_config, "layer_types", None) or ()))
     if key not in _mixers:
         found = probe(model_config, attention="auto", window=WindowSpec(1, document_mask=True))
@@ -372,22 +371,22 @@ class PlannedRun:
     precision: str
     """The recipe's precision, with `auto` resolved."""
     device_type: str = "cuda"
-    """cuda or cpu. The loss's chunk size depends on it."""
+    """'cuda' or 'cpu'."""
     device_bytes: float = 79 * 2**30
-    """The GPU's memory. The loss's chunk size depends on it."""
+    """Device memory in bytes. The loss's chunk size depends on it."""
 
     def changed(self, **settings: Any) -> "PlannedRun":
-        """Returns the run with different settings in the recipe."""
+        """Returns a copy with changed recipe settings."""
         return replace(self, config=self.config.model_copy(update=settings))
 
     @property
     def is_half(self) -> bool:
-        """True if matmuls are in 16 bits."""
+        """True if matmuls run in 16 bits."""
         return self.precision != "fp32"
 
     @property
     def recomputed(self) -> float:
-        """Share of the layers that keep only their input."""
+        """Fraction of layers that save only their input."""
         setting = self.config.activation_checkpointing
         if isinstance(setting, MemoryBudget):
             return 0.0
@@ -395,7 +394,7 @@ class PlannedRun:
 
     @property
     def forward_pass(self) -> ForwardPass:
-        """Call of the model with the optimizer's weights. Raises the InputErrors of `probe`."""
+        """The forward pass of this recipe. Raises InputError (see `probe`)."""
         config = self.config
         attention = FLASH if self.device_type == "cuda" else "groundwork_sdpa"
         if config.attention == "eager":
@@ -414,11 +413,11 @@ class PlannedRun:
         )
 
     def trace(self, call: ForwardPass) -> Activations:
-        """Returns the activations of one forward pass."""
+        """Traces the activations of one forward pass."""
         return trace_activations(self.model_config, call)
 
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
-        """Returns (run, micro-batch) for each sequence length in the run's stages.
+        """Returns (run, micro-batch size) for each sequence length in the run's stages.
 
         sequences: per micro-batch, at data.sequence_length.
         """
@@ -430,7 +429,7 @@ class PlannedRun:
         return [(replace(self, config=stage), stage.batch.sequences_per_micro_batch) for stage in found.values()]
 
     def work(self, layout: Layout, sequences: int) -> Work:
-        """Returns one process's part of a micro-step.
+        """Returns one process's share of a micro-step.
 
         sequences: batch.sequences_per_micro_batch.
         """
@@ -457,7 +456,7 @@ class PlannedRun:
 
 
 def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
-    """Returns a tensor-parallel rank's model, with divided heads and intermediate width."""
+    """Returns the model config of a tensor-parallel rank, with its share of the heads and intermediate width."""
     part = copy.deepcopy(model_config)
     part.head_dim = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
     names = ["num_attention_heads", "num_key_value_heads"]
@@ -473,12 +472,12 @@ def sliced(model_config: Any, shares: int, *, splits_experts: bool) -> Any:
 
 
 def optimizer_elements(name: str, sizes: Sizes) -> float:
-    """Returns the size of an optimizer's state, in fp32 elements."""
+    """Returns the size of an optimizer's state in fp32 elements."""
     return state_elements(OPTIMIZERS[name](sizes.shapes))
 
 
 def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
-    """Returns the peak memory of pretrain/model/loss.py, including gradients kept for its backward pass.
+    """Returns the peak memory of the loss, including gradients saved for its backward pass.
 
     Args:
         weight_bytes: bytes per element of the head's weight.
@@ -488,7 +487,7 @@ def loss_bytes(work: Work, weight_bytes: int, hidden: float) -> float:
     compute = work.compute
     head = vocabulary * work.sizes.width
     loss = work.loss
-    tokens = work.tokens // work.layout.tp  # each tensor-parallel rank computes the loss of its share
+    tokens = work.tokens // work.layout.tp  # each tensor-parallel rank computes the loss for its share
     hidden /= work.layout.tp
     device_type = work.run.device_type
     if loss == "logits":
@@ -526,7 +525,7 @@ def at_peak(
     buffers: float = 0.0,
     **elsewhere: float,
 ) -> Memory:
-    """Returns the memory at the peak: the moment with the largest sum of gradients, activations and buffers."""
+    """Returns the memory at the moment with the largest sum of gradients, activations and buffers."""
     name = max(moments, key=lambda moment: sum(moments[moment]))
     gradients, activations, *own = moments[name]
     return Memory(parameters, gradients, optimizer, activations, buffers + sum(own), name, **elsewhere)

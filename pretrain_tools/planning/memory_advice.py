@@ -1,8 +1,8 @@
-"""Suggests changes when memory runs out, with the memory that each would need.
+"""Suggests changes after an out-of-memory error, with the memory that each would need.
 
     python -m pretrain_tools.planning.memory_advice < facts.json
 
-A run that is out of memory starts this command. It prints one suggestion per line.
+Training runs start this command when they run out of memory. It prints one suggestion per line.
 """
 
 import json
@@ -28,18 +28,18 @@ FURTHER = {
 }
 """{strategy: accelerate configs that shard or offload more, fastest first}"""
 FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
-"""Accelerate configs for all other strategies."""
+"""Accelerate configs to suggest for all other strategies."""
 MOST_PARTS = 64
 """Maximum suggested number of processes per sequence."""
 USED = 0.9
-"""Usable share of a device's memory. The rest is lost to fragmentation."""
+"""Usable fraction of device memory. The rest is lost to fragmentation."""
 
 
 def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[str]:
-    """Returns changes to try in this order, with the memory that each needs. Each change keeps the previous ones.
+    """Returns cumulative changes, with the memory that each needs, up to the first one that fits.
 
-    Suggests activation checkpointing first, then smaller micro-batches down to one sequence, then a strategy that
-    shards more. These change results only through rounding. The list ends with the first change that fits.
+    Suggests activation checkpointing first, then smaller micro-batches, then strategies that shard more. These change
+    results only through rounding.
 
     Args:
         divided: the current layout.
@@ -81,13 +81,13 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
 
 
 def can_share(run: PlannedRun, parts: int) -> bool:
-    """Returns True if sequences can be split over this many processes."""
+    """Returns True if sequences can be split across this many processes."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
     return divides and not model_problems(run.model_config, Sizes(cp=parts), run.config.pipeline.schedule)
 
 
 def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
-    """Suggests a number of processes per sequence, at one sequence per micro-batch; None if nothing fits.
+    """Suggests a number of processes per sequence, with one sequence per micro-batch; None if nothing fits.
 
     gpu_memory_bytes: the device's memory.
     """
@@ -98,8 +98,8 @@ def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
             if can_share(planned, parts) and total <= USED * gpu_memory_bytes:
                 return (
                     f"accelerate_configs/cp.yaml, {parts} processes sharing each sequence, with "
-                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} of each one's "
-                    f"{bytes_text(gpu_memory_bytes)}, fits"
+                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} of "
+                    f"{bytes_text(gpu_memory_bytes)} per process, fits"
                 )
     return None
 

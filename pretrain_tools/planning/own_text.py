@@ -1,7 +1,7 @@
-"""Implements train.py --text: prepares text files and writes a recipe for this machine and the given minutes.
+"""Implements train.py --text: prepares text files and writes a recipe for this machine and a time limit.
 
-Finished parts are kept, so the same command continues after an interruption at any point. The recipe is written last,
-and its first line records the command. Once the recipe exists, the command only trains with it.
+After an interruption, the same command continues where it stopped. The recipe is written last, with the command in its
+first line. Once the recipe exists, the command only trains.
 """
 
 import argparse
@@ -34,29 +34,29 @@ from pretrain.units import bytes_text, counted
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace
 
-# Modules that import torch or numpy are imported later, so that a typo is reported without delay.
+# Modules that import torch or numpy are imported later, so that typos are reported immediately.
 if TYPE_CHECKING:
     from pretrain_tools.planning.text_files import TextFiles
 
 SMALLEST_TEXT_BYTES = 20_000
 LARGEST_FILE_BYTES = 250_000_000
-"""Larger plain-text files are split into paragraphs, because a document may have at most 256 MiB."""
+"""Larger plain-text files are split into paragraphs, because documents are limited to 256 MiB."""
 VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
-"""(upper limit for the bytes of text, share held out for validation)."""
+"""(limit on the text size in bytes, fraction held out for validation below it)."""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
-ANOTHER_NAME = "give another name, with --output runs/NAME"
+ANOTHER_NAME = "choose another name with --output runs/NAME"
 
 
 @dataclass(frozen=True)
 class OwnText:
-    """The command line of --text, with the paths of the recipe's parts."""
+    """Command-line arguments for --text."""
 
     patterns: tuple[str, ...]
     minutes: float
     output: Path
     rest: tuple[str, ...] = ()
-    """Other arguments of train.py."""
+    """Other arguments for train.py."""
     exclude: tuple[str, ...] = ()
 
     @cached_property
@@ -67,7 +67,7 @@ class OwnText:
 
     @property
     def command(self) -> str:
-        """The command that identifies the recipe, without train.py's other settings."""
+        """The command recorded in the recipe, without train.py's other arguments."""
         words = ["--text", *self.patterns, *(["--exclude", *self.exclude] if self.exclude else [])]
         words += ["--minutes", f"{self.minutes:g}", "--output", str(self.output)]
         return f"python train.py {shlex.join(words)}"
@@ -76,8 +76,8 @@ class OwnText:
 def with_own_text(arguments: list[str]) -> list[str]:
     """Creates tokenizer, shards and recipe if necessary, and replaces --text with --config.
 
-    Returns other command lines unchanged. Raises InputError for unusable text or existing files with the same names.
-    Exits with the preparation's status if it fails or is interrupted.
+    Returns arguments without --text unchanged. Raises InputError for unusable text or existing files with the same
+    names. Exits with the preparation's status if it fails or is interrupted.
     """
     if {"--help", "-h"} & set(arguments) or not any(word.split("=")[0] == "--text" for word in arguments):
         return arguments
@@ -96,14 +96,14 @@ def with_own_text(arguments: list[str]) -> list[str]:
         return started
     if is_one_of_several:
         raise InputError(
-            "--text: prepares text, tokenizer and recipe in a single process, but a launcher started several; first "
-            f"run {asked.command} --check, then the launcher with train.py --config {recipe}"
+            "--text: the data must be prepared in a single process, but several were launched; first run "
+            f"{asked.command} --check, then launch train.py --config {recipe}"
         )
     problems = Problems()
-    # Everything is checked before the first slow part, so that all problems are reported together.
+    # Check everything before the first slow step, so that all problems are reported together.
     files = problems.attempt(find_text, asked)
     problems.attempt(refuse_files_in_the_way, asked)
-    # Settings are checked with a different recipe, because the real one is finished only minutes later.
+    # The recipe doesn't exist yet, so check the settings with the demo's.
     problems.attempt(read_command_line, ["--config", str(ROOT / "recipes" / "demo.yaml"), *asked.rest], "")
     problems.stop_if_any()
     make_recipe(asked, files)
@@ -111,11 +111,9 @@ def with_own_text(arguments: list[str]) -> list[str]:
 
 
 def read_own_text(arguments: Sequence[str]) -> OwnText:
-    """Reads `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]` among other arguments.
+    """Parses `--text FILES... [--exclude FILES...] [--minutes M] [--output FOLDER]`. Raises InputError.
 
-    The shell may have expanded the patterns.
-
-    Raises InputError.
+    Other arguments are passed on to train.py.
     """
     parser = Options(add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
@@ -125,18 +123,18 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     parser.add_argument("--config")
     given, rest = parser.parse_known_args(arguments)
     if given.config:
-        raise InputError(f"--text makes a recipe, but --config {given.config} names one; give only one of them")
+        raise InputError(f"--text: makes a new recipe, so omit --config {given.config}")
     output = given.output or Path("runs", run_name_of(given.text[0]))
-    # The name becomes part of five paths and of shell commands.
+    # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
         raise InputError(
-            f"--output {output}: its last part must be a name for recipe, shards and model, such as runs/mine"
+            f"--output {output}: the run name may contain only letters, digits, '_', '-' and '.', as in runs/mine"
         )
     return OwnText(tuple(given.text), given.minutes, output, tuple(rest), tuple(given.exclude))
 
 
 class Options(argparse.ArgumentParser):
-    """A parser that raises InputError, for `or_exit`."""
+    """A parser that raises InputError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(
@@ -145,7 +143,7 @@ class Options(argparse.ArgumentParser):
 
 
 def minutes_from(text: str) -> float:
-    """Parses minutes. Raises ArgumentTypeError unless they are a number above 0."""
+    """Parses a positive number of minutes. Raises ArgumentTypeError for anything else."""
     try:
         minutes = float(text)
     except ValueError:
@@ -177,7 +175,7 @@ def find_text(asked: OwnText) -> "TextFiles":
         left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
             f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too "
-            f"few; give at least {SMALLEST_TEXT_BYTES:,}, preferably a million{left_out}"
+            f"few; use at least {SMALLEST_TEXT_BYTES:,}, preferably a million{left_out}"
         )
     return files
 
@@ -192,22 +190,22 @@ def refuse_another_command(asked: OwnText) -> None:
         raise InputError(f"{recipe}: exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
         f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, repeat "
-        f"that command; for a new run, {ANOTHER_NAME}; to train the old one longer, python train.py --config "
+        f"that command; for a new run, {ANOTHER_NAME}; to train the old run longer, use python train.py --config "
         f"{recipe} --budget.steps N"
     )
 
 
 def refuse_files_in_the_way(asked: OwnText) -> None:
-    """Raises InputError if a model or run of that name exists without a recipe.
+    """Raises InputError if files with the same names exist that this command didn't make.
 
-    A tokenizer and shards may come from this command, if it was interrupted. prepare_data.py rejects any others.
+    Accepts any prepared tokenizer and shards, because prepare_data.py rejects those from other commands.
     """
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain_tools.preparation.collector import UNFINISHED_FOLDER
     from pretrain_tools.preparation.tokenizer_training import RECORD_FILE
 
     place = asked.place
-    # {path: names of files that identify it as this command's own}
+    # {path: files whose presence means that this command may have made it}
     own = dict.fromkeys((place.recipe, place.model), ())
     own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
     Problems(
@@ -218,7 +216,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
 
 
 def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
-    """Raises InputError if the files have changed since they were prepared."""
+    """Raises InputError if the text has changed since preparation."""
     from pretrain.data.manifest import MANIFEST_FILE
     from pretrain.runs.run_folder import read_json
     from pretrain_tools.preparation.documents.sources import Files
@@ -230,7 +228,7 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
         more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
             f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}; to "
-            f"train on the new text, {ANOTHER_NAME}; to continue with the old text, python train.py "
+            f"train on the new text, {ANOTHER_NAME}; to continue with the old text, use python train.py "
             f"--config {asked.place.recipe}"
         )
 
@@ -254,10 +252,10 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     machine = Machine.measured(asked.minutes)
     row("", machine.in_words())
     place = asked.place
-    # An existing tokenizer decides, because a second measurement could give a different vocabulary.
+    # Keep an existing tokenizer's vocabulary size, because a second measurement may suggest a different one.
     trained = read_json(Path(place.tokenizer, RECORD_FILE)) or {}
     vocabulary = trained.get("vocabulary_size") or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
-    row("vocabulary", f"{vocabulary:,} IDs, for the size of the text and of the model that the time allows")
+    row("vocabulary", f"{vocabulary:,} IDs, based on the text size and the model size that the time allows")
     commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)
@@ -287,7 +285,7 @@ def row(name: str, value: str) -> None:
 
 
 def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fraction: float) -> list[list[str]]:
-    """Returns python's arguments for training the tokenizer and preparing the shards."""
+    """Returns the commands that train the tokenizer and prepare the shards, without `python`."""
     same = ["prepare_data.py", *files.arguments, "--validation_fraction", f"{fraction:g}"]
     # prepare_data.py reads a plain-text file as one document.
     if any(source.format == "txt" and source.bytes > LARGEST_FILE_BYTES for source in files.sources):
@@ -299,24 +297,24 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
 
 
 def command_text(command: list[str]) -> str:
-    """Formats a Python command for a terminal, which can't show file names that aren't UTF-8."""
+    """Formats a Python command. Escapes file names that aren't UTF-8, because terminals can't show them."""
     return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
 
 
 def run_to_its_end(command: list[str]) -> None:
-    """Runs one of the project's scripts and shows its output. Exits if it fails or is interrupted.
+    """Runs one of the project's scripts. Exits if it fails or is interrupted.
 
-    The script handles signals. Ctrl-C reaches both processes, and SIGTERM is passed on.
+    SIGTERM is forwarded to the script. Ctrl-C reaches both processes.
     """
     received: list[int] = []
-    # The handlers only record the signal, because the script must save before this process ends.
+    # Only record signals, because the script must save before this process exits.
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
     print(f"\n$ {command_text(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:
                 process.terminate()
-            # A short wait, because a signal doesn't interrupt a longer one.
+            # Wait briefly, because signals don't interrupt the wait.
             with suppress(subprocess.TimeoutExpired):
                 process.wait(CHILD_LOOK_SECONDS)
     for number, handler in before.items():

@@ -1,4 +1,4 @@
-"""Builds and prints a run's plan: tables for terminals, JSON for programs, a comment for recipes."""
+"""Builds a run's plan and formats it as tables, JSON or a recipe comment."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ from pretrain_tools.planning.texts import lines_of
 
 TABLE_WIDTH = 142
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-"""Fields of `Memory` shown as columns of the table."""
+"""Fields of `Memory` shown as table columns."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def cost(self) -> float | None:
-        """US dollars."""
+        """Cost in US dollars."""
         return self.gpu_hours and self.gpu_hours * self.hardware.gpu.price_per_hour
 
     @property
     def kilowatt_hours(self) -> float | None:
-        """The GPUs' energy at rated power. The rest of the machines adds about a third."""
+        """GPU energy at rated power. The rest of the machines adds about a third."""
         return self.gpu_hours and self.gpu_hours * self.hardware.gpu.watts / 1000
 
 
@@ -101,7 +101,7 @@ def build_plan(
     mfu: float | None = None,
 ) -> Plan:
     """Plans a recipe with every strategy and the best meshes. Raises InputError for an invalid recipe."""
-    # As in --check, auto settings are resolved for one process. Strategies divide the batch later.
+    # Resolve auto settings for one process, as in --check.
     config = resolve_auto(config, processes=1)
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
@@ -116,7 +116,7 @@ def build_plan(
     candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
-    # Missing data doesn't prevent a plan; a remark below the table reports it.
+    # Missing data doesn't prevent planning. It is reported below the table.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
@@ -176,7 +176,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints tables with rich, which omits colors outside a terminal. A narrow terminal gets fewer columns."""
+    """Prints the plan as tables. Narrow terminals get fewer columns."""
     console = Console(soft_wrap=True, highlight=False)
     columns = width_of(sys.stdout)
     console.width = columns or TABLE_WIDTH
@@ -188,23 +188,23 @@ def print_plan(plan: Plan) -> None:
     hardware = plan.hardware
     config = plan.config
     lengths = {window.sequence_length for window in config.data.windows} - {config.data.sequence_length}
-    longest = f", or their tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}" if lengths else ""
+    longest = f", or as many tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}" if lengths else ""
     heading = (
-        f"Memory of one {hardware.unit} in GB (2^30 bytes), {config.batch.sequences_per_micro_batch} sequences of "
-        f"{config.data.sequence_length:,} tokens per micro-batch{longest}; {hardware.usable_bytes / GIB:.1f} GB of "
-        f"{hardware.gpu.memory_bytes / GIB:.1f} can be used"
+        f"Memory per {hardware.unit} in GB (2^30 bytes) with {config.batch.sequences_per_micro_batch} sequences of "
+        f"{config.data.sequence_length:,} tokens per micro-batch{longest}; {hardware.usable_bytes / GIB:.1f} of "
+        f"{hardware.gpu.memory_bytes / GIB:.1f} GB usable"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     parts = PARTS if console.width >= TABLE_WIDTH else ("total",)
     for column in ("strategy", *parts, "fits", "largest micro-batch", "tokens/s", "hours"):
-        is_name = column == "strategy"  # a mesh of many dimensions may need two lines
+        is_name = column == "strategy"  # the name of a mesh may need two lines
         table.add_column(column, justify="left" if is_name or column == "fits" else "right", no_wrap=not is_name)
     for candidate in plan.candidates:
         if candidate.memory is not None:
             style = "green" if candidate is plan.recommended else None
             table.add_row(*memory_row(candidate, plan.work, parts), style=style)
     console.print("", wrapped(heading, columns), table, "", sep="\n", markup=False)
-    for line in remarks(plan):  # a command stays on one line for pasting
+    for line in remarks(plan):  # a command must stay on one line, so that it can be pasted
         console.print(line if line.startswith("  ") else wrapped(line, columns), markup=False)
 
 
@@ -222,12 +222,12 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
 
 
 def facts(plan: Plan) -> dict[str, str]:
-    """Lists facts that don't depend on the strategy: {name: value}."""
+    """Returns {name: value} for the facts that don't depend on the strategy."""
     return dict(line.split(" | ", 1) for line in lines_of("plan.j2", "facts", plan, formula=FORMULA))
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Lists the strategies that can't run, with reasons. Then lists the margin, the verdict and the command."""
+    """Lists the strategies that can't run, notes, problems with the data, reserved memory and the verdict."""
     names_of: dict[str, list[str]] = {}
     for candidate in plan.candidates:
         for problem in candidate.problems:
@@ -251,18 +251,18 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Returns the recommended strategy with time and cost, the reason, and the command."""
+    """Describes the recommended strategy with time, cost, reasons and the launch command."""
     if plan.recommended is None:
         return lines_of("plan.j2", "verdict", plan, "", "")
     chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
     slower = next_best(chosen, plan.candidates)
-    reasons = [reason_of(chosen, plan.candidates), f"Of a step of {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
+    reasons = [reason_of(chosen, plan.candidates), f"A step takes {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
     reasons += [difference(slower, chosen)] if slower else []
     return lines_of("plan.j2", "verdict", plan, reasons, co2)
 
 
 def comment_of(plan: Plan, command: str) -> str:
-    """Formats the plan as a short header comment for a recipe."""
+    """Formats the plan as a header comment for a recipe."""
     lines = lines_of("plan.j2", "comment", plan, command)
     return "\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines)

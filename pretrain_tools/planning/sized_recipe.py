@@ -1,4 +1,4 @@
-"""Chooses shape, tokens, batch and learning rate for train.py --text on the measured machine."""
+"""Measures this machine and writes the recipe for train.py --text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,25 +18,25 @@ from pretrain_tools.planning.step_time import mfu_of_small
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
-"""Share of the minutes used for steps. Validation, samples, saving and export take the rest."""
+"""Fraction of the time spent on training steps. Validation, samples, checkpoints and export take the rest."""
 START_SECONDS = 5.0
 LEAST_SHARE_OF_TIME = 0.4
-"""Share of the minutes used for steps in very short runs, which startup would otherwise fill."""
+"""Minimum fraction of the time spent on training steps, for very short runs."""
 BYTES_PER_PARAMETER = 24
-"""Bytes per parameter for weights, gradients, optimizer state and a copy for checkpoints."""
+"""Bytes per parameter for weights, gradients, optimizer state and a checkpoint copy."""
 MEMORY_SHARE = 0.5
-"""Share of the memory available for BYTES_PER_PARAMETER. Activations take the rest."""
+"""Fraction of memory for BYTES_PER_PARAMETER. Activations take the rest."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
-"""FLOPs of five validations relative to training."""
+"""FLOPs of five validations as a fraction of the training FLOPs."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""Duration from which a GPU run is compiled. Compilation takes most of a minute."""
+"""Minimum duration of compiled GPU runs. Compilation takes most of a minute."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine and the available minutes."""
+    """This machine and the time limit."""
 
     device_type: str
     """'cpu' or 'cuda'."""
@@ -62,7 +62,7 @@ class Machine:
             device_type=device.type,
             name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
             precision=precision,
-            # A GPU that isn't in the table is measured.
+            # Unlisted GPUs are measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),
             memory_bytes=memory_bytes(device),
             minutes=minutes,
@@ -70,9 +70,8 @@ class Machine:
 
     @property
     def seconds(self) -> float:
-        """Time available for steps."""
+        """Time available for training steps."""
         whole = 60 * self.minutes
-        # In a run of a few seconds, startup alone would leave no time for steps.
         return max(SHARE_OF_TIME * whole - START_SECONDS, LEAST_SHARE_OF_TIME * whole)
 
     @property
@@ -80,29 +79,29 @@ class Machine:
         return MEMORY_SHARE * self.memory_bytes / BYTES_PER_PARAMETER
 
     def mfu(self, shape: Shape) -> float:
-        """Estimates the MFU of models of this size."""
+        """Estimates the MFU for this model size."""
         return mfu_of_small(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
-        """Returns the FLOPs of all steps together for a model of this shape."""
+        """Returns the total training FLOPs that the time allows for this shape."""
         return self.peak_flops * self.mfu(shape) * self.seconds
 
     def in_words(self) -> str:
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s in {self.precision}"
         seconds = duration_text(self.seconds)
         minutes = duration_text(60 * self.minutes)
-        return f"{self.name}, {peak}; {seconds} of {minutes} for steps, the rest for start, validation and saving"
+        return f"{self.name}, {peak}; {seconds} of {minutes} for steps, the rest for startup, validation and saving"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The contents of prepared shards."""
+    """A summary of prepared shards."""
 
     vocabulary: int
     training_tokens: int
     validation_tokens: int
     prompt: str
-    """Start of the validation split, or of the training split if there is no validation split."""
+    """Start of the validation split, or of the training split if there is none."""
 
     @classmethod
     def read(cls, shards: Path) -> "Prepared":
@@ -111,16 +110,16 @@ class Prepared:
         reader = open_shards(shards, "validation" if validation else "train")
         ids = np.zeros(min(PROMPT_TOKENS, reader.tokens), np.int64)
         reader.read(0, ids)
-        # argmax finds the appended sentinel, and thus all of `ids`, if no document ends in it.
+        # If no document ends here, argmax finds the appended sentinel.
         document = ids[: int(np.argmax(np.append(ids, manifest.end_of_document_id) == manifest.end_of_document_id))]
         text = load_decoder(manifest.tokenizer_folder).decode(document.tolist())
-        # The last token may be part of a character, which decodes to U+FFFD.
+        # The last token may end inside a character, which then decodes to U+FFFD.
         return cls(manifest.vocabulary_size, training, validation, text.replace("\ufffd", "").strip())
 
 
 @dataclass(frozen=True)
 class SizedRecipe:
-    """A run of the chosen size."""
+    """A recipe for the chosen model size."""
 
     output: Path
     model: Path
@@ -138,7 +137,7 @@ class SizedRecipe:
 
     @property
     def has_validation(self) -> bool:
-        """Returns True if the held-out text fills a sequence."""
+        """True if the held-out text fills a sequence."""
         return self.prepared.validation_tokens > self.sizing.shape.sequence_length
 
     def in_words(self) -> str:
@@ -147,15 +146,15 @@ class SizedRecipe:
         return f"{shape.layers} layers x {shape.width}, {count_text(shape.parameters)} parameters"
 
     def reasons(self) -> dict[str, str]:
-        """Explains the choices: {name: value and reason}."""
+        """Returns {name: value and reason} for each choice."""
         sizing = self.sizing
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
         rate = mfu * self.machine.peak_flops / shape.flops_per_token
-        flops = f"{count_text(rate)} a second, if the model reaches {mfu:.0%} of the peak"
+        flops = f"{count_text(rate)} per second, assuming an MFU of {mfu:.0%}"
         unique = count_text(sizing.unique_tokens)
         rows = {
-            "model": f"{self.in_words()}: the best use of the time for this amount of text",
+            "model": f"{self.in_words()}: the best size for this time and amount of text",
             "tokens": f"about {count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
             "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
             f"{shape.sequence_length:,}; Muon at {self.learning_rate:g}",
@@ -163,15 +162,15 @@ class SizedRecipe:
         seconds = sizing.tokens / rate
         if seconds < TIME_USED * self.machine.seconds:
             rows["time"] = (
-                f"about {duration_text(seconds)}, less than you gave: beyond {MOST_EPOCHS:.0f} epochs the model "
-                "memorizes the text; more text helps more"
+                f"about {duration_text(seconds)}, less than the limit: beyond {MOST_EPOCHS:.0f} epochs, the model "
+                "memorizes the text; add text to use all of the time"
             )
         else:
-            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays near their end"
+            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays near the end"
         if not self.has_validation:
             rows["warning"] = (
-                f"no validation: {self.prepared.validation_tokens:,} tokens are held out, fewer than one sequence; "
-                "give more text"
+                f"no validation: only {self.prepared.validation_tokens:,} tokens are held out, less than one "
+                "sequence; add more text"
             )
         return rows
 
@@ -181,7 +180,7 @@ class SizedRecipe:
         sizing = self.sizing
         length = sizing.shape.sequence_length
         is_compiled = machine.device_type == "cuda" and machine.minutes >= COMPILED_FROM_MINUTES
-        # Five validations, which are forward passes only, take VALIDATION_SHARE of the training's FLOPs.
+        # Five validations (forward passes only) take VALIDATION_SHARE of the training FLOPs.
         validation_sequences = VALIDATION_SHARE * sizing.tokens * 3 / 5 / length
         return render(
             "own_text.yaml.j2",

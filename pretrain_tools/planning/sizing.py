@@ -1,7 +1,4 @@
-"""Chooses vocabulary, shape, tokens and batch for an amount of text and FLOPs.
-
-All functions are pure. sized_recipe measures the machine, and own_text writes the recipe.
-"""
+"""Chooses vocabulary size, model shape, token count and batch size for a given amount of text and FLOPs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +7,14 @@ from dataclasses import dataclass
 from pretrain_tools.planning.families import LLAMA_RUNGS, Shape
 
 LADDER = LLAMA_RUNGS[:11]
-"""(layers, width) of the available Llamas, smallest first, up to 24 x 2,048."""
+"""(layers, width) of the available Llama models, smallest first, up to 24 x 2,048."""
 SMALLEST_VOCABULARY_CHOSEN = 512
 LARGEST_VOCABULARY_CHOSEN = 32_768
 MOST_HEAD_SHARE = 0.5
 """Maximum ratio of head parameters to layer parameters."""
 
 # Scaling law of Hoffmann et al. (arXiv 2203.15556), fitted by Muennighoff et al. (arXiv 2305.16264, appendix A):
-# loss = E + A / N^alpha + B / D^alpha. Their smallest model has 7M parameters, so it's extrapolated below that.
+# loss = E + A / N^alpha + B / D^alpha. It is extrapolated below 7M parameters, their smallest model.
 LOSS_FLOOR = 1.869
 """E, in nats per token."""
 LOSS_BY_PARAMETERS = 520.9
@@ -31,24 +28,27 @@ REPEATED_TOKENS = 15.39
 EXCESS_PARAMETERS = 5.31
 """R_N* of Muennighoff et al.: the scale, in optimal models, at which a larger model stops helping."""
 MOST_EPOCHS = 5.0
-"""In their experiments, four epochs were almost as good as new text. On 1 MB, a model with 0.6M parameters, much
-smaller than theirs, reached a validation loss of 3.96 after four epochs and 4.11 after nine, so it memorizes."""
+"""Maximum number of epochs. In their experiments, four epochs were almost as good as new data. On 1 MB of text, our
+0.6M-parameter model overfit: its validation loss was 3.96 after four epochs and 4.11 after nine."""
 WORTHWHILE = 0.01
-"""Relative improvement of the expected loss that justifies a larger model, unless it uses time left over."""
+"""Relative improvement in expected loss that justifies a larger model."""
 MOST_LOST = 0.04
-"""Relative increase of the expected loss allowed for using all of the time. The scaling law overestimates it here. On
-2 MB, 4 x 128 reached a validation loss of 3.486 after 4.2 epochs in three minutes, and 2 x 128 3.496 after five epochs
-in 2:23. On 1 MB, 4 x 192 reached 3.622 after 4.6 epochs in three minutes, and 4 x 128 3.589 after five in 1:54."""
+"""Maximum relative increase in expected loss for using all of the time. The scaling law overestimates this increase.
+
+On 2 MB, 4 x 128 reached a validation loss of 3.486 after 4.2 epochs in three minutes, and 2 x 128 reached 3.496 after
+five epochs in 2:23. On 1 MB, 4 x 192 reached 3.622 after 4.6 epochs in three minutes, and 4 x 128 reached 3.589 after
+five epochs in 1:54.
+"""
 SPEED_MAY_RISE = 2.0
 """Maximum ratio of actual to expected steps, in case the machine is faster than expected."""
 MOST_TIMES_LARGER = 8.0
-"""Maximum size, relative to the small model that would leave time over."""
+"""Maximum model size relative to the model that would leave time unused."""
 TIME_USED = 0.9
-"""Share of the time above which it counts as used up."""
+"""Fraction of the time above which it counts as fully used."""
 
 BATCH_OF_THE_DEMO = 2048
-"""Tokens per step in a run of TOKENS_OF_THE_DEMO. The batch grows with the square root of the tokens, in powers of
-two. A run of minutes has hundreds of steps, and a run of days tens of thousands."""
+"""Tokens per step in a run of TOKENS_OF_THE_DEMO tokens. The batch size grows with the square root of the run's token
+count, in powers of two."""
 TOKENS_OF_THE_DEMO = 1.2e6
 SMALLEST_BATCH = 512
 """Tokens per step."""
@@ -65,9 +65,9 @@ class Sizing:
     unique_tokens: int
     tokens_per_step: int
     steps: int
-    """Expected steps, a multiple of four. Validation and samples follow each quarter."""
+    """Expected number of steps, a multiple of four."""
     most_steps: int
-    """Maximum steps, even if time is left."""
+    """Maximum number of steps, even if time is left."""
 
     @property
     def tokens(self) -> int:
@@ -83,9 +83,9 @@ class Sizing:
 
 
 def vocabulary_for(text_bytes: int, flops: float) -> int:
-    """Chooses a power of two: 1,024 for 1 MB of text, 8 times that for 100 MB.
+    """Chooses a vocabulary size: 1,024 for 1 MB of text and 8 times that for 100 MB, in powers of two.
 
-    The vocabulary is smaller if the head would take too much of the FLOPs.
+    It is smaller if the head would use too many of the FLOPs.
     """
     size = 2 ** round(10 + 1.5 * math.log10(text_bytes / 1e6))
     size = min(max(size, SMALLEST_VOCABULARY_CHOSEN), LARGEST_VOCABULARY_CHOSEN)
@@ -104,7 +104,7 @@ def padded(vocabulary: int) -> int:
 
 
 def parameters_per_token() -> float:
-    """Returns the optimal parameters per token: 1 / 19.6 for any FLOPs, because both exponents are equal."""
+    """Returns the optimal parameters per token: 1 / 19.6 for any compute budget, because both exponents are equal."""
     return (LOSS_BY_PARAMETERS / LOSS_BY_TOKENS) ** (1 / LOSS_EXPONENT)
 
 
@@ -126,14 +126,14 @@ def with_repetition(amount: float, unique: float, scale: float) -> float:
 def choose_sizing(
     flops: Callable[[Shape], float], unique_tokens: int, vocabulary: int, most_parameters: float = math.inf
 ) -> Sizing:
-    """Chooses the smallest model within WORTHWHILE of the best expected loss, and its tokens.
+    """Chooses the smallest model within WORTHWHILE of the best expected loss, and how long to train it.
 
-    If MOST_EPOCHS of the text would leave time over, a larger model uses the time with fewer epochs.
+    If training for MOST_EPOCHS would leave time unused, chooses a larger model.
 
     Args:
-        flops: maximum FLOPs. Fewer are used if the text would repeat more than MOST_EPOCHS times.
-        unique_tokens: tokens of the training split.
-        most_parameters: parameters that fit in the machine's memory.
+        flops: maximum training FLOPs for a shape.
+        unique_tokens: number of tokens in the training split.
+        most_parameters: maximum number of parameters that fits in memory.
     """
     shapes = [Shape(*rung, vocabulary) for rung in LADDER]
     shapes = [shape for shape in shapes if shape.parameters <= most_parameters] or shapes[:1]
@@ -142,11 +142,11 @@ def choose_sizing(
     tokens = {shape: min(in_time[shape], most) for shape in shapes}
     smallest = best_shape(tokens, unique_tokens)
     larger = [shape for shape in shapes if 1 <= shape.parameters / smallest.parameters <= MOST_TIMES_LARGER]
-    # `larger` includes the smallest itself, so it's never empty.
+    # never empty, because `larger` includes `smallest`
     useful = [shape for shape in larger if is_as_good(shape, smallest, tokens, unique_tokens)]
     shape = next((shape for shape in useful if most >= TIME_USED * in_time[shape]), useful[-1])
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
-    # A multiple of four, because validation, checkpoints and samples follow each quarter.
+    # Validation, checkpoints and samples come after each quarter.
     steps = 4 * max(1, round(tokens[shape] / batch / 4))
     most_steps = max(steps, round(min(most, SPEED_MAY_RISE * in_time[shape]) / batch))
     return Sizing(shape, unique_tokens, batch, steps, most_steps)
@@ -161,7 +161,7 @@ def is_as_good(shape: Shape, other: Shape, tokens: Mapping[Shape, float], unique
 def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
     """Chooses the smallest shape within WORTHWHILE of the best expected loss.
 
-    tokens: {shape: tokens on which it can be trained}, smallest first.
+    tokens: {shape: number of training tokens}, smallest shape first.
     """
     losses = {shape: expected_loss(shape.active, tokens[shape], unique_tokens) for shape in tokens}
     best = min(losses.values())
@@ -169,11 +169,11 @@ def best_shape(tokens: Mapping[Shape, float], unique_tokens: float) -> Shape:
 
 
 def nearest_shape(tokens: Mapping[Shape, float], tokens_per_parameter: float) -> Shape:
-    """Chooses the shape whose tokens per active parameter are nearest to this ratio."""
+    """Chooses the shape whose tokens per active parameter are closest to this ratio."""
     return min(tokens, key=lambda shape: abs(math.log(tokens[shape] / shape.active / tokens_per_parameter)))
 
 
 def batch_for(tokens: float, smallest: int, largest: int) -> int:
-    """Chooses the tokens per step: a power of two."""
+    """Chooses the tokens per step, a power of two."""
     wanted = BATCH_OF_THE_DEMO * math.sqrt(tokens / TOKENS_OF_THE_DEMO)
     return 2 ** round(math.log2(min(max(wanted, smallest), largest)))

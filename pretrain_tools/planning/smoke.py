@@ -1,4 +1,4 @@
-"""Runs a hundred steps of a recipe and prints pass or fail for each part of training."""
+"""Trains a recipe for a hundred steps and prints pass or fail for each check."""
 
 import json
 import math
@@ -25,25 +25,24 @@ SMOKE_STEPS = 100
 FAILED = 1
 MEMORY_TOLERANCE = 0.15
 SMALL_BYTES = 32e6
-"""Difference in memory, in bytes, below which a check never fails."""
+"""Difference in memory, in bytes, that always passes."""
 FALLS = 0.99
-"""Largest ratio of final to initial loss, from scratch."""
+"""Maximum ratio of final to initial loss when training from scratch."""
 STAYS = 1.05
-"""Largest ratio of final to initial loss, from pretrained weights."""
+"""Maximum ratio of final to initial loss when continuing from pretrained weights."""
 LEAST_SPREAD = 0.5
-"""Minimum relative entropy of a layer's loads.
-
-With 0, a router sends all tokens to the same experts. With 1, the load is even.
-"""
+"""Minimum relative entropy of a layer's expert load: 0 if all tokens use the same experts, 1 for an even load."""
 USUAL_NORMS = (0.1, 10.0)
 """Usual range of the median gradient norm."""
 
 
 def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig, int], int]) -> int:
-    """Trains the recipe's first steps, resumes from the middle, and prints pass or fail per part. Runs on all ranks.
+    """Trains the recipe's first steps, resumes from the middle, and prints pass or fail for each check.
 
-    train: trains a config for a number of steps and returns the exit status. It replaces <output>-smoke. Returns 0 if
-    all parts pass, 1 if one fails, or the status of training.
+    Runs on all ranks and overwrites <output>-smoke. Returns 0 if all checks pass, 1 if one fails, or training's exit
+    status.
+
+    train: trains a config for a number of steps and returns the exit status.
     """
     run = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     steps = min(SMOKE_STEPS, run.total_steps)
@@ -55,10 +54,10 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
     strategy.ranks.barrier()
     if code := train(config, steps):
         return code
-    # The second training appends to the same log, after these events.
+    # The second run appends to the same log.
     first = read_metrics(folder)
     if strategy.ranks.is_main:
-        # Without its last checkpoint and final/, the run resumes from the middle.
+        # Remove the last checkpoint and final/, so that the run resumes from the middle.
         (folder / "checkpoints" / checkpoint_name(steps)).rename(folder / "first-end")
         shutil.rmtree(folder / "final")
     strategy.ranks.barrier()
@@ -88,7 +87,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
         if unusual := unusual_norms(trained):
             print(f"      {unusual}", flush=True)
-    # Only the main rank has verdicts, but all ranks must return the same status.
+    # All ranks must return the same status, but only the main rank has verdicts.
     return FAILED if strategy.ranks.gather(any(verdicts.values()))[0] else 0
 
 
@@ -106,7 +105,7 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Compares final and initial loss. Uses validation data if possible, because it stays the same."""
+    """Compares final and initial loss, on validation data if possible, because it stays the same."""
     of_step: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -130,7 +129,7 @@ def norm_verdict(events: list[dict], most: float) -> str | None:
 
 
 def unusual_norms(trained: list[dict]) -> str | None:
-    """Reports unusual gradient norms. They don't count as a failure, because large batches have small norms."""
+    """Reports unusual gradient norms. They aren't a failure, because large batches have small norms."""
     norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
     median = statistics.median(norms) if norms else 1.0
     low, high = USUAL_NORMS
@@ -153,21 +152,21 @@ def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str |
         entropy = event["expert_entropy_min"]
         if entropy < lowest + LEAST_SPREAD * (1 - lowest):
             return (
-                f"in step {event['step']} a layer uses effectively {experts**entropy:.1f} of {experts} experts, the "
-                f"busiest with {event['expert_load_max']:.1f} times its share; {chosen} is a collapsed router"
+                f"in step {event['step']}, a layer effectively uses {experts**entropy:.1f} of {experts} experts, and "
+                f"the busiest gets {event['expert_load_max']:.1f} times its share; a collapsed router uses {chosen}"
             )
     return None
 
 
 def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | None:
-    """Compares losses bit by bit. On a GPU, differences from atomic additions are only reported."""
+    """Compares losses bit by bit. On GPUs, small differences due to atomic additions are only reported."""
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):
         return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
     largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
     if largest and device_type() == "cuda" and largest < 1e-3:
-        print(f"      losses after resuming differ by {largest:.1e}, because kernels add in no fixed order")
+        print(f"      losses after resuming differ by {largest:.1e}, because GPU kernels add in no fixed order")
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None
 
@@ -183,7 +182,7 @@ def model_verdict(folder: Path) -> str | None:
 
 
 def memory_problem(measured: float, planned: float) -> str | None:
-    """Compares peak bytes with plan.py's prediction. Less than planned passes."""
+    """Compares peak memory with plan.py's prediction. Using less than planned passes."""
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (

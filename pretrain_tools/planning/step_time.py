@@ -1,6 +1,6 @@
-"""Estimates the time of a step from an assumed MFU and the bytes moved.
+"""Estimates step time from an assumed MFU and the bytes moved.
 
-Use the estimate to compare strategies and for the order of magnitude.
+Use the estimate only to compare strategies and for the order of magnitude.
 """
 
 import math
@@ -12,21 +12,21 @@ from pretrain_tools.planning.memory import Sizes
 from pretrain_tools.planning.traffic import Links
 
 FRAGMENTATION = 0.08
-"""Share of a GPU's memory lost to fragmentation."""
+"""Fraction of GPU memory lost to fragmentation."""
 CONTEXT_BYTES = 1.0 * 2**30
-"""Memory of the CUDA context and cuBLAS workspaces, which torch doesn't count."""
+"""Memory for the CUDA context and cuBLAS workspaces, which torch doesn't count."""
 COMMUNICATION_BYTES = 1.0 * 2**30
-"""NCCL's buffers."""
+"""Memory for NCCL's buffers."""
 LINK_EFFICIENCY = 0.7
-"""Share of a link's bandwidth that collectives reach."""
+"""Fraction of a link's bandwidth that collectives reach."""
 MFU_BY_PARAMETERS = ((5e8, 0.40), (4e9, 0.42), (math.inf, 0.46))
-"""(largest size, MFU) of the best published codebases on H100s, in train.py's MFU formula: llm.c 40.7% at 124M,
-llm-foundry 41.8% at 1.3B and 46.4% at 7B. They are targets; measure your own."""
+"""(parameter limit, MFU) of the best published codebases on H100s, using train.py's MFU formula: llm.c 40.7% at 124M,
+llm-foundry 41.8% at 1.3B and 46.4% at 7B. Treat them as targets."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machines for a planned run."""
+    """The hardware of a planned run."""
 
     gpu: Gpu
     gpus: int
@@ -42,34 +42,34 @@ class Hardware:
 
     @property
     def unit(self) -> str:
-        """The noun for one of `gpus`."""
+        """Noun for one of `gpus`."""
         return "process" if self.device_type == "cpu" else "GPU"
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes available for tensors on a GPU. On a CPU, the share for CUDA goes to the system and Python."""
+        """Bytes available for tensors on a GPU. On a CPU, CONTEXT_BYTES are for the system and Python."""
         # NCCL allocates its buffers outside torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
 
     @property
     def links(self) -> Links:
-        """Bandwidths that collectives reach."""
+        """Effective bandwidths of collectives."""
         rates = (self.gpu.link_bytes_per_second, self.gpu.network_bytes_per_second)
         return Links(*(rate * LINK_EFFICIENCY for rate in rates), self.gpus_per_machine)
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """The work in a run. It doesn't depend on the hardware."""
+    """The work in a run, independent of the hardware."""
 
     sizes: Sizes
     active: int
-    """Active parameters; fewer than all parameters only in an MoE model."""
+    """Active parameters. Dense models use all parameters."""
     non_embedding: int
     """Active parameters in matmuls: the N in 6N."""
     ramp: BatchRamp
-    """Batch size over the run."""
+    """Batch size schedule."""
     tokens: int
     tokens_per_step: int
     flops_per_token: float
@@ -84,7 +84,7 @@ class RunWork:
 
 
 MFU_OF_CPUS = 0.4
-"""MFU a little below the 42% to 51% of small models on two cores in docs/performance.md."""
+"""MFU slightly below the 42% to 51% of small models on two cores (docs/performance.md)."""
 
 
 def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
@@ -96,57 +96,57 @@ def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]
 
 
 MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
-"""{(device, precision): (MFU, smallest number of parameters that reaches it)}. These are assumptions, based on small
-models on two cores: in bf16 0.14 at 0.6M parameters and 0.34 to 0.4 at 2M to 3M, and in fp32 with AVX2, which has half
-the peak, 0.46 at 0.6M."""
+"""{(device, precision): (MFU, minimum number of parameters to reach it)}. These are assumptions based on small models
+on two cores: in bf16, 0.14 with 0.6M parameters and 0.34 to 0.4 with 2M to 3M; in fp32 with AVX2, which has half the
+peak, 0.46 with 0.6M."""
 MFU_EXPONENT = 0.4
-"""Exponent of the parameters in the MFU below that size, because the matmuls don't fill the device."""
+"""Exponent of the parameter count in the MFU of smaller models, whose matmuls don't fill the device."""
 
 
 def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU in runs of minutes, for models that may be too small to fill the device."""
+    """Estimates the MFU in runs of minutes, whose models may be too small to fill the device."""
     most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
     return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
 def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU of a compiled run of hours. On GPUs this is `default_mfu`, less for small models."""
+    """Estimates the MFU in compiled runs of hours. On GPUs, this is `default_mfu`, reduced for small models."""
     small = mfu_of_small(parameters, device_type, precision)
     if device_type == "cpu":
         return small
-    # The decrease for small models, applied to the published MFU.
+    # Apply the reduction for small models to the published MFU.
     return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
 
 
 WORDS = {
-    "fsdp": "gathering weights and reducing gradients over shards",
-    "dp_replicate": "summing gradients over copies",
+    "fsdp": "gathering weights and reducing gradients across shards",
+    "dp_replicate": "summing gradients across replicas",
     "tp": "summing hidden states over tp",
     "cp": "exchanging heads over cp",
-    "ep": "sending rows to experts over ep",
+    "ep": "sending tokens to experts over ep",
     "pp": "passing hidden states over pp",
-    "update": "exchanging matrices for the update",
+    "update": "exchanging matrices for the optimizer update",
 }
-"""{name of a flow: description of its traffic}"""
+"""{name of a `Flow`: description}"""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds in a step, by cause."""
+    """Breakdown of a step in seconds."""
 
     computing: float
     waiting: float = 0.0
-    """A pipeline's bubble."""
+    """Pipeline bubble."""
     sending: dict[str, float] = field(default_factory=dict)
-    """{dimension or `update`: seconds not overlapped with computing}"""
+    """{mesh dimension or `update`: seconds not overlapped with computation}"""
     on_host: float = 0.0
-    """An update on the CPU."""
+    """Optimizer update on the CPU."""
     sent: dict[str, float] = field(default_factory=dict)
-    """{dimension or `update`: bytes that a GPU sends}"""
+    """{mesh dimension or `update`: bytes sent per GPU}"""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which GPUs wait for data."""
+        """Seconds of communication not overlapped with computation."""
         return sum(self.sending.values())
 
     @property
@@ -155,7 +155,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Returns {description: seconds}."""
+        """{description: seconds}."""
         parts = {"computing": self.computing, "waiting in the pipeline": self.waiting}
         parts |= {WORDS[name]: seconds for name, seconds in self.sending.items()}
         return {**parts, "updating on the CPU": self.on_host}
@@ -163,7 +163,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a GPU."""
+    """A GPU's speed."""
 
     mfu: float
     source: str

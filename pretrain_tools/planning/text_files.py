@@ -1,4 +1,4 @@
-"""Finds train.py --text's files in folders and patterns, and summarizes the skipped ones."""
+"""Finds the files for train.py --text in folders and patterns, and summarizes the skipped ones."""
 
 import codecs
 import collections
@@ -23,9 +23,9 @@ from pretrain_tools.preparation.documents.sources import (
 )
 
 MOST_SHOWN = 3
-"""Number of files per reason named in a message."""
+"""Maximum number of files that a message lists per reason."""
 MOST_EXCLUDED = 2000
-"""Maximum number of files excluded by name. Each name goes on prepare_data.py's command line."""
+"""Maximum number of files excluded by name on prepare_data.py's command line."""
 
 
 class LeftOut(NamedTuple):
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
     path: str
     reason: str
-    """Reason for skipping the file. Files whose reasons are equal up to a bracket are counted together."""
+    """Reason for skipping the file. Messages group files by the text before a parenthesis."""
     remedy: str = ""
 
 
@@ -49,12 +49,12 @@ class TextFiles:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of prepare_data.py."""
+        """Arguments for prepare_data.py."""
         return ["--input", *self.inputs, *(["--exclude", *self.exclude] if self.exclude else [])]
 
 
 class Found(NamedTuple):
-    """The files of one argument: a folder, a pattern or a file."""
+    """The files found for one argument: a folder, a pattern or a file."""
 
     inputs: list[str]
     taken: list[str]
@@ -62,10 +62,9 @@ class Found(NamedTuple):
 
 
 def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFiles:
-    """Finds the text in the given folders, patterns and files, without the matches of `exclude`.
+    """Finds the text files in the given folders and patterns, except those that match `exclude`.
 
-    Raises InputError for a named file that isn't text, a folder or pattern without text, and an --exclude without
-    matches.
+    Raises InputError if a named file isn't text, a folder or pattern contains no text, or an exclusion has no match.
     """
     problems = Problems()
     # Excluding a folder excludes everything in it, because fnmatch's * also matches '/'.
@@ -87,7 +86,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     # One argument may name a file that another argument skips.
     left_out = {each.path: each for search in searches.values() for each in search.left_out if each.path not in taken}
     said = left_out_text(left_out.values(), len(taken))
-    # Skipped files that match a pattern are excluded by name, so that the printed command reads the same files.
+    # Exclude skipped files by name, so that the printed command reads the same files.
     others = {path for pattern in inputs for path in files_matching(pattern)} - taken
     excluded = list(dict.fromkeys(rules.values()))
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
@@ -99,7 +98,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
 def pattern_of(word: str) -> str:
     """Returns the pattern for an argument's files.
 
-    Raises InputError for a folder that contains the current one, and thus the command's own output.
+    Raises InputError for a folder that contains the current folder, where the command writes its own files.
     """
     path = os.path.expanduser(word)
     if is_url(word) or not os.path.exists(path):
@@ -109,7 +108,7 @@ def pattern_of(word: str) -> str:
     if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
         raise InputError(
             f"--text {shown(word)}: contains the folders that this command writes (data, runs, ...); put the text "
-            "into a separate folder, or give patterns such as '*.txt'"
+            "into a separate folder, or use patterns such as '*.txt'"
         )
     return f"{glob.escape(path.rstrip('/'))}/**/*"
 
@@ -133,7 +132,7 @@ def sorted_out(word: str, paths: Sequence[str]) -> Found:
             if format_by_name(path) != "txt":
                 problems[path] = LeftOut(path, "a data file next to text, used only if named")
     taken = [path for path in readable if path not in problems]
-    # Excludes whole suffixes, as spelled, so that a folder's many other files aren't excluded one by one.
+    # In folders, select files by suffix, so that other files needn't be excluded one by one.
     suffixes = sorted({written_suffix(path) for path in taken}) if is_any_file else [""]
     return Found([pattern + suffix for suffix in suffixes], taken, list(problems.values()))
 
@@ -159,7 +158,7 @@ def written_suffix(path: str) -> str:
 
 
 def why_unread(path: str) -> LeftOut | None:
-    """Returns the reason why a file is unusable, or None. Reads plain text to the end."""
+    """Returns the reason why a file is unusable, or None. Reads plain-text files completely."""
     found = format_by_name(path)
     if found is None:
         suffix = os.path.splitext(shown(path))[1].lower() or "without a suffix"
@@ -176,7 +175,7 @@ def why_unread(path: str) -> LeftOut | None:
 
 
 def encoding_problem(path: str) -> LeftOut | None:
-    """Returns the problem if a file isn't UTF-8 text. Raises DamagedFileError and OSError."""
+    """Returns the problem if a file isn't UTF-8 text, else None. Raises DamagedFileError and OSError."""
     source = find_sources([path if is_url(path) else glob.escape(path)])[0]
     decoder = codecs.getincrementaldecoder("utf-8")()
     read = 0
@@ -189,7 +188,7 @@ def encoding_problem(path: str) -> LeftOut | None:
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # The decoder keeps the start of a character split by a block and prepends it to the next block.
+        # If a character is split between two blocks, the decoder prepends its start to the second block.
         place = read - len(error.object) + error.start + 1
         where = f"byte 0x{error.object[error.start]:02x} at {place:,}"
         remedy = f"if it is text, convert it: iconv -f cp1252 -t utf-8 {quoted(path)} > NEW.txt"

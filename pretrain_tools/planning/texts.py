@@ -1,4 +1,4 @@
-"""Renders recipes and plan.py's sentences from templates/. Imports nothing heavy."""
+"""Renders recipes and plan.py's output from templates/. Importing this module must stay fast."""
 
 import json
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 MADE_BY = "# Made by: "
-"""Start of a recipe's first line, followed by the command."""
+"""Prefix of the command in a recipe's first line."""
 
 
 @dataclass(frozen=True)
 class RecipePlace:
-    """Paths of a recipe's parts: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
+    """Paths of a recipe and its files: recipes/mine.yaml, model_configs/mine.json, data/mine, runs/mine."""
 
     recipe: Path
     shards: Path
-    """The given shards, or the folder for shards to be prepared."""
+    """Existing shards, or the folder in which to prepare them."""
     output: Path
-    """The run's folder."""
+    """The run folder."""
     tokenizer: str | None = None
-    """The tokenizer for the preparation command, if given."""
+    """The tokenizer to use in the preparation command, if given."""
     is_prepared: bool = False
 
     @property
@@ -43,12 +43,12 @@ class RecipePlace:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a file of templates/. Raises UndefinedError for an unknown name in the template."""
+    """Renders a template. Raises UndefinedError for undefined names."""
     return _templates().get_template(template).render(values)
 
 
 def lines_of(template: str, macro: str, *arguments: Any, **names: Any) -> list[str]:
-    """Returns the lines of a macro in a file of templates/. names: other variables of the file."""
+    """Returns the lines of a rendered macro. names: global variables of its template."""
     module = _templates().get_template(template).make_module(names)
     return str(getattr(module, macro)(*arguments)).splitlines()
 
@@ -64,7 +64,7 @@ def _templates() -> "jinja2.Environment":
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # `count` replaces Jinja's own filter, an alias of length. Every JSON string is a valid YAML string.
+    # `count` overrides Jinja's alias for `length`. `quoted` works for YAML, because JSON strings are valid YAML.
     templates.filters.update(
         bytes=bytes_text,
         count=count_text,

@@ -1,7 +1,7 @@
-"""Counts the bytes that a GPU sends per step along each dimension, the computing that can hide them, and idle time.
+"""Estimates a GPU's communication per step along each mesh dimension, its overlap with computation, and idle time.
 
 In a ring, an all-reduce of B bytes over n processes moves 2 B (n - 1) / n. All-gather, reduce-scatter and all-to-all
-move half of that. tests/parallel/test_products.py compares these bytes with the trainer's.
+move half of that. tests/parallel/test_products.py compares these numbers with the trainer's communication.
 """
 
 import math
@@ -15,14 +15,14 @@ from pretrain_tools.planning.memory import FP32, Sizes, Work
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
-"""Bytes that an update on the CPU processes per second, per machine."""
+"""Bytes per second that an optimizer update on the CPU processes, per machine."""
 NVME_BYTES_PER_SECOND = 5e9
-"""Bytes per second of a machine's disk."""
+"""Disk bandwidth per machine."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """A GPU's bytes per second in one direction."""
+    """A GPU's bandwidth in bytes per second, in one direction."""
 
     inside: float
     """Bandwidth to the other GPUs in the machine."""
@@ -32,12 +32,14 @@ class Links:
     """Number of GPUs per machine."""
 
     def seconds(self, sent: float, size: int, distance: int, *, is_exchange: bool = False) -> float:
-        """Returns the seconds in which each GPU of a group sends these bytes. Neighbors are `distance` ranks apart.
+        """Returns the seconds that each GPU of a group needs to send these bytes.
 
-        A ring across machines uses the network adapters of all members in a machine. In an all-to-all, each member
-        sends through its own adapter.
+        A ring across machines uses the network adapters of all members on a machine. In an all-to-all, each member
+        uses only its own adapter.
+
+        distance: distance between consecutive ranks of the group.
         """
-        here = min(size, max(1, self.per_machine // distance))  # members in one machine
+        here = min(size, max(1, self.per_machine // distance))  # members on one machine
         if here == size:
             return sent / self.inside
         if is_exchange:
@@ -47,18 +49,18 @@ class Links:
 
 @dataclass(frozen=True)
 class Flow:
-    """A GPU's traffic per step along one dimension."""
+    """A GPU's communication per step along one mesh dimension."""
 
     name: str
-    """Name of the dimension, or `update` for the optimizer's exchanges of matrices."""
+    """Name of the dimension, or `update` for the optimizer update."""
     sent: float
-    """Bytes that a GPU sends."""
+    """Bytes sent per GPU."""
     seconds: float
     hides_behind: float = 0.0
-    """Share of the computing that it can overlap with."""
+    """Fraction of the computation that can overlap with it."""
 
     def exposed(self, compute: float) -> float:
-        """Returns the seconds that don't overlap with `compute` seconds of computing."""
+        """Returns the seconds that don't overlap with `compute` seconds of computation."""
         return max(0.0, self.seconds - self.hides_behind * compute)
 
 
@@ -67,7 +69,7 @@ class Step:
     """One process's step."""
 
     work: Work
-    """The part of a micro-step that one process computes."""
+    """The process's share of a micro-step."""
     micro_steps: int
     links: Links
 
@@ -77,12 +79,12 @@ class Step:
 
     @property
     def reductions(self) -> int:
-        """Number of gradient reductions per step. A pipeline reduces only after its last microbatch."""
+        """Number of gradient reductions per step. Pipelines reduce only after the last microbatch."""
         return 1 if self.config.batch.no_sync or self.work.layout.pp > 1 else self.micro_steps
 
     @property
     def passes(self) -> int:
-        """Number of forward passes, including recomputation, and backward passes."""
+        """Number of forward and backward passes per step, including recomputation."""
         return self.micro_steps * (3 if self.work.recomputed else 2)
 
     def flow(
@@ -95,7 +97,7 @@ class Step:
         exchanges: float = 0.0,
         hides: float = 0.0,
     ) -> Flow:
-        """Adds up a group's collectives, in bytes of whole tensors."""
+        """Combines a group's collectives. gathers, sums and exchanges: bytes of the whole tensors."""
         size, distance = self.work.layout.groups[group]
         in_rings = (gathers + 2 * sums) * (size - 1) / size
         exchanged = exchanges * (size - 1) / size
@@ -105,7 +107,7 @@ class Step:
 
 
 def flows(step: Step) -> list[Flow]:
-    """Lists all traffic of a GPU in a step."""
+    """Lists a GPU's communication in a step."""
     layout = step.work.layout
     if layout.ranks == 1:
         return []
@@ -114,7 +116,7 @@ def flows(step: Step) -> list[Flow]:
 
 
 def copies_flows(step: Step) -> list[Flow]:
-    """Lists the traffic of DDP and DeepSpeed. DDP reduces in the last backward pass."""
+    """Lists the communication of DDP and DeepSpeed. DDP reduces only in the last backward pass."""
     work = step.work
     total = work.sizes.total
     match work.layout.zero.get("stage"):
@@ -127,7 +129,7 @@ def copies_flows(step: Step) -> list[Flow]:
 
 
 def mesh_flows(step: Step) -> list[Flow]:
-    """Lists the traffic of a mesh, by dimension."""
+    """Lists the communication along each dimension of a mesh."""
     work = step.work
     layout = work.layout
     sizes = work.sizes
@@ -137,11 +139,11 @@ def mesh_flows(step: Step) -> list[Flow]:
     experts = sizes.experts / layout.pp if layout.ep > 1 else 0.0
     padding = work.padding
     root = root_of_stage(sizes, layout)
-    # Hidden states in a micro-step. A pipeline's process computes one microbatch at a time.
+    # Elements of the hidden states in a micro-step. `work.tokens` counts a single pipeline microbatch.
     hidden = work.tokens * microbatches * sizes.width
     found = []
-    # Layers are gathered in forward and backward, except the last one in backward, which is still gathered. A pipeline
-    # gathers once before the step's first microbatch, and reduces after the last.
+    # Layers are gathered in the forward and backward passes, except the last one, which stays gathered in between.
+    # Pipelines gather only before the step's first microbatch.
     times = 2 - 1 / sizes.layers if layout.pp == 1 else 1
     gathers = calls if layout.pp == 1 else 1
     hides = 0.9 if layout.pp == 1 else 0.3 / microbatches
@@ -182,10 +184,10 @@ def root_of_stage(sizes: Sizes, layout: Layout) -> float:
 
 
 def tp_flow(step: Step, hidden: float) -> Flow:
-    """Returns the all-reduces of hidden states, two per layer and direction, and of unsplit parameters' gradients.
+    """Returns the all-reduces of hidden states, two per layer and pass, and of unsplit parameters' gradients.
 
-    With ep, each process sends its part of the rows to experts, and gathers the results. It also gathers the gradient
-    of the last hidden states, because each process computes the loss on its part of the tokens.
+    With ep, each process sends its share of the tokens to experts and gathers the results. The gradient of the last
+    hidden states is also gathered, because each process computes the loss for its share of the tokens.
     """
     work = step.work
     layout = work.layout
@@ -198,7 +200,7 @@ def tp_flow(step: Step, hidden: float) -> Flow:
 
 
 def pp_flow(step: Step, hidden: float) -> Flow:
-    """Returns the hidden states and gradients sent between stages. The schedules wait for them."""
+    """Returns the hidden states and gradients sent between stages, which don't overlap with computation."""
     layout = step.work.layout
     stages = STAGE_LAYOUTS[step.config.pipeline.schedule].stages_per_rank
     sent = 2 * step.work.compute * hidden * stages * step.micro_steps
@@ -208,11 +210,11 @@ def pp_flow(step: Step, hidden: float) -> Flow:
 
 
 def update_flow(step: Step) -> Flow:
-    """Returns an update's exchanges: Muon's matrices, which it needs whole, or Adafactor's sums."""
+    """Returns the communication of an optimizer update: Muon's matrices or Adafactor's sums."""
     work = step.work
     layout = work.layout
     size = layout.sharing_states * layout.tp if layout.is_mesh else layout.ranks
-    # ZeRO-1 and 2 exchange only the matrices that their flat partitions cut.
+    # ZeRO-1 and 2 only exchange matrices that are split between their flat partitions.
     if size == 1 or layout.zero.get("stage") in (1, 2):
         return Flow("update", 0.0, 0.0)
     shapes = work.whole.shapes
@@ -231,12 +233,12 @@ def pipeline_microbatches(config: RunConfig, layout: Layout) -> int:
 
 
 def uneven(layout: Layout, layers: int) -> float:
-    """Returns the number of layers in the largest stage relative to the mean. The other stages wait for it."""
+    """Returns the number of layers in the largest pipeline stage relative to the mean."""
     return math.ceil(layers / layout.pp) * layout.pp / layers
 
 
 def idle(config: RunConfig, layout: Layout) -> float:
-    """Returns a pipeline's bubble relative to its computing time (Narayanan et al., arXiv 2104.04473)."""
+    """Returns a pipeline's bubble as a fraction of its computing time (Narayanan et al., arXiv 2104.04473)."""
     if layout.pp == 1:
         return 0.0
     schedule = STAGE_LAYOUTS[config.pipeline.schedule]
@@ -246,10 +248,7 @@ def idle(config: RunConfig, layout: Layout) -> float:
 
 
 def offload_seconds(layout: Layout, parameters: int) -> float:
-    """Returns the additional seconds of an offloaded update.
-
-    It reads weights, moments and gradients in the machine's memory, and writes most of them.
-    """
+    """Returns the additional seconds for an offloaded optimizer update."""
     offload = layout.zero.get("offload_optimizer")
     if not offload:
         return 0.0
@@ -260,7 +259,7 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
 
 
 def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Returns True if batch.no_sync trades memory for communication. Otherwise it has no effect or is rejected."""
+    """Returns True if batch.no_sync has an effect and isn't rejected."""
     if layout.is_mesh:
         return layout.sharing_states > 1 and layout.pp == 1
     # DeepSpeed accumulates unreduced gradients in the weights' dtype.

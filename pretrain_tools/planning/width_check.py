@@ -1,7 +1,7 @@
 """Runs muP's coordinate check (Yang et al., arXiv 2203.03466, D.1).
 
-Small copies of the architecture at several widths take a few steps on the same tokens with the recipe's optimizer. The
-change per element in hidden states and logits must not grow with the width.
+Trains small copies of the architecture for a few steps at several widths, with the recipe's optimizer and the same
+tokens. The change per element in hidden states and logits must not grow with the width.
 """
 
 import math
@@ -22,23 +22,25 @@ RATIOS = (1, 2, 4)
 STEPS = 4
 SEEDS = (0, 1)
 MOST_GROWTH = 0.25
-"""Maximum exponent of the growth. Without muP, the logits' change has an exponent of 1."""
+"""Maximum growth exponent. Without muP, the change in logits has an exponent of 1."""
 Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """Returns the name of the activation that grows with the width, or None."""
+    """Describes the activation whose change grows most with the width; None if all pass."""
     growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
         return None
-    return f"in {STEPS} steps {worst} change by width^{growing[worst]:.2f}; learning rates won't transfer across it"
+    return (
+        f"in {STEPS} steps, {worst} change by width^{growing[worst]:.2f}; learning rates won't transfer across widths"
+    )
 
 
 def activation_changes(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> dict[int, Growth]:
-    """Measures {width: {activation: root mean square of its change over STEPS steps}}, averaged over SEEDS.
+    """Returns {width: {activation: root mean square of its change after STEPS steps}}, averaged over SEEDS.
 
-    learning_rate: peak learning rate at the smallest width.
+    learning_rate: peak learning rate for the smallest width.
     """
     narrow = narrow_copy(config)
     widths = {}
@@ -62,18 +64,18 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:
-    """Measures the change in the logits and in each layer's hidden states."""
+    """Measures the change in the logits and each layer's hidden states."""
     settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
     if settings.mup_base_width:
         scales = initial_scales(config, settings.mup_base_width)
-        # build_model initializes for the standard parametrization. muP's initial scales are applied afterwards.
+        # build_model uses the standard initialization.
         for name, parameter in model.named_parameters():
             parameter.data *= scales.get(name, 1.0)
     named = list(model.named_parameters())
     spec = OPTIMIZERS[settings.name](ModelShapes.of(model, settings, learning_rate))
     optimizer = spec.make(named, settings, learning_rate, seed, "cpu")
-    # Without a run's schedule, the groups' own scales must be applied here.
+    # In training, the schedule applies these scales.
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
     ids_BT = torch.randint(VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(seed))
@@ -95,7 +97,7 @@ def activations(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, torch
 
 
 def growth(changes: dict[int, Growth]) -> Growth:
-    """Fits {activation: exponent of its change in the width} by least squares."""
+    """Returns {activation: exponent with which its change grows with the width}, fitted by least squares."""
     widths = [math.log(width) for width in changes]
     return {
         name: linear_regression(widths, [math.log(max(change[name], 1e-12)) for change in changes.values()]).slope

@@ -1,11 +1,11 @@
-"""Finds out why a run is slow: `train.py --profile`.
+"""Diagnoses slow runs: `train.py --profile`.
 
-The run continues to train, and its losses stay the same.
+Training continues during the profile, with the same losses.
 
-    step_profile: takes a profile of several steps, on all ranks
-    recording: records the steps on one rank, with marks for the phases of a step
+    step_profile: profiles several steps on all ranks
+    recording: records the steps and their phases on one rank
     sync_lines: finds lines of code that wait for the device
-    trace_events: turns torch.profiler's events into work, waiting and kernels
-    causes: rules that find what slows a run down
-    report: the verdict as text, and its files
+    trace_events: breaks down steps into work, waiting time and kernels
+    causes: rules that diagnose a slow run
+    report: formats and writes the report
 """

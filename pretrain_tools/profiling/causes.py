@@ -1,7 +1,6 @@
-"""Diagnoses slow runs with rules, each with a threshold and a message with numbers.
+"""Rules that diagnose a slow run.
 
-All values are medians over the profiled steps, so a single outlier triggers no rule. Ranks are compared by their own
-time, which excludes waiting for other ranks.
+All values are medians over the profiled steps, so that a single outlier doesn't trigger a rule.
 """
 
 import statistics
@@ -15,26 +14,26 @@ from pretrain.units import bytes_text, counted
 from pretrain_tools.profiling.trace_events import BACKWARD, COMMUNICATION, FORWARD, POINTWISE, StepRecord
 
 DATA_SHARE = 0.10
-"""Share of a step that a rank spends waiting for data."""
+"""Minimum fraction of a step that a rank spends waiting for data."""
 SLOW_SHARE = 0.15
-"""Share of a step by which a rank's own time exceeds the others' median."""
+"""Minimum fraction of a step by which a rank's own time exceeds the median of the other ranks."""
 COMMUNICATION_SHARE = 0.30
-"""Share of a step spent in exposed communication."""
+"""Minimum fraction of a step spent in exposed communication."""
 BUSY_SHARE = 0.15
-"""Share of a step in which the main thread was runnable but waited for a core."""
+"""Minimum fraction of a step in which the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
-"""Share of a step in which a GPU is idle."""
+"""Minimum fraction of a step in which a GPU is idle."""
 IDLE_SHARE_OF_CPU = 0.60
-"""IDLE_SHARE on a CPU, higher because Python runs between small operators in every step."""
+"""IDLE_SHARE for CPUs. It is higher, because Python always runs between small operators."""
 BETWEEN_SHARE = 0.15
-"""Share of a step spent after its update, on logging and agreement of the ranks."""
+"""Minimum fraction of a step spent on logging and synchronizing ranks after the update."""
 POINTWISE_SHARE = 0.45
-"""Share of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
+"""Minimum fraction of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
 BUSY = "busy machine"
 MOST_SWAPPED = 1000
-"""Pages read back from swap per step."""
+"""Minimum number of pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
-"""Time per step below which no rule applies, whatever the share."""
+"""Minimum time per step for rules with a fraction of a step as their threshold."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,14 @@ class Cause:
 
     name: str
     seconds: float
-    """Time lost per step, as far as known."""
+    """Time lost per step, if known."""
     text: str
     """Description with numbers."""
     remedy: str
 
 
 def medians(mappings: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the median of each key's values. If a mapping lacks a key, its value counts as 0."""
+    """Returns the median of each key's values. Missing keys count as 0."""
     mappings = list(mappings)
     keys = dict.fromkeys(key for mapping in mappings for key in mapping)
     return {key: statistics.median(mapping.get(key, 0.0) for mapping in mappings) for key in keys}
@@ -69,65 +68,62 @@ class RankSteps:
         return self.facts["rank"]
 
     def typical(self, name: str) -> float:
-        """Returns the median over the steps of an attribute of their records."""
+        """Returns the median of a `StepRecord` attribute over the steps."""
         return statistics.median(getattr(step, name) for step in self.steps)
 
     def typical_parts(self, name: str) -> dict[str, float]:
-        """Returns the medians, by key, of a mapping in the step records, such as `phases`."""
+        """Returns the medians of a `StepRecord` dict, such as `phases`, over the steps."""
         return medians(getattr(step, name) for step in self.steps)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The input of the rules."""
+    """The input to the rules."""
 
     ranks: list[RankSteps]
     micro_steps: int
     on_device: bool
     read_bytes: int = 0
-    """Bytes of a micro-batch's token IDs on disk."""
+    """Size of a micro-batch's token IDs on disk, in bytes."""
     compile_mode: str = "none"
 
     @cached_property
     def seconds(self) -> float:
-        """Time of a step. It is about equal on all ranks, because they wait for the slowest."""
+        """Step time. It is about equal on all ranks, because they wait for the slowest one."""
         return self.median("seconds")
 
     @cached_property
     def communication(self) -> float:
-        """Seconds of pure communication per step: the minimum blocked time over ranks, summed over phases."""
+        """Seconds of communication per step: the minimum blocked time over all ranks, summed over phases."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
-        # The last rank to enter a collective waits only for the transfer, so the minimum excludes stragglers.
+        # The last rank to enter a collective waits only for the transfer.
         return sum(min(of_rank.get(part, 0.0) for of_rank in blocked) for part in blocked[0])
 
     def each(self, name: str) -> list[float]:
-        """Returns the typical value on every rank of an attribute of the records."""
+        """Returns a `StepRecord` attribute's typical value on each rank."""
         return [rank.typical(name) for rank in self.ranks]
 
     def median(self, name: str) -> float:
-        """Returns the median over the ranks of an attribute's typical value."""
+        """Returns the median of a `StepRecord` attribute's typical value over the ranks."""
         return statistics.median(self.each(name))
 
     def waiting(self, rank: RankSteps) -> float:
-        """Returns the time per step that this rank waits for slower ranks."""
+        """Returns the seconds per step that this rank waits for slower ranks."""
         return max(0.0, rank.typical("blocked") - self.communication)
 
     def least(self, share: float) -> float:
-        """Returns a rule's threshold in seconds, from its share of a step."""
+        """Converts a rule's threshold from a fraction of a step to seconds."""
         return max(share * self.seconds, LEAST_SECONDS)
 
     def part(self, seconds: float) -> str:
-        """Formats a part of the step, such as '38% of the step (61 ms of 161 ms)'."""
+        """Formats seconds relative to the step, such as '38% of the step (61 ms of 161 ms)'."""
         return f"{seconds / self.seconds:.0%} of the step ({milliseconds(seconds)} of {milliseconds(self.seconds)})"
 
 
 def find_causes(evidence: Evidence) -> list[Cause]:
-    """Returns the causes found, costliest first; [] if nothing is wrong.
-
-    A busy machine comes first, because it may explain the others.
-    """
+    """Returns the causes found, costliest first. A busy machine comes first, because it can cause the others."""
     rules = (
         busy_machine, slow_data, slow_rank, slow_communication, recompilations, synchronizing_lines, idle_device,
         slow_between_steps, full_memory, wasteful_kernels,
@@ -137,7 +133,7 @@ def find_causes(evidence: Evidence) -> list[Cause]:
 
 
 def named(ranks: list[RankSteps]) -> str:
-    """Formats ranks as 'rank 1' or 'ranks 0, 1 and 5'. If there are more than six, names the first five."""
+    """Formats ranks, such as 'rank 1' or 'ranks 0, 1 and 5'. Lists only the first five of more than six ranks."""
     numbers = [f"{rank.rank}" for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -159,12 +155,12 @@ def busy_machine(evidence: Evidence) -> Cause | None:
     text = (
         f"the machine is busy: {rank.typical('runnable'):.0f} runnable processes and threads for "
         f"{counted(rank.facts['cores'], 'core')} on {rank.facts['host']}; {named([rank])} waited "
-        f"{milliseconds(starved)} of a step of {milliseconds(evidence.seconds)} "
+        f"{milliseconds(starved)} of a {milliseconds(evidence.seconds)} step "
         f"({starved / evidence.seconds:.0%}) for a core"
     )
     remedy = (
-        "stop other programs there, or give this run fewer threads (OMP_NUM_THREADS) or processes; findings about "
-        "ranks and communication below may be its effect"
+        "stop other programs there, or use fewer threads (OMP_NUM_THREADS) or processes for this run; a busy machine "
+        "can also cause the findings about ranks and communication below"
     )
     return Cause(BUSY, starved, text, remedy)
 
@@ -178,12 +174,12 @@ def slow_data(evidence: Evidence) -> Cause | None:
     detail = ""
     if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
         rate = f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
-        detail = f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)}, {rate}"
+        detail = f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)} ({rate})"
     if len(late) < len(evidence.ranks):
-        detail += f"; the others wait for {'it' if len(late) == 1 else 'them'}"
+        detail += f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
     seconds = worst.typical("data")
     verb = "waits" if len(late) == 1 else "wait"
-    text = f"{named(late)} {verb} for data {evidence.part(seconds)} on {worst.facts['host']}{detail}"
+    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{detail}"
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 
@@ -195,7 +191,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     others = [other for other in evidence.ranks if other is not rank]
     own = rank.typical("own_with_core")
     usual = statistics.median(other.typical("own_with_core") for other in others)
-    # The median excludes this rank, which would otherwise be half of its own baseline with two ranks.
+    # The median excludes this rank. With only two ranks, it would otherwise be half of its own baseline.
     excess = own - usual
     if excess < evidence.least(SLOW_SHARE):
         return None
@@ -203,16 +199,16 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     how = "computing"
     # True if idle time explains most of the excess.
     if rank.typical("idle") - usual_idle > excess / 2:
-        how = "the GPU idle" if evidence.on_device else "outside any operator: Python, a lock or a sleep"
+        how = "GPU idle" if evidence.on_device else "outside any operator: Python, a lock or a sleep"
     waits = ", ".join(
-        f"rank {other.rank} {milliseconds(evidence.waiting(other))}"
+        f"rank {other.rank} for {milliseconds(evidence.waiting(other))}"
         for other in sorted(others, key=evidence.waiting, reverse=True)[:3]
     )
     text = (
         f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} per step "
-        f"longer than the others' median ({milliseconds(own)} against {milliseconds(usual)}, "
-        f"{excess / evidence.seconds:.0%} of the step), most of it in {phase_of_excess(rank, others)}, {how}; the "
-        f"others wait for it: {waits}"
+        f"longer than the other ranks' median ({milliseconds(own)} instead of {milliseconds(usual)}, "
+        f"{excess / evidence.seconds:.0%} of the step), mostly in {phase_of_excess(rank, others)} ({how}); the "
+        f"other ranks wait: {waits}"
     )
     remedy = (
         "check that machine for other processes, a hot or throttled GPU (nvidia-smi -q -d PERFORMANCE), or "
@@ -222,7 +218,7 @@ def slow_rank(evidence: Evidence) -> Cause | None:
 
 
 def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
-    """Returns the phase in which the rank's own time exceeds the others' most."""
+    """Returns the phase in which the rank's own time exceeds the other ranks' by the most."""
 
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
@@ -240,9 +236,9 @@ def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
     if seconds < evidence.least(COMMUNICATION_SHARE):
         return None
-    text = f"communication takes {evidence.part(seconds)} during which nothing is computed and no rank is late"
+    text = f"communication takes {evidence.part(seconds)}, not overlapped with computation, although no rank is late"
     remedy = (
-        "use more micro-steps or larger micro-batches per exchange, another strategy (plan.py ranks them), or a "
+        "use more micro-steps or larger micro-batches between reductions, another strategy (plan.py ranks them), or a "
         "faster link (NCCL_DEBUG=INFO prints the one in use)"
     )
     return Cause(COMMUNICATION, seconds, text, remedy)
@@ -255,21 +251,21 @@ def recompilations(evidence: Evidence) -> Cause | None:
         return None
     steps = len(evidence.ranks[0].steps)
     longest = max(found, key=lambda compiled: compiled["seconds"])
-    # All ranks wait for the slowest to compile.
+    # All ranks wait for the slowest compilation.
     seconds = max(sum(compiled["seconds"] for compiled in rank.facts["compilations"]) for rank in compiling) / steps
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
         f"{counted(len(found), 'compilation')} in {counted(steps, 'step')} after the warm-up, "
         f"{milliseconds(seconds)} per step, on {named(compiling)}; {longest['place']}{reason}"
     )
-    remedy = "keep shapes and Python values in the model the same from step to step"
+    remedy = "keep tensor shapes and Python values in the model constant across steps"
     return Cause("recompilation", seconds, text, remedy)
 
 
 def synchronizing_lines(evidence: Evidence) -> Cause | None:
     """Finds lines that wait for the device in every micro-step. The report lists lines in the update separately."""
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
-    # Fewer than one per micro-step is normal, for example reading the loss for the log.
+    # Fewer reads than micro-steps are normal, for example to log the loss.
     lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
@@ -279,9 +275,9 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
     )
     more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
     idle = evidence.median("idle") if evidence.on_device else 0.0
-    cost = "on a CPU it costs little; on a GPU, the CPU would wait there for all launched kernels"
+    cost = "on a CPU, this costs little, but on a GPU, the CPU would wait for all launched kernels"
     if evidence.on_device:
-        cost = f"the GPU is idle {milliseconds(idle)} per step"
+        cost = f"the GPU is idle for {milliseconds(idle)} per step"
     verb = "waits" if len(lines) == 1 else "wait"
     text = f"{counted(len(lines), 'line')} {verb} for the device in every micro-step: {said}{more}; {cost}"
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
@@ -299,15 +295,15 @@ def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
 
 
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Finds idle time on all ranks. `slow_rank` finds a single rank's idle time."""
+    """Finds idle time on all ranks. For a single idle rank, see `slow_rank`."""
     idle = min(evidence.each("idle_in_passes"))
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
-        text = f"Python takes {evidence.part(idle)} between operators, which are too small"
+        text = f"Python takes {evidence.part(idle)} between operators, because they are too small"
         return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
-    text = f"the GPU is idle {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
+    text = f"the GPU is idle for {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
     remedy = "use compile: regional or full for fewer kernels, larger micro-batches for larger ones, or a faster CPU"
     return Cause("host", idle, text, remedy)
 
@@ -316,7 +312,7 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
     seconds = max(evidence.each("idle_between"))
     if seconds < evidence.least(BETWEEN_SHARE):
         return None
-    text = f"work between steps takes {evidence.part(seconds)}: logs, trackers, agreement of the ranks"
+    text = f"work between steps takes {evidence.part(seconds)}: logging, trackers, synchronization between ranks"
     remedy = "use a larger logging.every_steps, fewer trackers, or a run folder on a faster disk"
     return Cause("between steps", seconds, text, remedy)
 
@@ -334,13 +330,16 @@ def full_memory(evidence: Evidence) -> Cause | None:
         return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
     pages, rank = most("swapped_per_step")
     if pages >= MOST_SWAPPED:
-        text = f"the machine of {named([rank])} swaps: {pages:,.0f} pages per step are read back from disk"
-        return Cause("memory", 0.0, text, "use fewer processes on it, or smaller micro-batches")
+        text = f"the machine of {named([rank])} is swapping: {pages:,.0f} pages per step are read back from disk"
+        return Cause("memory", 0.0, text, "use fewer processes on this machine, or smaller micro-batches")
     return None
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
-    """Returns {kind: (seconds per step, share of the step)}, medians over the ranks. Counts exposed communication."""
+    """Returns {kind: (seconds per step, fraction of the step)}, medians over the ranks.
+
+    Communication only counts if exposed.
+    """
     found = medians(rank.typical_parts("kernels") for rank in evidence.ranks)
     found[COMMUNICATION] = evidence.communication
     return {kind: (seconds, seconds / evidence.seconds) for kind, seconds in found.items()}
@@ -355,9 +354,9 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
     moved = sum(shares.get(kind, (0.0, 0.0))[0] for kind in (POINTWISE, "copies"))
     if computed and moved / computed >= POINTWISE_SHARE and moved >= LEAST_SECONDS:
         text = (
-            f"pointwise kernels and copies take {moved / computed:.0%} of the GPU's work ({milliseconds(moved)} per "
-            f"step): they move memory and compute little; compile is {evidence.compile_mode}"
+            f"pointwise kernels and copies take {moved / computed:.0%} of the kernel time ({milliseconds(moved)} "
+            f"per step) and are limited by memory bandwidth; compile is {evidence.compile_mode}"
         )
-        # The time lost assumes that fusion reduces these kernels to 25% of the work.
+        # Assume that fusion would reduce these kernels to 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "use compile: regional to fuse them")
     return None

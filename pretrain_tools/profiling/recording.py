@@ -1,7 +1,7 @@
-"""Records the steps of a profile on one rank: trace, machine load, memory, and lines that wait for the device.
+"""Records profiled steps on one rank: trace, machine load, memory, and lines that wait for the device.
 
-A step of a large model has 100,000 profiler events. They are collected in blocks of steps that fit into CPU memory,
-and only the last block's trace is written to a file.
+A step of a large model has 100,000 profiler events. To save memory, they are collected in blocks of steps. Only the
+last block's trace is written to a file.
 """
 
 import os
@@ -43,7 +43,7 @@ LOADAVG = Path("/proc/loadavg")
 
 
 class PhaseMarks:
-    """Marks the phases of a step in the trace. Exactly one phase is open at any time, so they add up to the step."""
+    """Marks the phases of a step in the trace. Phases don't overlap, and add up to the step."""
 
     def __init__(self, run: Run, read_ahead: ReadAhead):
         strategy = run.strategy
@@ -59,7 +59,7 @@ class PhaseMarks:
         self._mark_pauses(run)
 
     def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method so that it enters the phase `during` and, on return, `after` (None: the previous phase)."""
+        """Wraps a method to enter the phase `during`, and on return the phase `after` (None: the previous one)."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
@@ -69,12 +69,12 @@ class PhaseMarks:
             self._enter(after or before)
             return result
 
-        # Set on the instance, so that `remove` can restore the class's method by deleting the attribute.
+        # Set it on the instance, so that `remove` can restore the method by deleting the attribute.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
 
     def _mark_pauses(self, run: Run) -> None:
-        """Wraps `run.pausing`, so that each task between steps, such as a save, becomes a phase."""
+        """Wraps `run.pausing`, so that tasks between steps, such as a save, become phases."""
         pausing = run.pausing
 
         @contextmanager
@@ -98,7 +98,7 @@ class PhaseMarks:
         self._open.__enter__()
 
     def begin_step(self, step: int) -> None:
-        """Opens a step's mark. step: its number in the log."""
+        """Opens a step's mark. step: number of the step, as in the log."""
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()
         self._enter(BETWEEN_STEPS)
@@ -119,7 +119,7 @@ class Recording:
     """Records steps until `close`. The first step warms up the profiler.
 
     Args:
-        folder: output folder. If it isn't writable, training continues and `problems` lists the errors.
+        folder: output folder. Write errors are listed in `problems` and don't end training.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, folder: Path):
@@ -138,7 +138,7 @@ class Recording:
         self._retries = self._count_retries()
 
     def begin_block(self, step: int) -> None:
-        """Starts the profiler for a block of steps, on all ranks. step: number of the next step."""
+        """Starts the profiler for a block of steps. Call it on all ranks. step: number of the next step."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs to stderr
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
         self._profiler = profile(activities=activities)
@@ -147,7 +147,7 @@ class Recording:
         except RuntimeError as error:
             self._problem(error)
         self._lines.begin()
-        # Without a barrier, the first step would look slow on ranks that arrive early.
+        # Without a barrier, the first step would seem slow on ranks that arrive early.
         self.strategy.ranks.barrier()
         self._begin_step(step)
 
@@ -156,7 +156,7 @@ class Recording:
         self._machine = read_machine()
 
     def end_step(self, *, following: int | None) -> None:
-        """Closes a step. following: number of the next step if it is in the same block, else None."""
+        """Ends a step. following: number of the next step if it is in the same block, else None."""
         self._marks.end_step()
         now = read_machine()
         spent = {name: now[name] - self._machine[name] for name in ("cpu", "starved")}
@@ -171,9 +171,9 @@ class Recording:
         try:
             self._profiler.stop()
             records = read_steps(read_events(self._profiler), on_device=self.on_device)
-        except Exception as error:  # a failure to read a trace must not end the run
+        except Exception as error:  # an unreadable trace must not end the run
             self._problem(error)
-        # Drop the first step, which includes the startup of the profiler.
+        # Drop the first step, which includes the profiler's startup.
         if is_first:
             self._beside.clear()
             self._lines.forget()
@@ -186,11 +186,11 @@ class Recording:
                 self._profiler.export_chrome_trace(str(path))
             except (OSError, RuntimeError) as error:
                 self._problem(error)
-        # Frees the events, which take hundreds of megabytes.
+        # Free the events, which take hundreds of megabytes.
         del self._profiler
 
     def close(self) -> None:
-        """Removes the marks and ends the current step and profiler."""
+        """Stops counting lines and removes the phase marks."""
         self._lines.end()
         self._marks.remove()
 
@@ -203,8 +203,8 @@ class Recording:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def summary(self) -> dict[str, Any]:
-        """Returns this rank's data for the verdict, as plain values for gathering."""
-        # If a block was unreadable, there are fewer records than steps, and no verdict is made.
+        """Returns this rank's data as plain values, so that it can be gathered."""
+        # If a block was unreadable, there are fewer records than steps.
         steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
         return {
             "rank": self.strategy.ranks.rank,
@@ -241,14 +241,14 @@ class Recording:
 
 
 def pages_swapped_in() -> int:
-    """Returns the pages read back from swap since the machine booted; 0 if unknown."""
+    """Returns the number of pages read back from swap since boot; 0 if unknown."""
     return psutil.swap_memory().sin // resource.getpagesize()
 
 
 def read_machine() -> dict[str, float]:
-    """Reads the entries cpu, starved and runnable of a StepRecord. The first two count from the thread's start.
+    """Reads `cpu`, `starved` and `runnable` of a StepRecord. The first two are totals since the thread started.
 
-    The last two are 0 except on Linux.
+    The last two are always 0 except on Linux.
     """
     starved = 0.0
     runnable = 0
@@ -259,10 +259,10 @@ def read_machine() -> dict[str, float]:
 
 
 def compilations_since(began: float) -> list[dict[str, Any]]:
-    """Returns place, reason and seconds of torch.compile's compilations since `began` (seconds since 1970)."""
+    """Returns torch.compile's compilations since `began` (seconds since 1970)."""
     if "torch._dynamo" not in sys.modules:
         return []
-    # Private, but the only source of recompilation reasons besides the log.
+    # Private, but otherwise only the log contains recompilation reasons.
     from torch._dynamo.utils import get_compilation_metrics
 
     return [

@@ -1,4 +1,4 @@
-"""Reports a profile as text and JSON, in RUN/profile/step-X."""
+"""Writes a profile's report as text and JSON to RUN/profile/step-X."""
 
 import json
 import statistics
@@ -24,7 +24,7 @@ WIDTH = 118
 
 
 def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
-    """Formats the verdict in one sentence."""
+    """Formats the verdict as one sentence."""
     if causes:
         return f"Found: {', '.join(dict.fromkeys(cause.name for cause in causes))}"
     shares = {
@@ -39,7 +39,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
 
 
 def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
-    """Formats the verdict, its causes, and the tables behind them."""
+    """Formats the verdict, causes and tables."""
     parts = [title, verdict_of(evidence, causes)]
     for number, cause in enumerate(causes, start=1):
         said = textwrap.fill(f"{number}. {cause.text}.", WIDTH, subsequent_indent="   ")
@@ -53,7 +53,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
 
 
 def ranks_text(evidence: Evidence) -> str:
-    """Formats a table of each rank's time per step, limited to the RANKS_SHOWN slowest."""
+    """Formats a table of the time per step of the RANKS_SHOWN slowest ranks."""
     columns = ("step", "worst", "computing", "data", "communication", "waiting for ranks", "idle", "no core")
     rows = [["ms per step", *columns]]
 
@@ -65,7 +65,7 @@ def ranks_text(evidence: Evidence) -> str:
             max(step.seconds for step in rank.steps),
             rank.typical("busy"),
             rank.typical("data"),
-            # Blocked time beyond waiting for slower ranks is communication.
+            # The rest of the blocked time is communication.
             rank.typical("blocked") - waiting,
             waiting,
             rank.typical("idle"),
@@ -78,7 +78,7 @@ def ranks_text(evidence: Evidence) -> str:
 
 
 def phases_text(evidence: Evidence) -> str:
-    """Formats the time of each phase of the loop, including waiting."""
+    """Formats the time per phase, including waiting."""
     seconds = medians(rank.typical_parts("phases") for rank in evidence.ranks)
     said = ", ".join(f"{name} {milliseconds(value)}" for name, value in seconds.items() if value >= 5e-5)
     return f"in the loop: {said}"
@@ -92,7 +92,7 @@ def kernels_text(evidence: Evidence) -> str:
 
 
 def lines_text(evidence: Evidence) -> str:
-    """Formats the lines that wait for the device, including harmless ones."""
+    """Formats the lines of code that wait for the device, including harmless ones."""
     lines = [
         f"  {place}  {call} in {phase}, {count:.3g} per step"
         for (place, call, phase), count in list(lines_per_step(evidence).items())[:LINES_SHOWN]
@@ -101,7 +101,7 @@ def lines_text(evidence: Evidence) -> str:
 
 
 def memory_text(evidence: Evidence) -> str:
-    """Formats the memory of the rank that uses most."""
+    """Formats the memory of the rank that uses the most."""
     most = max(
         evidence.ranks, key=lambda r: r.facts["memory"].get("reserved_peak", r.facts["memory"]["resident_peak"])
     )

@@ -1,4 +1,4 @@
-"""Profiles several steps of a run while it trains: train.py --profile."""
+"""Profiles several steps during training: train.py --profile."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from pretrain_tools.profiling.trace_events import StepRecord
 STEPS_OF_BLOCK = 5
 """Steps per block. A large model's step has 100,000 events, about 30 MB of trace as JSON."""
 WARM_UP_STEPS = 5
-"""Number of steps skipped after the start, because they compile and create the optimizer's state."""
+"""Number of steps to skip after the start, because they include compilation and the optimizer's initialization."""
 MOST_STEPS = 100
 """Maximum number of profiled steps."""
 
@@ -22,22 +22,22 @@ MOST_STEPS = 100
 def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:
     """Raises InputError if --profile exceeds MOST_STEPS or the run's remaining steps."""
     if not 1 <= steps <= MOST_STEPS:
-        raise InputError(f"--profile: {steps} steps can't be profiled; give 1 to {MOST_STEPS}")
+        raise InputError(f"--profile: got {steps}, must be from 1 to {MOST_STEPS} steps")
     begins_at = first_step + WARM_UP_STEPS
     left = max(0, total_steps - begins_at - 1)
     if steps > left:
-        remedy = f"give {left} or fewer" if left else "no steps are left to profile"
+        remedy = f"use {left} or fewer" if left else "no steps are left to profile"
         raise InputError(
-            f"--profile: {steps} steps from step {begins_at + 2:,} on are more than the {left} left in the run of "
+            f"--profile: got {steps} steps, but from step {begins_at + 2:,} only {left} are left in the run of "
             f"{total_steps:,}; {remedy}"
         )
 
 
 class StepProfile:
-    """Takes and reports one profile. All ranks must call its methods at the same steps.
+    """Profiles several steps once. All ranks must call its methods after the same steps.
 
     Args:
-        steps: number of steps, checked by `refuse_profile`. One extra step warms up the profiler.
+        steps: number of steps to profile. An additional step warms up the profiler.
     """
 
     def __init__(self, run: Run, read_ahead: ReadAhead, steps: int):
@@ -47,11 +47,11 @@ class StepProfile:
         self.log = run.log
         self._steps = steps
         self._begins_at: int | None = run.state.step + WARM_UP_STEPS
-        """Step after which the recording begins; None after it has ended."""
+        """Step after which the recording begins; None once it has ended."""
         self._recording: Recording | None = None
 
     def after_step(self) -> None:
-        """Begins, continues or ends the profile between two steps."""
+        """Starts, continues or ends the profile. Called between steps."""
         if self._recording is not None:
             self._go_on()
         elif self._begins_at == self.run.state.step:
@@ -64,7 +64,7 @@ class StepProfile:
 
     def _begin(self) -> None:
         step = self.run.state.step
-        self.log.say(f"profiling {self._steps} steps from step {step + 2:,} on; training continues")
+        self.log.say(f"profiling {self._steps} steps, starting with step {step + 2:,}; training continues")
         self._recording = Recording(self.run, self.read_ahead, self.folder)
         self._next = step + 1
         self._recording.begin_block(step + 1)
@@ -99,7 +99,7 @@ class StepProfile:
         batches = plan.batches
         width = batches.readers[batches.folders[0]].manifest.bytes_per_id
         sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
-        # If a rank lacks steps, its medians aren't comparable with the other ranks'.
+        # If steps are missing, medians aren't comparable across ranks.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
         try:

@@ -1,8 +1,8 @@
 """Finds lines of code that wait for the device: `.item()`, `if tensor:`, `.tolist()`, `.cpu()`, boolean masks.
 
-Each such line drains the GPU's queue, and the GPU idles until the CPU has launched more kernels. To count the lines,
-this module wraps the methods and, on a GPU, also listens to torch's synchronization warnings. The profiler's stack
-traces would find them as well, but slow down every call.
+Each such line drains the GPU's queue, so the GPU idles until the CPU has launched more kernels. To find these lines,
+the module wraps tensor methods and, on a GPU, intercepts torch's synchronization warnings. The profiler's stack traces
+would slow down every call.
 """
 
 import sys
@@ -23,24 +23,24 @@ METHODS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "
 """Tensor methods that copy values to Python."""
 SPELLED = {"__bool__": "bool()", "__int__": "int()", "__float__": "float()", "__index__": "an index"}
 PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
-"""Paths whose frames are skipped to find the responsible line."""
+"""Files and folders whose stack frames are skipped to find the responsible line."""
 READS_OF_THE_HOST = tuple(
     str(PACKAGES / "pretrain" / name) for name in ("model/cpu_attention", "parallel/pipeline_stages")
 )
-"""Code that reads CPU tensors even on a machine with a GPU. In a CPU run they can't be distinguished."""
+"""Code that reads CPU tensors even in GPU runs. It isn't counted."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
-# Python represents threads started by C++ code, such as autograd's, only by this private class.
+# Threads started by C++ code, such as autograd's, have this private class.
 OF_THE_PASSES = type(threading.main_thread()), threading._DummyThread
-"""Types of computing threads: the main thread and autograd's. Others write checkpoints or read ahead."""
+"""Classes of the main thread and autograd's threads. Other threads write checkpoints or prefetch data."""
 WARNING = "called a synchronizing CUDA operation"
 
 
 class SyncLines:
-    """Counts the lines that wait for the device between `begin` and `end`.
+    """Counts how often each line waits for the device between `begin` and `end`.
 
     Args:
-        phase: returns the current phase of the step. Waiting between steps is allowed.
-        device_type: cuda or cpu.
+        phase: returns the current phase of the step. Waits between steps aren't counted.
+        device_type: 'cuda' or 'cpu'.
     """
 
     def __init__(self, phase: Callable[[], str], device_type: str):
@@ -71,7 +71,7 @@ class SyncLines:
         self._counts.clear()
 
     def found(self) -> list[dict[str, Any]]:
-        """Returns dicts of place ('file:line'), call, phase and count, most frequent first."""
+        """Returns a list of {place ('file:line'), call, phase, count}, most frequent first."""
         return [
             {"place": place, "call": call, "phase": phase, "count": count}
             for (place, call, phase), count in self._counts.most_common()
@@ -79,7 +79,7 @@ class SyncLines:
 
     def _replace(self, name: str) -> None:
         method = getattr(torch.Tensor, name)
-        # Inherited methods are restored by deletion. Setting them would shadow the parent's permanently.
+        # Restore inherited methods by deletion. Setting them would shadow the parent's permanently.
         if own := vars(torch.Tensor).get(name):
             self._undo.callback(setattr, torch.Tensor, name, own)
         else:
@@ -96,7 +96,7 @@ class SyncLines:
             finally:
                 self._is_inside = was
 
-        # Compiled code calls these methods only at graph breaks. Dynamo must not trace the wrapper.
+        # Dynamo must not trace the wrapper.
         compiles = "torch._dynamo" in sys.modules
         setattr(torch.Tensor, name, torch.compiler.disable(counted_method) if compiles else counted_method)
 
@@ -107,7 +107,7 @@ class SyncLines:
             self._count("an operation that waits for the device")
 
     def _count(self, called: str) -> None:
-        # Waiting between steps, and in threads that read or write files, doesn't count.
+        # Don't count waits between steps or in other threads.
         if self._phase() not in PHASES or not isinstance(threading.current_thread(), OF_THE_PASSES):
             return
         frame = sys._getframe(1)
@@ -118,7 +118,7 @@ class SyncLines:
 
 
 def short_path(path: str) -> str:
-    """Shortens a path: relative to the project's root, or to site-packages for a library."""
+    """Makes a path relative to the project's root, or to site-packages for libraries."""
     inside = Path(path)
     if inside.is_relative_to(PACKAGES) and ".venv" not in inside.parts:
         return str(inside.relative_to(PACKAGES))

@@ -1,7 +1,7 @@
-"""Divides a step into work, waiting and kinds of kernels, based on torch.profiler's events.
+"""Breaks down steps into work, waiting time and kinds of kernels, using torch.profiler's events.
 
-A GPU's timeline has kernels, exposed collectives and idle time. On a CPU, the main thread's timeline has operators,
-and collectives that run while it is idle.
+On a GPU, work is the time in kernels. On a CPU, it is the time in the main thread's operators. Collectives only count
+while there is no other work.
 """
 
 import functools
@@ -22,7 +22,7 @@ FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""Phase between two micro-steps or two steps. Tasks such as a save have separate phases."""
+"""Phase between micro-steps or steps. Tasks such as a save have separate phases."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -31,7 +31,7 @@ INHERITED = (
     ("attention", re.compile(r"attention|flash|fmha|flex_attn", re.IGNORECASE)),
     ("loss", re.compile(r"chunked_loss|softmax_less_target|cross_entropy|nll_loss", re.IGNORECASE)),
 )
-"""Operators whose kernels all count as this kind, including matmuls."""
+"""Operators that determine the kind of all their kernels, including matmuls."""
 KERNEL_NAMES = (
     (COMMUNICATION, re.compile(r"nccl|rccl|gloo:|c10d", re.IGNORECASE)),
     *INHERITED,
@@ -46,14 +46,14 @@ KERNEL_NAMES = (
 KINDS = ("matmuls", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
 """Kinds of kernels, in the order of the report."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
-"""Prefixes of torch's names for compiled code. Its generated CPU kernels have no separate events."""
+"""Prefixes of torch's names for compiled code. Generated CPU kernels have no separate events."""
 NO_WORK = ("autograd::", "c10d::", "_c10d_functional", "profiler::")
 LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Z]")
-"""Names of runtime calls. Operators use separate correlation IDs, which may coincide with the kernels'."""
+"""Names of runtime calls. Only these share correlation IDs with kernels."""
 
 
 Work = dict[str, list[tuple[int, int]]]
-"""{kind: time spans of this work}, in nanoseconds; they may overlap."""
+"""{kind: time spans in nanoseconds, possibly overlapping}"""
 
 
 class TraceEvent(NamedTuple):
@@ -64,13 +64,13 @@ class TraceEvent(NamedTuple):
     end: int
     thread: int = 0
     kind: str = "operator"
-    """operator, mark (a record_function range), collective, or kernel (on the device)."""
+    """'operator', 'mark' (a record_function range), 'collective' or 'kernel' (on the device)."""
     correlation: int = 0
-    """ID shared by a kernel and the call that launched it; 0 for none."""
+    """ID shared by a kernel and the call that launched it, or 0."""
 
 
 class Spans:
-    """A sorted set of non-overlapping time spans, shape (n, 2), in nanoseconds. Merges overlapping input."""
+    """Sorted time spans in nanoseconds, shape (n, 2). Overlapping spans are merged."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]):
         pairs = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2)
@@ -96,7 +96,7 @@ class Spans:
 
 @dataclass
 class StepRecord:
-    """Times in one rank's step, in seconds. `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
+    """Breakdown of one rank's step in seconds. `busy`, `blocked`, `data` and `idle` add up to `seconds`."""
 
     step: int
     seconds: float
@@ -109,13 +109,13 @@ class StepRecord:
     idle: float = 0.0
     """Remaining time: Python between operators, or tasks between steps."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Total time by phase, which also adds up to `seconds`."""
+    """Time per phase, which also adds up to `seconds`."""
     blocked_in: dict[str, float] = field(default_factory=dict)
-    """Part of `blocked` by 'MICRO_STEP/PHASE'."""
+    """`blocked` per 'MICRO_STEP/PHASE'."""
     idle_in: dict[str, float] = field(default_factory=dict)
-    """Part of `idle` by phase."""
+    """`idle` per phase."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """Kernel time by kind."""
+    """Kernel time per kind."""
     launched: int = 0
     """Number of kernels launched on the device; 0 on a CPU."""
     cpu: float = 0.0
@@ -123,31 +123,31 @@ class StepRecord:
     starved: float = 0.0
     """Time in which the main thread was runnable but waited for a core."""
     runnable: int = 0
-    """Runnable processes and threads on the machine at the end of the step."""
+    """Number of runnable processes and threads on the machine at the end of the step."""
 
     @property
     def unblocked(self) -> float:
-        """Time without waiting for other ranks."""
+        """Step time without waiting for other ranks."""
         return self.seconds - self.blocked
 
     @property
     def own(self) -> float:
-        """This rank's time without waiting for other ranks or data."""
+        """Step time without waiting for other ranks or data."""
         return self.unblocked - self.data
 
     @property
     def own_with_core(self) -> float:
-        """Own time minus the time without a core."""
+        """`own` minus the time without a core."""
         return max(0.0, self.own - self.starved)
 
     @property
     def idle_in_passes(self) -> float:
-        """Idle time in forward, backward and update, minus the time without a core on a busy machine."""
+        """Idle time in forward, backward and update, minus the time without a core."""
         return sum(self.idle_in.get(phase, 0.0) for phase in (FORWARD, BACKWARD, UPDATE)) - self.starved
 
     @property
     def idle_between(self) -> float:
-        """Idle time after the update: logs, trackers, agreement of the ranks."""
+        """Idle time after the update: logging, trackers, synchronization between ranks."""
         return self.idle_in.get(BETWEEN_STEPS, 0.0) + self.idle_in.get("logging", 0.0)
 
 
@@ -156,7 +156,7 @@ def read_events(profiler: Any) -> list[TraceEvent]:
     from torch.autograd import DeviceType
 
     found = []
-    # Uses the raw events, because profiler.events() builds a tree of Python objects, which is slow.
+    # Use the raw events, because profiler.events() is slow: it builds a tree of Python objects.
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
         on_device = event.device_type() != DeviceType.CPU
@@ -166,7 +166,7 @@ def read_events(profiler: Any) -> list[TraceEvent]:
         kind = "kernel" if on_device else "mark" if is_mark else "operator"
         if name.startswith("gloo:"):
             kind = "collective"
-        # Ignore the operators' correlation IDs. They also start at 1, but don't refer to kernels.
+        # Ignore operators' correlation IDs. They also start at 1, but don't refer to kernels.
         correlation = event.correlation_id() if on_device or LAUNCH.match(name) else 0
         found.append(TraceEvent(name, event.start_ns(), event.end_ns(), event.start_thread_id(), kind, correlation))
     return found
@@ -179,7 +179,7 @@ def kernel_kind(name: str) -> str:
 
 
 def is_work(name: str) -> bool:
-    """Returns True if an operator's own time is work. Autograd nodes and calls to collectives aren't work."""
+    """Returns True if an operator's own time is work, unlike that of autograd nodes and collectives."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
@@ -190,18 +190,17 @@ class _Open:
     event: TraceEvent
     inherited: str | None
     since: int
-    """Start of its current own time: the end of the last operator that it called."""
+    """End of the last operator that it called, or its own start."""
     waits: bool = False
-    """True for a Python-level operator (DTensor) that dispatches itself again or communicates. Its own time may be
-    waiting."""
+    """True if its own time may be waiting, because it is a DTensor operator that redispatches or communicates."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    """Its own time, without the operators that it calls: (kind, (start, end))."""
+    """Spans of its own time, without the operators that it calls: (kind, (start, end))."""
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:
-    """Walks one thread's operators and returns their own work.
+    """Returns the work of one thread's operators, without double counting nested ones.
 
-    launched: filled with the kinds that kernels inherit, by correlation ID.
+    launched: is filled with {correlation ID: kind that the kernel inherits}.
     """
     work: Work = defaultdict(list)
     stack: list[_Open] = []
@@ -222,7 +221,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launche
             kind = of.inherited or (POINTWISE if name.startswith(COMPILED) else kernel_kind(name))
             of.pieces.append((kind, (of.since, until)))
 
-    # If two events begin at the same time, the longer one is the caller.
+    # If two events start at the same time, the longer one is the caller.
     for event in sorted(events, key=lambda event: (event.start, -event.end)):
         close(event.start)
         parent = stack[-1] if stack else None
@@ -232,7 +231,7 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launche
             launched[event.correlation] = inherited
         if parent:
             add_own(parent, event.start)
-            # A DTensor dispatches the same operator again on its local shard, and communicates in between.
+            # A DTensor communicates and then dispatches the same operator again on its local shard.
             parent.waits |= event.name == parent.event.name or "c10d" in event.name
         stack.append(_Open(event, inherited, event.start))
     close(float("inf"))
@@ -240,9 +239,9 @@ def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launche
 
 
 def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]:
-    """Returns the whole steps in a trace.
+    """Returns the steps in a trace.
 
-    on_device: True if kernels run on a GPU. Otherwise the main thread's operators count as work.
+    on_device: True if kernels run on a GPU. Otherwise, the main thread's operators count as work.
     """
     marks = sorted((event for event in events if event.name.startswith(MARK)), key=lambda mark: mark.start)
     steps = [mark for mark in marks if mark.name.startswith(STEP)]
@@ -267,7 +266,7 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             work[COMMUNICATION].append((event.start, event.end))
     by_kind = {kind: Spans(work[kind]) for kind in KINDS}
     busy = Spans(itertools.chain.from_iterable(work[kind] for kind in KINDS))
-    # Exposed communication is the union of communication and computing, minus computing.
+    # Exposed communication is the union of communication and computation, minus computation.
     either = Spans(itertools.chain.from_iterable(work.values()))
     starts = np.array([start for spans in work.values() for start, _ in spans])
     records = []
@@ -286,13 +285,13 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             if not step.start <= mark.start < step.end:
                 continue
             name = mark.name.removeprefix(MARK)
-            micro_step += name == WAITING_FOR_DATA  # a micro-step begins with waiting for its data
+            micro_step += name == WAITING_FOR_DATA  # a micro-step starts with waiting for its data
             within = mark.start, min(mark.end, step.end)
             seconds = (within[1] - within[0]) / 1e9
             worked = either.seconds(*within)
             _add(record.phases, name, seconds)
             _add(record.blocked_in, f"{micro_step}/{name}", worked - busy.seconds(*within))
-            # Clamped, because CPU and device times may overlap by a few nanoseconds.
+            # Clamp, because CPU and device times may overlap by a few nanoseconds.
             _add(record.idle_in, name, max(0.0, seconds - worked))
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)
         record.idle = max(0.0, record.seconds - record.busy - record.blocked - record.data)
@@ -305,7 +304,6 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
-    """Returns a kernel's kind, from the operators around its launch. Communication is classified by name."""
-    # The launching operator takes precedence over the kernel's name, so a matmul in attention counts as attention.
+    """Returns the kind of a kernel. A matmul that is launched by attention counts as attention."""
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)

@@ -51,15 +51,15 @@ def test_everything_wrong_is_said_at_once(refused):
         "--mfu", "40", "--seed", "3",
     )  # fmt: skip
     for part in (
-        "give one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
-        "--dollars -3: must be above 0",
-        "--dollars: cpu has no price; give --price_per_gpu_hour",
-        "--family lama: is not one of llama, qwen3, gpt2, nanochat, deepone, qwen3_moe; did you mean llama?",
+        "use exactly one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
+        "--dollars -3: must be positive",
+        "--dollars: cpu has no price; set --price_per_gpu_hour",
+        "--family lama: must be one of llama, qwen3, gpt2, nanochat, deepone, qwen3_moe; did you mean llama?",
         "tokenizers/none",
         "data/none: no such folder of prepared shards",
-        "--write x.txt: the name of a recipe must end in .yaml",
+        "--write x.txt: recipe names must end in .yaml",
         "--optimizer sgd",
-        "--config: needs an existing recipe",
+        "--config: can't be combined with a budget",
         "--mfu 40.0",
         "--seed",
     ):
@@ -70,10 +70,10 @@ def test_everything_wrong_is_said_at_once(refused):
     ("arguments", "said"),
     [
         (("--hours", "0.0003", "--vocabulary", "32000"), "startup alone takes about 60 s"),
-        (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama here has 12.9B"),
+        (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama has 12.9B"),
         (("--hours", "1"), "--vocabulary: is missing"),
-        (("--family", "llama"), "give one of --hours, --dollars and --flops"),
-        ((), "--config: name the recipe to plan, or give --hours"),
+        (("--family", "llama"), "use exactly one of --hours, --dollars and --flops"),
+        ((), "--config: pass the recipe to plan, or use --hours"),
     ],
 )
 def test_budgets_that_make_no_recipe(arguments, said, refused):

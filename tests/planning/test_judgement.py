@@ -48,7 +48,7 @@ def test_a_text_that_is_read_again_and_again(read):
     epochs = run.total_tokens / (reader.tokens // 64 * 64)
     message = repeated_data(run)
     assert f"{epochs:,.1f} times: the budget has 20M tokens" in message
-    assert message.endswith(f"add text, or use --budget.tokens {4 * reader.tokens}")
+    assert message.endswith(f"add data, or use --budget.tokens {4 * reader.tokens}")
     _, remedied = read(budget__tokens=4 * reader.tokens)
     assert repeated_data(remedied) is None
 
@@ -76,18 +76,18 @@ def test_a_vocabulary_that_outweighs_the_layers(read):
     )
     message = heavy_vocabulary(run)
     share = 512 * 32 / run.parameters
-    assert share > 0.5 and f"512 IDs take 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
+    assert share > 0.5 and f"512 IDs use 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
 
 
 @pytest.mark.parametrize("budget", [{"budget__tokens": "12_800"}, {"budget__steps": 50}])
 def test_a_batch_too_large_for_the_budget(read, budget):
     config, run = read(**budget)
     message = few_steps(config, run)
-    assert "256 tokens per step leave 50 steps, including 2 of warmup" in message
+    assert "with 256 tokens per step, the run has only 50 steps, including 2 warmup steps" in message
     if "budget__steps" in budget:
         assert message.endswith("raise the budget")
     else:
-        assert message.endswith("--batch.tokens_per_step 64 takes 200")
+        assert message.endswith("use --batch.tokens_per_step 64 for 200 steps")
         assert few_steps(*read(**budget, batch__tokens_per_step=64)) is None
     assert few_steps(*read(budget__steps=100)) is None
 
@@ -99,7 +99,7 @@ def test_a_disk_too_small_for_the_checkpoints(read, monkeypatch, tmp_path):
         monkeypatch.setattr(judgement_module.shutil, "disk_usage", lambda place, free=free: Usage(0, 0, free))
         message = small_disk(config, run)
         assert (message is not None) == is_small
-    assert "2 kept of" in message and f"{tmp_path} has" in message
+    assert "2 checkpoints of" in message and f"{tmp_path} has" in message
     (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-1/model.safetensors").write_bytes(b"0")
     assert small_disk(config, run) is None, "checkpoints that are there make room for those to come"
@@ -114,7 +114,7 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     assert small_memory(config, run, torch.device("cpu")) is None
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(0.5 * need))
     message = small_memory(config, run, torch.device("cpu"))
-    assert message.startswith("memory: under single a step in sequences of 2,048 tokens needs ")
+    assert message.startswith("memory: with single, a step with sequences of 2,048 tokens needs ")
     assert "--activation_checkpointing full, 33% slower: needs" in message and "zero3_offload" not in message
     assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
 
@@ -124,7 +124,7 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
         raise TypeError("no such argument\nsecond line")
 
     monkeypatch.setattr(judgement_module, "largest_footprint", fails)
-    said = "memory: unknown for a step of llama (TypeError: no such argument)"
+    said = "memory: cannot be estimated for llama (TypeError: no such argument)"
     assert small_memory(*read(), torch.device("cpu")) is None, "it fits by far: nothing is traced"
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)
     assert small_memory(*read(), torch.device("cpu")) == said
@@ -172,7 +172,7 @@ def test_a_check_without_data_judges_the_rest(recipe):
 
 def test_the_check_says_it_through_the_script(recipe):
     out = run_script("train.py", "--config", recipe, "--check").stdout
-    assert "warning: batch: 256 tokens per step leave 12 steps" in out
+    assert "warning: batch: with 256 tokens per step, the run has only 12 steps" in out
     assert "\ntime on this machine: about " in out
     assert f"\nstart it with: python train.py --config {recipe}\n" in out
-    assert re.search(r"\nNo mistakes, [1-9] warnings? above: this run can start\.\n$", out), "a warning is a problem"
+    assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), "a warning is a problem"

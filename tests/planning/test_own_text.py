@@ -189,7 +189,7 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
     (tmp_path / "book.log").write_text("text " * 9000)
     told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
-    assert "--text small.txt: 11 bytes in 1 file are too few; give at least 20,000" in told
+    assert "--text small.txt: 11 bytes in 1 file are too few; use at least 20,000" in told
     assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
     told = refused(tmp_path, "latin.txt", "image.txt")
     assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
@@ -197,12 +197,12 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told
     assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
-    assert "--output a b: its last part must be a name for recipe, shards and model" in refused(
+    assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
     assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
-    assert "--config recipes/demo.yaml names one" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
+    assert "omit --config recipes/demo.yaml" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
     assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing was written"
 
 
@@ -239,7 +239,7 @@ def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
     command = ["--text", "novel.txt", "--minutes", MINUTES, "--seed", "1"]
     assert with_own_text(command) == ["--config", "recipes/novel.yaml", "--seed", "1"]
     with pytest.raises(
-        InputError, match=r"a launcher started several; first run python train.py --text novel.txt .* --check"
+        InputError, match=r"but several were launched; first run python train.py --text novel.txt .* --check"
     ):
         with_own_text([*command, "--output", "runs/unprepared"])
 

@@ -55,10 +55,10 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
 
     assert spread_verdict(trained(0.9, 0.6, 0.8), config) is None
     assert spread_verdict(trained(0.9, 0.8, 0.55), config) == (
-        "in step 3 a layer uses effectively 9.8 of 64 experts, the busiest with 6.5 times its share; 8 is a "
-        "collapsed router"
+        "in step 3, a layer effectively uses 9.8 of 64 experts, and the busiest gets 6.5 times its share; a "
+        "collapsed router uses 8"
     )
-    assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1 a layer uses effectively 18.4 of 64")
+    assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1, a layer effectively uses 18.4 of 64")
 
 
 ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda value: [value], print=print)

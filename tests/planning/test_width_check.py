@@ -24,7 +24,7 @@ def test_changes_do_not_grow_with_the_width_under_mup(config, name):
 def test_without_mup_they_grow(config):
     exponents = growth(activation_changes(Optim(learning_rate=1e-2), config, 1e-2))
     assert exponents["logits"] > 0.5
-    assert "learning rates won't transfer across it" in width_verdict(Optim(learning_rate=1e-2), config, 1e-2)
+    assert "learning rates won't transfer across widths" in width_verdict(Optim(learning_rate=1e-2), config, 1e-2)
 
 
 def test_growth_is_the_exponent():

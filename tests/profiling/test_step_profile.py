@@ -52,8 +52,8 @@ def test_a_rank_that_takes_longer_is_named(train, tmp_path):
     ended = train("--profile", STEPS, faults=[{"where": "forward", "seconds": 0.15}])
     found = causes_of(ended, tmp_path / "run")
     assert list(found) == ["slow rank"]
-    assert found["slow rank"].startswith("rank 1 on ") and "most of it in forward" in found["slow rank"]
-    assert "the others wait for it: rank 0 " in found["slow rank"]
+    assert found["slow rank"].startswith("rank 1 on ") and "mostly in forward" in found["slow rank"]
+    assert "the other ranks wait: rank 0 for " in found["slow rank"]
     assert found["slow rank"] in " ".join(ended.output.split()), "the verdict is printed"
     folder = tmp_path / "run/profile" / f"step-{7:08d}"
     for rank in (0, 1):
@@ -66,7 +66,7 @@ def test_a_slow_disk_is_named(train, tmp_path):
     ended = train("--profile", STEPS, faults=[{"where": "disk", "seconds": 0.4}])
     found = causes_of(ended, tmp_path / "run")
     assert list(found) == ["waiting for data"]
-    assert found["waiting for data"].startswith("rank 1 waits for data ")
+    assert "rank 1 waits for data for " in found["waiting for data"]
     assert re.search(r"a read of 1.0 kB takes [4-9]\d\d ms", found["waiting for data"])
 
 
@@ -137,7 +137,7 @@ def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back
         step_to(step)
     assert said == []
     step_to(5)
-    assert said == ["profiling 10 steps from step 7 on; training continues"]
+    assert said == ["profiling 10 steps, starting with step 7; training continues"]
     step_to(3)
     assert said[1:] == ["profile canceled: the run rolled back to step 3 during the profile"]
     step_to(5)
@@ -146,7 +146,7 @@ def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [("0", "give 1 to 100"), ("7", "more than the 6 left in the run of 12"), ("x", "as in --profile 20")],
+    [("0", "must be from 1 to 100 steps"), ("7", "only 6 are left in the run of 12"), ("x", "as in --profile 20")],
 )
 def test_steps_that_cannot_be_profiled_are_refused(recipe, given, problem):
     result = run_script("train.py", recipe, "--profile", given, check=False)

@@ -267,7 +267,7 @@ def test_the_choice_among_equals_has_a_reason():
 
     ddp, zero1, slow = able("ddp", 1.0), able("zero1", 0.99), able("pp", 1.5)
     assert reason_of(ddp, [ddp, zero1, slow]) == (
-        "ddp is the simplest of the fastest: the estimate cannot tell zero1 from it (within 3%)."
+        "ddp is the simplest of the fastest; within the estimate's error (3%), zero1 would be as fast."
     )
     assert recommend([zero1, large := able("ddp", 1.0, fits=False)]) is zero1
     assert reason_of(zero1, [zero1, large]).startswith("zero1 is the simplest with the recipe's micro-batch of")
@@ -277,7 +277,9 @@ def test_the_choice_among_equals_has_a_reason():
     assert next_best(ddp, [ddp, zero1, near, slow]) is slow and next_best(ddp, [ddp, near]) is None
     tp = replace(slow, time=StepTime(0.9, 0.1, {"tp": 0.5}))
     assert shares_of(tp) == "60% computing, 33% summing hidden states over tp, 7% waiting in the pipeline"
-    assert difference(tp, ddp) == "Next is pp, 50% slower: summing hidden states over tp takes 50% of ddp's step more."
+    assert difference(tp, ddp) == (
+        "The next best, pp, is 50% slower: summing hidden states over tp adds 50% of ddp's step."
+    )
 
 
 def test_one_gpu_runs_single(recipe):
@@ -370,10 +372,10 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
     ("arguments", "message"),
     [
         (["--gpu", "h10O"], "--gpu: h10O is not in the table; did you mean h100?"),
-        (["--gpu", "mine", "--gpu_memory", "48GB"], "describe another GPU with --gpu_memory 80GB and --peak"),
+        (["--gpu", "mine", "--gpu_memory", "48GB"], "for other GPUs, pass options such as --gpu_memory 80GB --peak"),
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
         (["--gpus", "12"], "--gpus 12: is not a multiple of 8 GPUs per machine; set --machines"),
-        (["--gpus", "8", "--machines", "3"], "--machines 3: 8 GPUs cannot be divided equally"),
+        (["--gpus", "8", "--machines", "3"], "--machines 3: must divide the number of GPUs (8)"),
         (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),
         (["--gpu_memory", "lots"], "--gpu_memory lots: must be a size, such as 80GB"),
         (["--optim.learning_rat", "1"], "--optim.learning_rat: unknown key; did you mean learning_rate?"),
