@@ -62,7 +62,7 @@ def read_budget_request(
     Args:
         rest: recipe settings on the command line.
         problems: problems found so far.
-        gpu: None for this machine's own GPU, or if it is unknown.
+        gpu: None for this machine's CPU, or if --gpu is unknown.
     """
     problems += option_contradictions(options, rest, gpu)
     vocabulary = None

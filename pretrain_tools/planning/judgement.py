@@ -196,7 +196,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     return (
         f"disk: checkpoints and the final model need up to {bytes_text(storage.total)} ({storage.kept} checkpoints of "
         f"{bytes_text(storage.checkpoint)} and one being written), but {place} has only {bytes_text(free)}; lower "
-        "checkpoint.keep_last or keep_every, or choose another --output"
+        "checkpoint.keep_last, raise checkpoint.keep_every, or choose another --output"
     )
 
 
