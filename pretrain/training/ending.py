@@ -1,4 +1,4 @@
-"""Ends a run, either early or with the exported model."""
+"""Ends a run, early or after exporting the model."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,11 +18,11 @@ REASONS = {
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
-"""{request to end: reason in the log}."""
+"""{request: reason shown in the log}."""
 
 
 def end_early(run: Run) -> int:
-    """Ends the run early, because of a request or a pause. Saves first, unless aborted. Returns the exit status."""
+    """Saves, unless aborted, and ends the run early. Returns the exit code."""
     if not run.ends:
         run.request = Request.PAUSE
     if run.request != Request.ABORT:
@@ -31,7 +31,7 @@ def end_early(run: Run) -> int:
         run.evaluations.stop()
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    request = run.request  # a more urgent request may have arrived during the save
+    request = run.request  # may have become more urgent during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
     how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
     answer(run)
@@ -44,7 +44,7 @@ def end_early(run: Run) -> int:
 
 
 def finish(run: Run) -> int:
-    """Exports the trained model to final/, verifies and publishes it. Returns the exit status."""
+    """Exports the model to final/, verifies it and publishes it. Returns the exit code."""
     final = _export_and_publish(run) if run.config.checkpoint.save_final else None
     state = run.state
     if run.evaluations:
@@ -53,7 +53,7 @@ def finish(run: Run) -> int:
             run.log.say(f"Evaluations still running, whose results will be in metrics.jsonl: {names}")
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    run.watch.close()  # first, so that a rank's exit doesn't look like a crash to the others
+    run.watch.close()  # before any rank exits, which would look like a crash to the others
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     if run.mirror:
         run.mirror.close()
@@ -80,7 +80,7 @@ def _export_and_publish(run: Run) -> Path:
 
 
 def _export(run: Run, weights: str) -> Path:
-    """Writes final/ with the model's current weights, and verifies it. weights: raw or average."""
+    """Exports the current weights to final/ and verifies it. weights: raw or average."""
     config = run.config
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):
