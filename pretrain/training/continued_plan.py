@@ -320,7 +320,7 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
 
 
 def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
-    """Returns an error in a list if the time budget is used up before the final decay, otherwise []."""
+    """Checks that the time budget isn't used up before the final decay. Returns a list of problems."""
     minutes = config.budget.minutes
     if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
         return []

@@ -1,7 +1,8 @@
 """Records per-layer statistics of the model at regular intervals.
 
-For each layer, and for the embedding and the head: the root mean square (RMS) of the outputs, weights, gradients before
-clipping and weight updates, the largest attention logit before the softmax, and the fraction of dead feed-forward units.
+For each layer, the embedding and the head, these are the root mean square (RMS) of the outputs, weights, gradients
+before clipping and weight updates, the largest attention logit before the softmax, and the fraction of dead
+feed-forward units.
 
 Activations, logits and units come from a second forward pass of the step's last micro-batch, after the update. It runs
 in eager mode without gradients, because hooks in compiled layers would also affect all other steps.

@@ -1,8 +1,8 @@
 """Balances the load of MoE experts over the global batch, with an auxiliary loss and a bias.
 
 The balancing loss (Fedus et al., arXiv 2101.03961) is E * sum(f * P) over a layer's E experts, averaged over the
-layers. For each expert, f is the fraction of tokens routed to it and P its mean routing probability. With K experts per
-token and an even load, the loss is K.
+layers. For each expert, f is the fraction of tokens routed to it and P its mean routing probability. With K experts
+per token and an even load, the loss is K.
 
 Per micro-batch, the loss would push every document to use all experts. Over the global batch, experts can specialize
 (Qiu et al., arXiv 2501.11873). Because f of the global batch is known only after the last micro-step, we use f of the
@@ -322,7 +322,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """Returns a warning if more experts are dead than in the last call, otherwise None."""
+        """Returns a warning about experts that have become dead since the last call, or None."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()
