@@ -24,7 +24,7 @@ class Sampling:
     """Sample from this many of the most likely tokens; None for all."""
     seed: int = 0
     top_p: float | None = None
-    """Nucleus sampling: sample from the most likely tokens up to this total probability (arXiv 1904.09751)."""
+    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): sample from the top tokens with this total probability."""
 
 
 def encode_prompt(
@@ -64,7 +64,7 @@ def generate_text(
 
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """Returns arguments for `model.generate` that override the model's generation config, except its eos token ID."""
+    """Returns arguments for `model.generate` that override its generation config, except special token IDs."""
     if not sampling.temperature:
         choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
@@ -89,10 +89,10 @@ def sample_texts(
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """Returns (prompt, prompt with continuation) for each of the recipe's prompts; [] on other ranks than the main rank.
+    """Returns (prompt, prompt with continuation) for each of the recipe's prompts on the main rank, [] on other ranks.
 
-    The main rank gathers the weights tensor by tensor and generates alone: on the device if the strategy doesn't shard
-    the model, otherwise on the CPU. A collective call.
+    The main rank gathers the weights tensor by tensor and generates alone: on the device if it already holds the whole
+    model, otherwise on the CPU. A collective call.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}

@@ -146,7 +146,7 @@ def remove_if_empty(run: Path) -> None:
 def end_to_repeat(run: Path) -> int | None:
     """Returns the previous exit code if a restart by torchrun must exit immediately, otherwise None.
 
-    torchrun restarts after any nonzero exit code, but only a crashed run should restart.
+    torchrun restarts after any nonzero exit code, but only a run that crashed or was killed should restart.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
