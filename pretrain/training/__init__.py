@@ -1,4 +1,6 @@
-"""Functions called by the training loop in train.py. All ranks make the same decisions.
+"""Functions called by the training loop in train.py.
+
+All ranks make the same decisions.
 
     starting: locks the run folder, detects crash loops, records how the run ends
     run: state shared by the training functions

@@ -60,9 +60,9 @@ def has_auto(config: RunConfig) -> bool:
 
 
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
-    """Returns the batch closest to the scaling law's, as a power of two times the number of ramp levels, in sequences.
+    """Returns the batch closest to the scaling law's, with a power-of-two number of sequences per ramp level.
 
-    The batch size doesn't depend on `processes`, so the run is the same on any number of processes.
+    The batch size doesn't depend on `processes`, only the micro-batch size does.
     """
     batch = config.batch
     length = config.data.sequence_length

@@ -35,11 +35,11 @@ LAST_COPY_SECONDS = 30.0
 
 
 def evaluation_problems(settings: Benchmarks) -> list[str]:
-    """Checks the benchmark tasks and their folders in a separate process, and returns the problems."""
+    """Checks the benchmark tasks and their folders in a separate process. Returns a list of problems."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
-        return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or omit eval_bundle"]
+        return ["benchmarks.where: in_loop does not support eval_bundle; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
-        return [f"benchmarks.where: in_loop does not run an extension's tasks ({', '.join(own)}); use blocking"]
+        return [f"benchmarks.where: in_loop does not support tasks from extensions ({', '.join(own)}); use blocking"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
@@ -62,7 +62,7 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 
 
 class Evaluations:
-    """Checkpoint evaluations, in separate processes started by the main rank.
+    """Evaluates checkpoints in separate processes, which the main rank starts.
 
     Each evaluation uses a folder such as evaluations/step-00000500 with hard links to the model's files, so the
     checkpoint can be pruned in the meantime. The process removes the folder when it exits.
@@ -203,7 +203,7 @@ class MirrorCopies:
         self._reported: int | None = None
         """Last logged step."""
         self._warned: set[str] = set()
-        """Active conditions already reported: failing, dropping, silent."""
+        """Ongoing problems that were already reported: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return
@@ -216,7 +216,9 @@ class MirrorCopies:
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(f"the mirror {problem}; the run continues from its own folder and finally lists missing copies")
+            self._warn(
+                f"the mirror {problem}; the run continues from its own folder and reports missing copies at the end"
+            )
         self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
         # A daemon thread, so that an unresponsive mirror can't block the exit.
         self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
@@ -254,9 +256,9 @@ class MirrorCopies:
         if step not in (None, self._reported) and size is not None:
             self._reported = step
             self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
-        last = f"its last copy is of step {step:,}" if step is not None else "nothing was copied since the start"
+        last = f"the last copy is step {step:,}" if step is not None else "nothing has been copied since the start"
         tries = counted(status["failures"], "attempt")
-        what_now = "copying ends" if status["is_over"] else "it will be retried, and training does not wait"
+        what_now = "copying stops" if status["is_over"] else "it will be retried, and training does not wait"
         self._warn_once(
             "failing",
             f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}; {last}; {what_now}",
@@ -266,14 +268,14 @@ class MirrorCopies:
             self._warn_once(
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
-                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} skipped in "
-                f"favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
+                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} were skipped "
+                f"in favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
         silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
-            f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
+            f"the mirror {mirror} has not responded for {duration_text(silent)}; {last}; training does not wait",
             holds=silent > STALLED_SECONDS and self._thread.is_alive(),
         )
 
@@ -290,20 +292,20 @@ class MirrorCopies:
         self.look()
         left = dict(self._copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
-            self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
+            self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
-            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the rest there"
+            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the others there"
             self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
         waited = f"within {self.settings.mirror_wait_seconds:g} s"
         if not self._thread.is_alive():
-            waited = "because copying has ended"
+            waited = "because copying stopped"
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
+        self._warn(f"{missing} not copied to the mirror {waited}; to copy the files from {self.run}, run {again}")
 
     def close(self) -> None:
         """Copies the rest of the log and stops the thread."""

@@ -70,7 +70,7 @@ class Requests:
     question_ends: np.ndarray
     """(D,): index after each question's last request."""
     right: np.ndarray
-    """(D,): index of the correct answer within the question."""
+    """(D,): index of the correct answer among the question's answers."""
 
     @classmethod
     def read(cls, path: Path) -> "Requests":
@@ -93,7 +93,7 @@ class Requests:
         part.replace(path)
 
     def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
-        """Returns {task: {metric: mean, metric_stderr: standard error}}. log_likelihoods: (R,)."""
+        """Returns {task: {metric: mean, metric_stderr: standard error}} from (R,) log-likelihoods."""
         starts = np.concatenate([[0], self.question_ends[:-1]])
         of_questions = {name: np.empty(len(starts)) for name in MEASURES}
         for number, (start, end) in enumerate(zip(starts, self.question_ends, strict=True)):
@@ -124,7 +124,7 @@ class Windows:
     request: np.ndarray
     """(W, T): request index at positions that predict an answer token; -1 elsewhere."""
     shortened: int
-    """Number of requests truncated on the left to fit a window."""
+    """Number of requests that were truncated at the start to fit a window."""
 
     def part(self, first: int, count: int) -> "Windows":
         """Returns `count` windows from `first` on, padded with empty windows."""

@@ -1,6 +1,7 @@
 """Work between two steps: logging, validation, checkpoints, evaluation, samples, early decay.
 
-All functions are collective. Long work is excluded from the throughput, and stops early when the run should stop.
+All functions are collective. Long-running work is excluded from the throughput, and is interrupted if the run is
+stopping.
 """
 
 import copy
@@ -189,7 +190,7 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 
 
 def model_describer(run: Run) -> Callable[..., None]:
-    """Returns a function that writes all files of the current model's folder except the weights."""
+    """Returns a function that writes a model folder for the current model, without the weights."""
     # Copied, because a background save may run after the config has changed in the next stage.
     described = copy.copy(run.built.causal_lm)
     described.config = copy.deepcopy(described.config)
@@ -252,11 +253,11 @@ def _measure_benchmarks(run: Run) -> None:
             beat=beat,
         )
         if isinstance(found, str):
-            run.warn(f"no benchmarks: {found}")
+            run.warn(f"benchmarks could not run: {found}")
             return
         scores, shortened = found
         if shortened:
-            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and lost their beginning")
+            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and were truncated at the start")
         curves = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}

@@ -45,7 +45,7 @@ def build_training(
     from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
-    """Builds the model on the meta device, then the strategy initializes the weights. A collective call.
+    """Builds the model and the optimizer. The strategy initializes the weights. A collective call.
 
     Args:
         learning_rate: peak learning rate.
@@ -91,7 +91,7 @@ def build_training(
 
         added = new_tokens(config, plan.model_config)
         if added:
-            say_stage(f"{len(added.parts):,} new tokens are initialized with the mean of their parts")
+            say_stage(f"{len(added.parts):,} new tokens are initialized with the mean of their old tokens")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
     if config.optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales

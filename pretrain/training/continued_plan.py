@@ -91,9 +91,9 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ):
         return []
     return [
-        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version, without the data "
-        "for branching or for changing budget, batch or schedule; continue the run unchanged to its next checkpoint, "
-        "then change it"
+        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version and lacks the data "
+        "for branching or for changing the budget, batch or schedule; continue the run unchanged until its next "
+        "checkpoint, then make the change"
     ]
 
 
@@ -152,8 +152,8 @@ def continued(
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
             raise InputError(
-                f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or end "
-                "the run with a decay now (python runs.py anneal, while it trains)"
+                f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or "
+                "start the final decay while the run trains (python runs.py anneal)"
             )
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
@@ -306,8 +306,8 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
     saved = contents["state"]
     if changes.begins_branch and not changes.clock and saved["step"] > planned["stable_until"]:
         return [
-            f"branch_from: {trunk} has begun to decay its learning rate; use a checkpoint of step "
-            f"{planned['stable_until']:,} or before, or give the branch a schedule, such as "
+            f"branch_from: {trunk} is already decaying its learning rate; use a checkpoint from step "
+            f"{planned['stable_until']:,} or earlier, or set a schedule for the branch, such as "
             "--optim.schedule constant"
         ]
     is_shorter = plan.total_steps <= planned["total_steps"]
@@ -327,8 +327,8 @@ def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str
     if state.step >= min(plan.schedule.decays_from, plan.total_steps):
         return []
     return [
-        f"budget.minutes: {minutes:g}, but the run has taken {state.seconds / 60:.1f} up to step {state.step:,}; "
-        "raise it, or set it to null"
+        f"budget.minutes: {minutes:g}, but the run has used {state.seconds / 60:.1f} minutes up to step "
+        f"{state.step:,}; raise it, or set it to null"
     ]
 
 
@@ -355,15 +355,15 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         lines += [
             f"  to step {total:,}: {counted(total - step, 'step')}, {plan.total_tokens - state.tokens:,} tokens, "
             f"{plan.tokens_in(step):,} tokens per step",
-            f"  learning rate {first:.3g} at the first, {last:.3g} at the last ({plan.schedule.name})",
+            f"  learning rate {first:.3g} at the first step, {last:.3g} at the last ({plan.schedule.name})",
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; another schedule "
-                "or warmup restarts at the peak, such as --optim.schedule constant"
+                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; to restart at "
+                "the peak, change the schedule or warmup, for example with --optim.schedule constant"
             )
     if state.seconds:
-        lines.append(f"  {duration_text(state.seconds)} of budget.minutes are used")
+        lines.append(f"  {duration_text(state.seconds)} of budget.minutes used")
     origin = plan.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: a different mixture from here on; each source continues where it stopped")
@@ -460,10 +460,10 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
     began = lineage[-1] if lineage else None
     if began and began["step"] == step and Path(began["run"]).resolve() == run.resolve():
         return
-    how = f"branched from {began['run']}@{began['step']}" if began else "not branched from any"
+    how = f"branched from {began['run']}@{began['step']}" if began else "not branched from another run"
     raise InputError(
-        f"branch_from: {config.branch_from}, but {config.output} has a run that was {how}; choose another --output "
-        "for the branch, or omit branch_from to continue that run"
+        f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; choose another "
+        "--output for the branch, or omit branch_from to continue that run"
     )
 
 
@@ -481,9 +481,9 @@ def continuation_problems(
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
     if shape_changes(earlier, plan.model_config):
-        what_now = "the checkpoint's weights do not fit; restore it, or choose another --output"
+        what_now = "the checkpoint's weights do not fit; restore the model config, or choose another --output"
     elif len(others) < len(problems):
-        what_now = "restore it, choose another --output, or accept it by naming it on the command line"
+        what_now = "restore it, choose another --output, or accept the change by setting it on the command line"
     else:
         return others
     return [f"model: {found} was trained with {changes}: {what_now}", *others]
@@ -514,12 +514,12 @@ def identity_problems(
         elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
             branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
             problems.append(
-                f"{found}and {json.dumps(now.get(path))} would read its data in another order, some of it twice and "
-                f"some never; restore it, or choose another --output{branch}"
+                f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
+                f"and some never; restore it, or choose another --output{branch}"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(
-                f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
-                f"accept it with --{path} on the command line: it then applies from the checkpoint's step on"
+                f"{found}but the recipe now has {json.dumps(now.get(path))}; restore it, choose another --output, or "
+                f"accept it with --{path} on the command line; it then applies from the checkpoint's step on"
             )
     return problems

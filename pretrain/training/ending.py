@@ -33,7 +33,7 @@ def end_early(run: Run) -> int:
         run.mirror.settle(run.watch.beat)
     request = run.request  # may have become more urgent during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
-    how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
+    how = "set it to a later step, or null, to" if request == Request.PAUSE else "run the same command to"
     answer(run)
     run.watch.close()
     code = EXIT_PREEMPTED if request == Request.PREEMPT else EXIT_INTERRUPTED
@@ -50,7 +50,7 @@ def finish(run: Run) -> int:
     if run.evaluations:
         run.evaluations.fetch()
         if names := ", ".join(run.evaluations.names):
-            run.log.say(f"Evaluations still running, whose results will be in metrics.jsonl: {names}")
+            run.log.say(f"Evaluations still running (results will be in metrics.jsonl): {names}")
     if run.mirror:
         run.mirror.settle(run.watch.beat)
     run.watch.close()  # before any rank exits, which would look like a crash to the others
@@ -67,7 +67,7 @@ def finish(run: Run) -> int:
 def _export_and_publish(run: Run) -> Path:
     weights = run.config.export.weights
     if weights == "average" and not run.state.average:
-        message = "export.weights: average, but the run ended before there was one; final/ has the raw weights"
+        message = "export.weights: average, but the run ended before averaging began; final/ contains the raw weights"
         run.log.write("warning", step=run.state.step, message=message)
         weights = "raw"
     with run.strategy.averaged() if weights == "average" else nullcontext():

@@ -4,9 +4,9 @@ The balancing loss (Fedus et al., arXiv 2101.03961) is E * sum(f * P) over a lay
 layers. For each expert, f is the fraction of tokens routed to it and P its mean routing probability. With K experts
 per token and an even load, the loss is K.
 
-Per micro-batch, the loss would push every document to use all experts. Over the global batch, experts can specialize
-(Qiu et al., arXiv 2501.11873). Because f of the global batch is known only after the last micro-step, we use f of the
-previous step, as a constant.
+Computed per micro-batch, the loss would push every document to use all experts. Computed over the global batch, it
+lets experts specialize (Qiu et al., arXiv 2501.11873). Because f of the global batch is known only after the last
+micro-step, we use f of the previous step, as a constant.
 
 The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores that
 select experts. After each step, b <- b + rate * sign(mean load - load), with loads over the global batch. Loads are
@@ -68,7 +68,7 @@ class FollowedRouter(nn.Module):
     follow_scale: Tensor
     """Scalar factor for a microbatch's gradients."""
     follow_record_3E: Tensor
-    """The last microbatch in fp32: number of assignments, mean probability, and mean logsumexp(logits)^2."""
+    """Statistics of the last microbatch, in fp32: assignments, mean probabilities, and mean logsumexp(logits)^2."""
     follow_balance: float
     follow_z_loss: float
     """Loss coefficients divided by the number of routers."""
@@ -338,8 +338,8 @@ class Experts:
         bias = " or loss.router_bias_rate" if self._bias_rate else ""
         more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
-            f"{int(dead_LE.sum())} dead experts, which have received no token for {IDLE_STEPS} steps: "
-            f"{'; '.join(rows[:4])}{more}; a larger loss.router_balance{bias} keeps experts in use"
+            f"{int(dead_LE.sum())} dead experts, which have received no tokens for {IDLE_STEPS} steps: "
+            f"{'; '.join(rows[:4])}{more}; increase loss.router_balance{bias} to keep experts in use"
         )
 
 

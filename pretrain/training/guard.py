@@ -93,7 +93,7 @@ class StepGuard:
         return findings
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
-        """Returns (finding if the loss is a spike, True if the loss exceeds the rollback threshold)."""
+        """Returns (spike or None, True if the loss exceeds the rollback threshold)."""
         if len(self._losses) < MIN_LOSSES_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
@@ -125,7 +125,7 @@ class StepGuard:
         self._diverging = self._fast - self._slow > self.settings.divergence_threshold
         if was or not self._diverging:
             return []
-        message = f"the loss averages {self._fast:.4f} over the last steps and {self._slow:.4f} over many"
+        message = f"the loss averages {self._fast:.4f} over recent steps and {self._slow:.4f} over the long term"
         values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence_threshold}
         return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
 

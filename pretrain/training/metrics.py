@@ -203,7 +203,7 @@ class LineFile:
 
 
 class Metrics:
-    """Logs a run's events. Does nothing on other ranks than the main rank.
+    """Logs a run's events. On ranks other than the main rank, the methods do nothing.
 
     Args:
         run: the run folder.
@@ -214,7 +214,7 @@ class Metrics:
         self.is_main = is_main
         self._run = run
         self.total_steps = 0
-        """Number of steps in the plan."""
+        """Planned number of steps."""
         self.began = False
         """True once `begin` was called, on all ranks."""
         self._ended = False
@@ -359,7 +359,7 @@ class Metrics:
         elif event == "validation":
             length = values.get("stage_sequence_length")
             texts["stage_text"] = f"at {length:,} tokens {values['stage_loss']:.4f}" if length else ""
-            texts["average_text"] = f"of the average {values['average_loss']:.4f}" if "average_loss" in values else ""
+            texts["average_text"] = f"average weights {values['average_loss']:.4f}" if "average_loss" in values else ""
         elif event in ("checkpoint", "fetch"):
             texts["bytes_text"] = bytes_text(values["bytes"])
         elif event == "stage":

@@ -130,7 +130,7 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
     remedies = ["train it with --data.document_mask false"] if works_without_documents else []
     remedies += ["choose --attention auto"] if attention != "auto" else []
-    remedies.append("use another architecture (docs/architectures.md lists what works)")
+    remedies.append("use another architecture (see docs/architectures.md)")
     return (
         f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
         f"{', or '.join(remedies)}"
@@ -147,8 +147,8 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     is_encoder = getattr(model.config, "is_decoder", True) is False
     remedy = "set is_decoder: true in its JSON" if is_encoder else "use another architecture"
     return (
-        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, in the library's own "
-        f"forward too; {remedy}"
+        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, even in the "
+        f"library's own forward pass; {remedy}"
     )
 
 
@@ -182,7 +182,7 @@ def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedMod
 
 
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
-    """Returns the class names of mixers, other than this attention, that mix documents; empty if the test fails."""
+    """Returns the class names of other modules that mix documents; an empty set if the test can't run."""
     from pretrain.model.document_rows import leaking_classes
 
     try:
@@ -216,7 +216,7 @@ def _compare_documents(
     leak = relative_difference(*others)
     if difference > tolerance or leak > (LEAK if tolerance == TOLERANCE else tolerance):
         judgement.problems.append(
-            "document_mask does not hold: tokens before a document change its logits by "
+            "document_mask is not respected: tokens before a document change its logits by "
             f"{max(difference, leak):.1%} of the largest"
         )
         return
@@ -239,7 +239,7 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
     if infinite:
-        judgement.problems.append(f"{len(infinite)} parameters get a gradient that is not finite: {_listed(infinite)}")
+        judgement.problems.append(f"{len(infinite)} parameters get a non-finite gradient: {_listed(infinite)}")
     if missing:
         judgement.problems.append(no_gradient(missing))
 
@@ -289,7 +289,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
         return None
     return (
         f"is an MoE model, but the balancing loss does not reach {len(unmoved)} of its {len(gradients[0])} routers, "
-        f"first {unmoved[0]}; loss.router_balance: 0 trains without it"
+        f"starting with {unmoved[0]}; to train without it, set loss.router_balance: 0"
     )
 
 

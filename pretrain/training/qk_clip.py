@@ -171,8 +171,8 @@ def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | Non
     """
     if attention not in ATTENTIONS:
         return (
-            f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it cannot reproduce; use "
-            "attention: auto, sdpa or eager if the model supports them, or null"
+            f"optim.muon.qk_clip: does not support the attention {attention}, whose masks it cannot reproduce; use "
+            "attention: auto, sdpa or eager if the model supports it, or qk_clip: null"
         )
     return _scaling_problem(model_config)
 
@@ -199,9 +199,9 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
     places = {model.get_submodule(name): rows for name, rows in head_rows(model).items()}
     advice = "use qk_clip: null, or an architecture such as llama, qwen2, mistral or gpt2"
     if unknown := [type(module).__name__ for module in observed if module not in places]:
-        return f"optim.muon.qk_clip: {model_type}: finds no query and key weights in {unknown[0]}; {advice}"
+        return f"optim.muon.qk_clip: {model_type}: no query and key weights found in {unknown[0]}; {advice}"
     if not observed or not heads:
-        return f"optim.muon.qk_clip: {model_type} has no attention to observe, or layers of unequal heads; {advice}"
+        return f"optim.muon.qk_clip: {model_type} has no supported attention, or layers with different heads; {advice}"
     parameters = dict(model.named_parameters())
     for module in list(observed):
         query, key = observed[module]  # from the last pass
@@ -216,9 +216,9 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
         if max(relative_difference(*pair) for pair in zip(found, wanted, strict=True)) > TOLERANCE:
             normalizes = any("norm" in name for name, _ in module.named_children())
             reason = (
-                "normalizes queries and keys, so their weights' scale does not reach the logits, which its norms bound"
+                "normalizes queries and keys, so scaling their weights does not change the logits"
                 if normalizes
-                else "does not compute queries and keys that grow with their weights"
+                else "computes queries and keys that do not scale with their weights"
             )
             return f"optim.muon.qk_clip: {model_type} {reason}; {advice}"
     return None

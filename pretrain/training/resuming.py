@@ -62,7 +62,7 @@ def open_run(
         stop_at_step = config.checkpoint.stop_at_step
         if stop_at_step is not None and step >= stop_at_step:
             raise InputError(
-                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; give a later step, "
+                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; set a later step, "
                 "or null, to continue"
             )
         refuse_crash_loop(config.output, step, strategy.ranks)
@@ -169,9 +169,9 @@ def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tupl
     if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
         first = differing[0]
         raise InputError(
-            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, first {first}: "
-            f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run must keep its terms with "
-            "trained parameters, and their shapes; restore them, or choose another --output"
+            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first}: "
+            f"{shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint; loss terms with trained "
+            "parameters cannot change during a run; restore them, or choose another --output"
         )
 
 

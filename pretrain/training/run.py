@@ -97,7 +97,7 @@ class Run:
 
     def replan(self) -> None:
         """Updates the plan in effect from the whole plan and the state."""
-        # In this order, because the decay applies without the skipped data, and `last_step` to any plan.
+        # In this order: a requested decay changes the end of the run, and `last_step` truncates any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
         self.log.total_steps = self.plan.total_steps

@@ -58,7 +58,7 @@ from pretrain.training.probe import probe
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
 """Settings that determine the length of a run."""
 CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings whose change starts a new schedule at the checkpoint."""
+"""Changing one of these settings starts a new schedule at the checkpoint."""
 SHAPE = (
     "optim.min_lr_ratio",
     "optim.decay_fraction",
@@ -77,7 +77,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model part of a plan."""
+    """The model-related part of a run's plan."""
 
     model_config: Any
     parameters: int
@@ -318,8 +318,8 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # even if the data has problems
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
-            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, "
-            "but a loss term gets only these; use a model that projects them, such as llama or qwen3"
+            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
+            "alone, but loss terms only get these; use a model that does, such as llama or qwen3"
         )
         model = None
     if model is not None:
@@ -392,7 +392,7 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
         return []
     return [
         f"model: {source}: init: pretrained uses the weights of {source.config}, which don't fit ({changes}); "
-        "omit changes of their shapes, or train from scratch with init: scratch"
+        "omit changes that affect shapes, or train from scratch with init: scratch"
     ]
 
 
@@ -429,13 +429,13 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
     how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
     if config.compile == "full":
         problems.append(
-            f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, so "
+            f"compile: full does not work with data.document_mask and {model.model_config.model_type}: {how}, so "
             "shapes change with every batch; use regional, or data.document_mask: false"
         )
     if (asked := requested_sizes()).keys() & {"pp", "cp"}:
         problems.append(
-            f"model: {model.model_config.model_type} does not run under {' and '.join(asked.keys() & {'pp', 'cp'})} "
-            f"with data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
+            f"model: {model.model_config.model_type} does not work with {' and '.join(asked.keys() & {'pp', 'cp'})} "
+            f"and data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
             "data.document_mask: false under pp"
         )
     return problems
@@ -469,7 +469,7 @@ def reference_problems(config: RunConfig) -> Problems:
         problems += login_problems()
         if hub.every == "milestones" and config.checkpoint.keep_every is None:
             problems.append(
-                "hub.every: milestones, but checkpoint.keep_every keeps none; give it a number of steps, or set "
+                "hub.every: milestones, but checkpoint.keep_every is null; set it to a number of steps, or set "
                 "hub.every to end"
             )
     return problems
@@ -493,9 +493,10 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         below = micro_batch // parts * parts
         above = below + parts
         raise InputError(
-            f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of the {parts} parts into which each "
-            f"process of a pipeline divides it (stages per process of {config.pipeline.schedule} x "
-            f"pipeline.microbatches_per_stage {config.pipeline.microbatches_per_stage}); nearest: "
+            f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of {parts}, the number of "
+            f"microbatches that each pipeline process splits it into (stages per process of "
+            f"{config.pipeline.schedule} x pipeline.microbatches_per_stage "
+            f"{config.pipeline.microbatches_per_stage}); nearest: "
             f"{f'{below} or ' if below else ''}{above}"
         )
     group = levels * micro_batch * length * ranks
@@ -514,8 +515,8 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         left = config.as_stage(number).batch.sequences_per_micro_batch
         if left < parts:
             problems.append(
-                f"{setting}: {micro_batch} sequences per micro-batch become {left} of {longer:,} tokens, fewer than "
-                f"the {parts} parts into which each pipeline process divides them; use "
+                f"{setting}: {micro_batch} sequences per micro-batch become {left} of {longer:,} tokens, but the "
+                f"pipeline needs at least {parts} per process; use "
                 f"batch.sequences_per_micro_batch {parts * config.data.longest_window.sequence_length // length}"
             )
         if tokens % of_stage and not tokens % group:
@@ -592,7 +593,7 @@ def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
     if model.can_generate():
         return []
     return [
-        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin too, or "
+        f"samples: {type(model).__name__} has no generate(); also inherit from transformers' GenerationMixin, or "
         "omit samples"
     ]
 
@@ -609,7 +610,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
-    """Returns the settings that must not change if a run is to continue exactly, as {dotted path: JSON value}."""
+    """Returns the settings that must not change for an exact continuation, as {dotted path: JSON value}."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 

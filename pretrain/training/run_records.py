@@ -180,7 +180,7 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
     """Describes weight averaging for the banner."""
     lengths = {
         "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
-        "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
+        "ema": f"exponential, half-life {settings.half_life_fraction * total_steps:,.0f} steps",
     }
     if settings.kind == "none":
         return {}
@@ -199,7 +199,7 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
         length = stage.window.sequence_length
         sequences = counted(plan.tokens_in(step) // length, "sequence")
         parts = [
-            f"from step {step:,} on {sequences} of {length:,} tokens per step",
+            f"from step {step:,} on, {sequences} of {length:,} tokens per step",
             f"{stage.sequences_per_micro_batch:,} per micro-batch",
         ]
         if stage.model_config is not before.model_config:
@@ -216,8 +216,8 @@ def packing_in_words(batches: Batches) -> dict[str, str]:
     for (number, length), packing in batches.packings.items():
         dropped, repeated, cropped = packing.shares()
         rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
-            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; of the documents that fit into a window "
-            f"{cropped:.1%} cropped"
+            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; {cropped:.1%} of the documents that "
+            "fit in a window cropped"
         )
     return rows
 
@@ -247,7 +247,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         f"{plan.schedule.warmup_steps:,} warmup steps",
         **averaging_in_words(config.averaging, plan.total_steps),
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
-        + (", whole windows: MFU counts attention between documents too" if config.data.document_mask else ""),
+        + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
@@ -322,7 +322,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
     if factor <= far and not is_low:
         return None
     times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
-    origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
+    origin = f"from the recipe, although --optim.name {optim.name} is on the command line, and is " if another else ""
     return (
         f"{setting}: the peak of {stated:.3g} is {origin}{times} auto's value for {optim.name} at "
         f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
@@ -335,15 +335,15 @@ def benchmarks_without_steps(config: RunConfig) -> str | None:
     benchmarks = config.benchmarks
     if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
-    return "benchmarks: nothing is evaluated during training; give every_steps or every_tokens"
+    return "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
-    """Lists warnings about sources in an object store without block hashes, as prepared by earlier versions."""
+    """Lists warnings about object-store sources without block hashes, which were prepared by an earlier version."""
     remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
     return [
-        f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
-        "are checked; preparing it again adds them"
+        f"data: {manifest.place} has no block hashes (.blocks files), so only the sizes of its objects are "
+        "checked; prepare the data again to add them"
         for manifest in remote
         if any(not any(name.endswith(".blocks") for name in shard.beside) for shard in manifest.shards)
     ]
@@ -366,7 +366,7 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
     if wasted <= WASTE * plan.parameters:
         return None
     return (
-        f"vocabulary: the model has {rows:,} rows but the data only {ids:,} IDs: {count_text(wasted)} of "
-        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) belong to no token; "
-        f"--model.vocab_size auto makes it {padded:,}"
+        f"vocabulary: the model has {rows:,} rows, but the data has only {ids:,} token IDs, so "
+        f"{count_text(wasted)} of {count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) are "
+        f"unused; use --model.vocab_size auto to make it {padded:,}"
     )

@@ -38,7 +38,9 @@ def encode_prompt(
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise InputError("--prompt '': this tokenizer has no token to start a text with; give a non-empty prompt")
+            raise InputError(
+                "--prompt '': this tokenizer has no token to start a document with; pass a non-empty prompt"
+            )
         ids = [start]
     if max_positions is not None and len(ids) + max_new_tokens > max_positions:
         room = max_positions - len(ids)

@@ -206,7 +206,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
 
     The planner computes them in a separate process, because training doesn't import it.
     """
-    page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
+    page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows the memory per strategy'
     facts = {
         "config": config.model_dump(mode="json"),
         "strategy": strategy.name,
@@ -229,6 +229,8 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:  # must not hide the original error
         told = (getattr(error, "stderr", None) or str(error)).splitlines()
-        return f"Out of memory; no figures for this run ({told[-1] if told else type(error).__name__}). See {page}."
+        return (
+            f"Out of memory; no suggestions for this run ({told[-1] if told else type(error).__name__}). See {page}."
+        )
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
     return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."

@@ -65,7 +65,7 @@ class Consensus:
     ) -> list[StepReport]:
         """Submits this rank's metrics for `step` and returns the reports that have arrived.
 
-        How many reports stay pending depends on the device type and not on timing, so all ranks get the same ones.
+        The number of pending reports depends on the device type and not on timing, so all ranks get the same ones.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None

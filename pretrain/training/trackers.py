@@ -95,7 +95,7 @@ class Trackers:
         taken = {setting for name in config.trackers for setting in SETTING_NAMES.get(name, {"project": ""})}
         if config.trackers and given - taken and not is_late:
             settings = ", ".join(f"tracking.{setting}" for setting in sorted(given - taken))
-            warn(f"{settings}: {' and '.join(config.trackers)} cannot show it")
+            warn(f"{settings}: not supported by {' and '.join(config.trackers)}")
         for name in dict.fromkeys(config.trackers):
             self._call(name, self._start, name, run, config.tracking)
             if name in self._running and not is_late:
@@ -142,7 +142,7 @@ class Trackers:
             function(*arguments, **named)
         except Exception as error:  # trackers may raise anything, but must not stop the run
             self._running.pop(name, None)
-            self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
+            self._warn(f"the tracker {name} failed and is disabled: {type(error).__name__}: {error}")
 
 
 def project_of_environment(name: str) -> str:
@@ -158,7 +158,7 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         known_id: ID of the run to resume; None for a new run.
     """
     made = _classes()[name]
-    if name not in SETTING_NAMES:  # a custom tracker, created like in accelerate
+    if name not in SETTING_NAMES:  # a custom tracker, created as in accelerate
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {
         "project": project,

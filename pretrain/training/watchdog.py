@@ -38,7 +38,7 @@ HEARTBEAT_SECONDS = 2.0
 HEARTBEAT_SECONDS_OF_OTHERS = 10.0
 """Interval between heartbeats on other ranks."""
 ORPHAN_SECONDS = 3.0
-"""Time that the launcher has to stop the other processes after one died."""
+"""Grace period for the launcher to stop the other processes after one has died."""
 REPORT_SECONDS = 3.0
 """Time limit for the final messages, which can block on a tracker or terminal."""
 OWN_PAUSE_SECONDS = 5.0
