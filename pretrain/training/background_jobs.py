@@ -316,5 +316,5 @@ class MirrorCopies:
 
 
 def named(damaged: dict[str, str]) -> str:
-    """Formats damaged files as 'run.json (is cut); model.json (is empty)'."""
+    """Formats damaged files as 'run.json (is truncated); model.json (is empty)'."""
     return "; ".join(f"{name} ({what})" for name, what in damaged.items())

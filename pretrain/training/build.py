@@ -29,7 +29,7 @@ class Built:
     model: nn.Module
     """Prepared model. Its forward pass takes a micro-batch and returns (loss, cross-entropy)."""
     causal_lm: PreTrainedModel
-    """Inner model, whose parameter names checkpoints use."""
+    """Inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
     """Expert load balancing; None for a dense model."""
     terms: "LossTerms | None" = None

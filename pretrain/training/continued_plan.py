@@ -158,7 +158,7 @@ def continued(
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
-    # Sample indices in a checkpoint count skipped samples. Those in `ramp` don't.
+    # Sample indices in a checkpoint include skipped samples. Those in `ramp` don't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):

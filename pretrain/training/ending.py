@@ -85,7 +85,7 @@ def _export(run: Run, weights: str) -> Path:
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):
         final = export_final(config.output, run.strategy, dtype, model_describer(run), run.watch.beat)
-    with interruptible(run, f"the check of {final}") as beat:
+    with interruptible(run, f"verification of {final}") as beat:
         results = losses_of_sources(run, 1, beat)
         losses = {source: result["loss"] for source, result in results.items()}
         trained = TrainingLosses(losses, run.validation_readers, config.data.window)

@@ -216,7 +216,7 @@ class Metrics:
         self.total_steps = 0
         """Planned number of steps."""
         self.began = False
-        """True once `begin` was called, on all ranks."""
+        """True after `begin`, on all ranks."""
         self._ended = False
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None

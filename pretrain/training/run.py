@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """State of a run on this rank. `open_run`, `build_training` and `begin` set the fields below, in this order."""
+    """State of a run on this rank, created by `open_run` and completed by `begin`."""
 
     config: RunConfig
     """The recipe, with `auto` resolved."""

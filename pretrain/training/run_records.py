@@ -184,7 +184,7 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
     }
     if settings.kind == "none":
         return {}
-    return {"average": f"of the weights, {lengths[settings.kind]}, every {settings.every_steps:,}th"}
+    return {"average": f"of the weights: {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:

@@ -56,7 +56,7 @@ def encode_prompt(
 def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
 ) -> str:
-    """Returns the prompt and continuation as text, reproducibly on the same device."""
+    """Returns the prompt and continuation as text. The same seed gives the same text on the same device."""
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):

@@ -161,7 +161,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
             f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
-            f"end of {run}/train.log and the stacks in {run} for the cause; fix that, then run the same command again"
+            f"end of {run}/train.log and the stacks in {run} for the cause; fix it, then run the same command again"
         )
 
 

@@ -95,7 +95,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
 def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
     train(trunk)
     refused = train(trunk, "--output", tmp_path / "branch", "--branch_from", f"{tmp_path}/run@8", check=False)
-    assert refused.returncode == 2 and "use a checkpoint of step 6 or before" in refused.stderr
+    assert refused.returncode == 2 and "use a checkpoint from step 6 or earlier" in refused.stderr
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

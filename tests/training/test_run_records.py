@@ -61,7 +61,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     [
         (512, None),
         (520, None),  # eight rows more than needed are less than 1 % of the parameters
-        (2048, "vocabulary: the model has 2,048 rows but the data only 512 IDs: 98.3k of "),
+        (2048, "vocabulary: the model has 2,048 rows, but the data has only 512 token IDs, so 98.3k of "),
         ("auto", None),
     ],
 )
