@@ -1,7 +1,7 @@
 """Work between two steps: logging, validation, checkpoints, evaluation, samples, early decay.
 
-All functions are collective. Long-running work is excluded from the throughput, and is interrupted if the run is
-stopping.
+Functions are collective unless noted. Long-running work doesn't count toward the throughput and is interrupted if the
+run is stopping.
 """
 
 import copy
