@@ -57,10 +57,10 @@ from pretrain.training.validation import data_problems, open_validation
 
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: int | None, log: Metrics) -> int:
-    """Trains to the end, or to `last_step`. Returns the exit status. Runs on all ranks."""
+    """Trains to the end, or to `last_step`. Returns the exit code."""
     recipe_plan = derive(config, strategy.data_ranks * strategy.micro_batches_per_call)
     validation_readers = open_validation(config.data)
-    run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest intact checkpoint
+    run = open_run(config, recipe_plan, asked, strategy, log, last_step)  # at its newest valid checkpoint
     if run.is_complete:
         message = f"{config.output} is already complete: {run.state.step:,} steps, model in {config.output}/final."
         strategy.ranks.print(message)
@@ -70,7 +70,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 
         refuse_profile(asked.profile, run.state.step, run.plan.total_steps)
 
-    # Model and optimizer: from the checkpoint, from a pretrained model, or initialized with the seed.
+    # Weights come from the checkpoint, a pretrained model, or random initialization.
     run.built = build_training(
         config,
         run.plan,
@@ -96,8 +96,8 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         profile = StepProfile(run, read_ahead, asked.profile)
     model.train()
     while run.state.step < run.plan.total_steps:
-        # A step depends only on its number, so a resumed run repeats it exactly.
-        step = begin_step(run)  # if a stage begins here, the model switches to its windows and positions
+        # A step depends only on its number, so resuming is exact.
+        step = begin_step(run)  # may switch to a new stage
         plan = run.plan
         learning_rate = plan.learning_rate(step) * run.state.learning_rate_factor
         micro_steps = plan.micro_steps(step)
@@ -106,7 +106,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         for micro_step in range(micro_steps):
             with throughput.loading_data():
                 batch = read_ahead.micro_batch(plan, step, micro_step)
-            # By step, micro-step and rank, so that a resumed run draws the same masks.
+            # Seeded per micro-step and rank, so that a resumed run uses the same dropout masks.
             seed_dropout(key_of(config.seed, step, micro_step, strategy.dropout_rank) % 2**63, strategy.device)
             with strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, cross_entropy = model(**batch)
@@ -115,9 +115,9 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
             run.watch.beat()
         grad_norm, skipped = strategy.update(config.optim.max_grad_norm)
         throughput.step_done()
-        count_step(run)  # also updates the average of the weights, if there is one
+        count_step(run)  # also updates the weight average
 
-        # Between steps, all ranks agree on events and requests, so all take the same action.
+        # All ranks agree on what to do between steps.
         due = due_after(run.state.step, config, plan)
         reports, bad = after_step(run, step_loss, grad_norm, skipped, settle=due.settles)
         if due.logs:
@@ -125,13 +125,13 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
         show_progress(run, reports)
         report_saves(run)
         if bad is not None:
-            roll_back(run, bad)  # to an earlier checkpoint, to continue with different data or a lower learning rate
+            roll_back(run, bad)  # and skip the data or lower the learning rate
             continue
         if due.validates:
             validate(run)
         if run.wants_decay:
-            decay(run)  # before the save, so that the checkpoint records it
-        if due.saves or run.wants_save:  # waits if an evaluation or a user's request needs the checkpoint
+            decay(run)  # before the save, which records it
+        if due.saves or run.wants_save:  # waits if an evaluation or a user needs the checkpoint
             save(run, wait=due.evaluates or run.request != Request.NONE, required=due.is_last)
         if due.evaluates:
             evaluate(run)
@@ -151,7 +151,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 
 
 def check(asked: CommandLine) -> None:
-    """Runs all checks that are possible before the start."""
+    """Runs all checks without training, and prints the plan and warnings."""
     from pretrain.training.continued_plan import describe_next_start
     from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
 

@@ -1,4 +1,4 @@
-"""Resolves a recipe's `auto` settings from its model, tokens and batch."""
+"""Resolves a recipe's `auto` settings."""
 
 import math
 from typing import Any
@@ -19,11 +19,10 @@ from pretrain.optim.scaling_laws import (
 
 
 def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
-    """Replaces `auto` with numbers that depend only on the recipe and its data.
+    """Replaces `auto` settings with values computed from the recipe and its data.
 
     Args:
-        processes: number of processes that share an `auto` batch; None for the launched processes. Only the
-            micro-batch depends on it, which doesn't affect results.
+        processes: number of processes; None for the launched ones. Only affects the micro-batch size.
     """
     if not has_auto(config):
         return config
@@ -31,7 +30,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
         model_config = planned_model_config(config.model, config.data)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
-    except InputError:  # `derive` reports this problem together with all others
+    except InputError:  # `derive` reports this error
         parameters = 1
         active = 1
     budget = config.budget
@@ -55,15 +54,15 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
 
 
 def has_auto(config: RunConfig) -> bool:
-    """Returns True if the recipe has settings for `resolve_auto`."""
+    """Returns True if any setting is `auto`."""
     optim = config.optim
     return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
-    """Returns the batch closest to the scaling law's: a power of two in sequences, times the number of ramp levels.
+    """Returns the batch closest to the scaling law's, with a power-of-two number of sequences per ramp level.
 
-    `derive` rejects a number of processes that doesn't divide the batch. Adjusting the batch would change the run.
+    The batch size doesn't depend on `processes`, only the micro-batch size does.
     """
     batch = config.batch
     length = config.data.sequence_length

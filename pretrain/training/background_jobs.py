@@ -1,4 +1,4 @@
-"""Evaluates, publishes and mirrors checkpoints in the background. A failure never ends the run."""
+"""Evaluates, publishes and mirrors checkpoints in the background. Failures never stop the run."""
 
 import os
 import shutil
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Shell script that runs a command at low priority, removes the folder $0, and returns the command's exit status."""
+"""Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
 
 TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
-"""Time without an answer from the mirror after which a warning is logged."""
+"""Seconds without a response from the mirror before a warning is logged."""
 LAST_COPY_SECONDS = 30.0
-"""Maximum time to wait for the copy of the log's last lines."""
+"""Maximum time to wait for the final copy of the log."""
 
 
 def evaluation_problems(settings: Benchmarks) -> list[str]:
-    """Lists problems with the tasks and their folders, as found by evaluate.py's code in a separate process."""
+    """Checks the benchmark tasks and their folders in a separate process. Returns a list of problems."""
     if settings.where == "in_loop" and settings.eval_bundle is not None:
-        return ["benchmarks.where: in_loop cannot run a bundle's tasks; use blocking, or omit eval_bundle"]
+        return ["benchmarks.where: in_loop does not support eval_bundle; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
-        return [f"benchmarks.where: in_loop does not run an extension's tasks ({', '.join(own)}); use blocking"]
+        return [f"benchmarks.where: in_loop does not support tasks from extensions ({', '.join(own)}); use blocking"]
     command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
     environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
@@ -52,7 +52,7 @@ def evaluation_problems(settings: Benchmarks) -> list[str]:
 
 
 def task_arguments(settings: Benchmarks) -> list[str]:
-    """Returns the benchmarks as command-line arguments for evaluate.py."""
+    """Returns evaluate.py's arguments for these benchmarks."""
     arguments = ["--tasks", *settings.tasks]
     for flag, path in (("--include_path", settings.include_path), ("--eval_bundle", settings.eval_bundle)):
         arguments += [flag, str(path.absolute())] if path is not None else []
@@ -62,14 +62,13 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 
 
 class Evaluations:
-    """Evaluations of checkpoints in separate processes. Only the main rank starts and collects them.
+    """Evaluates checkpoints in separate processes, which the main rank starts.
 
-    evaluations/step-00000500 has hard links to the model's files, so that pruning the checkpoint doesn't affect the
-    evaluation. The folder is removed when the process ends, even after the end of the run. The log and the results
-    stay next to it.
+    Each evaluation uses a folder such as evaluations/step-00000500 with hard links to the model's files, so the
+    checkpoint can be pruned in the meantime. The process removes the folder when it exits.
 
     Args:
-        threads: OMP_NUM_THREADS of each process; more than 1 if training leaves cores free.
+        threads: OMP_NUM_THREADS for each process.
     """
 
     def __init__(self, run: Path, metrics: Metrics, threads: str = "1"):
@@ -78,19 +77,19 @@ class Evaluations:
         self.threads = threads
         self._running: dict[Path, subprocess.Popen] = {}
         if metrics.is_main:
-            for leftover in (run / EVALUATIONS).glob("step-*/"):  # from evaluations that a crash interrupted
+            for leftover in (run / EVALUATIONS).glob("step-*/"):  # left behind by a crash
                 if step_named(leftover.name) is not None and not is_held(evaluation_log(run, leftover.name)):
                     shutil.rmtree(leftover)
 
     def start(self, checkpoint: Path, settings: Benchmarks) -> subprocess.Popen | None:
-        """Starts evaluating a checkpoint. The results go to metrics.jsonl. If it can't be started, logs a warning."""
+        """Starts evaluating a checkpoint, or logs a warning if the process can't be started."""
         folder = self.run / EVALUATIONS / checkpoint.name
         log = evaluation_log(self.run, checkpoint.name)
-        self.stop(folder)  # stops an evaluation of this step from before a rollback
+        self.stop(folder)  # from before a rollback
         if is_held(log):
-            return None  # started before the run crashed, and still running
+            return None  # still running from before a crash
         environment = environment_alone()
-        # An empty value, for the CPU, hides all GPUs.
+        # Empty for the CPU, which hides all GPUs.
         environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
         environment["OMP_NUM_THREADS"] = self.threads
         try:
@@ -98,17 +97,17 @@ class Evaluations:
             folder.mkdir(parents=True)
             for path in checkpoint.iterdir():
                 if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
-                    os.link(path, folder / path.name)  # a hard link outlives the pruned checkpoint
+                    os.link(path, folder / path.name)
             with open(log, "a+b") as output:
                 hold_while_open(output)
-                # renice runs in the shell, because Popen's preexec_fn could deadlock in a process with threads.
+                # renice runs in the shell because preexec_fn can deadlock in a multithreaded process.
                 self._running[folder] = subprocess.Popen(
                     ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C must only reach the run
+                    start_new_session=True,  # so that Ctrl-C doesn't reach it
                 )
         except OSError as error:
             self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
@@ -116,7 +115,7 @@ class Evaluations:
         return self._running.get(folder)
 
     def fetch(self) -> None:
-        """Sends the results of finished evaluations to the trackers and logs failed ones. Doesn't wait."""
+        """Sends results of finished evaluations to the trackers and logs failures. Doesn't block."""
         for folder, process in list(self._running.items()):
             if process.poll() is None:
                 continue
@@ -131,7 +130,7 @@ class Evaluations:
                 self.metrics.track(numbers_of(model))
 
     def stop(self, folder: Path | None = None) -> None:
-        """Stops the evaluation in this folder, or all evaluations, if the run stops early."""
+        """Stops the evaluation in `folder`, or all evaluations."""
         for running in [running for running in self._running if folder in (None, running)]:
             process = self._running.pop(running)
             os.killpg(process.pid, signal.SIGTERM)  # the shell and its command
@@ -140,12 +139,12 @@ class Evaluations:
 
     @property
     def names(self) -> list[str]:
-        """Names of the checkpoints that are being evaluated."""
+        """Names of the checkpoints being evaluated."""
         return [folder.name for folder in self._running]
 
 
 def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
-    """Returns the evaluate.py command for the model in a folder. It writes the results next to the folder."""
+    """Returns the command that evaluates the model in `folder` and writes the results next to it."""
     results = folder.with_suffix(".json").absolute()
     command = [sys.executable, str(ROOT / "evaluate.py"), "--model", str(folder.absolute()), "--output", str(results)]
     command += ["--limit", f"{settings.limit:g}"] if settings.limit is not None else []
@@ -154,7 +153,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Publishes a checkpoint, or final/ if `step` is None, as the recipe says. The run neither waits nor fails."""
+    """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
     hub = config.hub
     if not metrics.is_main:
         return
@@ -172,14 +171,14 @@ def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> N
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
-    """Restarts uploads that a machine crash interrupted."""
+    """Restarts uploads that were interrupted by a machine crash."""
     if metrics.is_main:
         for step in cut_short(config.output):
             start_publishing(config, step, metrics)
 
 
 def numbers_of(model: dict[str, Any]) -> dict[str, float]:
-    """Returns {'evaluation/acc/arc_easy': 0.31, ...} and the evaluated step, from a model in evaluate.py's JSON."""
+    """Converts a model's entry in evaluate.py's JSON to tracker metrics, such as {'evaluation/acc/arc_easy': 0.31}."""
     scores = {
         f"evaluation/{metric}/{task}": value
         for task, measures in model["tasks"].items()
@@ -190,9 +189,9 @@ def numbers_of(model: dict[str, Any]) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a thread on the main rank, and logs the progress.
+    """Copies the run to `checkpoint.mirror` in a background thread on the main rank.
 
-    Only `settle` and `close`, at the end of the run, wait for the mirror.
+    Only `settle` and `close` wait for the mirror.
     """
 
     def __init__(self, run: Path, settings: Checkpoint, metrics: Metrics):
@@ -202,9 +201,9 @@ class MirrorCopies:
         self._copier: MirrorCopier | None = None
         self._thread: threading.Thread | None = None
         self._reported: int | None = None
-        """Last copied step that was logged."""
+        """Last logged step."""
         self._warned: set[str] = set()
-        """Current conditions that were already reported: failing, dropping, silent."""
+        """Ongoing problems that were already reported: failing, dropping, silent."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return
@@ -217,9 +216,11 @@ class MirrorCopies:
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(f"the mirror {problem}; the run continues from its own folder and finally lists missing copies")
+            self._warn(
+                f"the mirror {problem}; the run continues from its own folder and reports missing copies at the end"
+            )
         self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
-        # A daemon, because a hanging mirror must not keep the finished process alive.
+        # A daemon thread, so that an unresponsive mirror can't block the exit.
         self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
@@ -227,7 +228,7 @@ class MirrorCopies:
         self.metrics.write("warning", message=message)
 
     def _warn_once(self, name: str, message: str, *, holds: bool) -> None:
-        """Warns if `holds` is true now and wasn't in the last call."""
+        """Warns when `holds` becomes true."""
         if not holds:
             self._warned.discard(name)
         elif name not in self._warned:
@@ -235,13 +236,13 @@ class MirrorCopies:
             self._warn(message)
 
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
-        """Warns about new damage, {name: problem}."""
+        """Warns about newly damaged files, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
             self._warn(f"damaged on the mirror: {named(fresh)}; files that exist in this folder are copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
-        """Logs new copies, and warns about each failure once. Doesn't wait."""
+        """Logs new copies, and warns once about each failure. Doesn't block."""
         if self._copier is None:
             return
         status = dict(self._copier.status)
@@ -255,9 +256,9 @@ class MirrorCopies:
         if step not in (None, self._reported) and size is not None:
             self._reported = step
             self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
-        last = f"its last copy is of step {step:,}" if step is not None else "nothing was copied since the start"
+        last = f"the last copy is step {step:,}" if step is not None else "nothing has been copied since the start"
         tries = counted(status["failures"], "attempt")
-        what_now = "copying ends" if status["is_over"] else "it will be retried, and training does not wait"
+        what_now = "copying stops" if status["is_over"] else "it will be retried, and training does not wait"
         self._warn_once(
             "failing",
             f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}; {last}; {what_now}",
@@ -267,19 +268,19 @@ class MirrorCopies:
             self._warn_once(
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
-                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} skipped in "
-                f"favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
+                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} were skipped "
+                f"in favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
                 holds=bool(status["dropped"]),
             )
         silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
-            f"the mirror {mirror} has not answered for {duration_text(silent)}; {last}; training does not wait",
+            f"the mirror {mirror} has not responded for {duration_text(silent)}; {last}; training does not wait",
             holds=silent > STALLED_SECONDS and self._thread.is_alive(),
         )
 
     def settle(self, beat: Callable[[], None]) -> None:
-        """Waits up to `mirror_wait_seconds` until the mirror has everything, and reports missing copies."""
+        """Waits up to `mirror_wait_seconds` for copying to finish, and reports missing copies."""
         if self._copier is None:
             return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
@@ -291,23 +292,23 @@ class MirrorCopies:
         self.look()
         left = dict(self._copier.damaged)
         if cured := [name for name in self._damaged if name not in left]:
-            self.metrics.say(f"Damaged on the mirror at first, and replaced or removed there: {', '.join(cured)}")
+            self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
-            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the rest there"
+            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the others there"
             self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
         waited = f"within {self.settings.mirror_wait_seconds:g} s"
         if not self._thread.is_alive():
-            waited = "because copying has ended"
+            waited = "because copying stopped"
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"{missing} not copied to the mirror {waited}; they are in {self.run}: {again} copies them")
+        self._warn(f"{missing} not copied to the mirror {waited}; to copy the files from {self.run}, run {again}")
 
     def close(self) -> None:
-        """Copies the log up to its last line, and ends the thread."""
+        """Copies the rest of the log and stops the thread."""
         if self._copier is not None:
             seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
             self._copier.end()
@@ -315,5 +316,5 @@ class MirrorCopies:
 
 
 def named(damaged: dict[str, str]) -> str:
-    """Lists damaged files, such as 'run.json (is cut); model.json (is empty)'."""
+    """Formats damaged files as 'run.json (is truncated); model.json (is empty)'."""
     return "; ".join(f"{name} ({what})" for name, what in damaged.items())

@@ -1,11 +1,10 @@
-"""Runs benchmarks on the training processes, by computing the likelihoods of the tasks' answers, for every strategy.
+"""Runs multiple-choice lm-evaluation-harness tasks on the training ranks, under any strategy.
 
-Once per run, a separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers of
-lm-evaluation-harness's tasks. The loop then measures them like a validation split: packed into windows of the training
-length, which avoids recompilation, and divided among the ranks. The scores are the harness's acc and acc_norm, and the
-correct answer's bits per byte.
+A separate process (`pretrain_tools.evaluation.answers`) tokenizes the questions and answers once per run. They are
+packed into windows of the training length, which avoids recompilation, and split across the ranks. The scores are acc
+and acc_norm as in the harness, and the bits per byte of the correct answer.
 
-Shapes: R requests (a question with one of its answers), D questions, T tokens in a window.
+Shapes: R requests (a question with one of its answers), D questions, T tokens per window, W windows.
 """
 
 import json
@@ -36,20 +35,20 @@ MEASURES = ("acc", "acc_norm", "bits_per_byte")
 
 @dataclass(frozen=True)
 class Task:
-    """A task, or a group of tasks with equally weighted questions."""
+    """A task or a task group. All questions in a group have the same weight."""
 
     name: str
     measures: tuple[str, ...]
-    """The measures (see MEASURES) that the harness reports for this task."""
+    """Metrics from MEASURES that the harness reports for this task."""
     questions: tuple[tuple[int, int], ...]
     """Ranges [first, end) of questions."""
     few_shots: int | None
     is_part: bool
-    """True for a task whose group has its own score."""
+    """True if the task belongs to a group that has its own score."""
 
     @property
     def count(self) -> int:
-        """Number of questions in the task."""
+        """Number of questions."""
         return sum(end - first for first, end in self.questions)
 
 
@@ -61,17 +60,17 @@ class Requests:
     ids: np.ndarray
     """Token IDs of all requests, concatenated."""
     ends: np.ndarray
-    """(R,): end of each request's IDs."""
+    """(R,): end of each request in `ids`."""
     answer_tokens: np.ndarray
-    """(R,): number of IDs at the end that are the answer."""
+    """(R,): number of answer tokens, at the end of each request."""
     characters: np.ndarray
-    """(R,): number of characters in the answer, by which acc_norm divides."""
+    """(R,): answer length in characters, used to normalize acc_norm."""
     bytes: np.ndarray
-    """(R,): number of UTF-8 bytes in the answer."""
+    """(R,): answer length in UTF-8 bytes."""
     question_ends: np.ndarray
-    """(D,): end of each question's requests."""
+    """(D,): index after each question's last request."""
     right: np.ndarray
-    """(D,): index of the correct answer."""
+    """(D,): index of the correct answer among the question's answers."""
 
     @classmethod
     def read(cls, path: Path) -> "Requests":
@@ -85,7 +84,7 @@ class Requests:
         return cls([Task(**task) for task in tasks], **arrays)
 
     def write(self, path: Path) -> None:
-        """Writes the arrays to a file atomically."""
+        """Writes the requests to an .npz file atomically."""
         values = dict(vars(self))
         text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
         part = path.with_suffix(".part")
@@ -94,7 +93,7 @@ class Requests:
         part.replace(path)
 
     def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
-        """Returns {task: {measure: mean, measure_stderr: standard error}} from the answers' (R,) log-likelihoods."""
+        """Returns {task: {metric: mean, metric_stderr: standard error}} from (R,) log-likelihoods."""
         starts = np.concatenate([[0], self.question_ends[:-1]])
         of_questions = {name: np.empty(len(starts)) for name in MEASURES}
         for number, (start, end) in enumerate(zip(starts, self.question_ends, strict=True)):
@@ -116,19 +115,19 @@ class Requests:
 
 @dataclass(frozen=True)
 class Windows:
-    """Requests packed into windows. If documents are separated, a window may have several requests."""
+    """Requests packed into windows. With document_mask, a window may contain several requests."""
 
     ids: np.ndarray
     """(W, T + 1) token IDs."""
     begins: np.ndarray
-    """(W, T): 1 at the beginning of each request and of the padding after a window's last request."""
+    """(W, T): 1 at the start of each request and of the padding."""
     request: np.ndarray
-    """(W, T): number of the request at positions that predict a token of its answer; otherwise -1."""
+    """(W, T): request index at positions that predict an answer token; -1 elsewhere."""
     shortened: int
-    """Number of requests that were longer than a window and lost the beginning of their question."""
+    """Number of requests that were truncated at the start to fit a window."""
 
     def part(self, first: int, count: int) -> "Windows":
-        """Returns `count` windows. Windows after the last one are empty."""
+        """Returns `count` windows from `first` on, padded with empty windows."""
         missing = max(0, first + count - max(first, len(self.ids)))
 
         def rows(values: np.ndarray, empty: int) -> np.ndarray:
@@ -139,7 +138,7 @@ class Windows:
 
 
 def packed(requests: Requests, window: WindowSpec) -> Windows:
-    """Packs requests in order. Each window begins with a request."""
+    """Packs requests into windows, in order."""
     length = window.sequence_length
     rows: list[list[np.ndarray]] = []
     numbers: list[list[int]] = []
@@ -168,7 +167,6 @@ def packed(requests: Requests, window: WindowSpec) -> Windows:
             end = place + len(ids)
             found.ids[row, place:end] = ids
             found.begins[row, place] = 1
-            # Each position predicts the next ID.
             answer = min(int(requests.answer_tokens[number]), len(ids) - 1)
             found.request[row, end - 1 - answer : end - 1] = number
             place = end
@@ -181,9 +179,9 @@ class Benchmarks:
     """A run's benchmarks. All methods except `begin` are collective.
 
     Args:
-        run: the run's folder.
+        run: the run folder.
         settings: the recipe's `benchmarks`.
-        tokenizer: the folder of the run's tokenizer.
+        tokenizer: the tokenizer folder.
     """
 
     def __init__(self, run: Path, settings: config.Benchmarks, tokenizer: Path):
@@ -201,7 +199,7 @@ class Benchmarks:
         self._windows: Windows | None = None
 
     def begin(self) -> None:
-        """Starts the process that writes the requests, if they don't exist. Main rank only."""
+        """Starts the process that tokenizes the requests, unless their file exists. Main rank only."""
         if self.path.is_file():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,7 +210,7 @@ class Benchmarks:
             )
 
     def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
-        """Waits for the process that writes the requests. Returns the requests, or a problem."""
+        """Waits for the tokenized requests and returns them, or an error message."""
         if self._requests is None:
             process = self._process
             while strategy.ranks.gather(process is not None and process.poll() is None)[0]:
@@ -243,11 +241,11 @@ class Benchmarks:
         attention: str,
         beat: Callable[[], None],
     ) -> tuple[dict[Task, dict[str, float | None]], int] | str:
-        """Returns ({task: scores}, number of shortened requests), or a problem.
+        """Returns ({task: scores}, number of truncated requests), or an error message.
 
         Args:
-            window: windows for the requests, with the shape for which the model was compiled.
-            sequences: windows per call of the model.
+            window: must have the shape that the model was compiled for.
+            sequences: number of windows per forward pass.
         """
         requests = self.requests(strategy, beat)
         if isinstance(requests, str):

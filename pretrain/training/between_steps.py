@@ -1,6 +1,7 @@
-"""Does the loop's work between two steps: logs, validation, checkpoints, evaluations, samples, an early decay.
+"""Work between two steps: logging, validation, checkpoints, evaluation, samples, early decay.
 
-All functions are collective. Long work doesn't count as training time, and stops early if the run is asked to end.
+Functions are collective unless noted. Long-running work doesn't count toward the throughput and is interrupted if the
+run is stopping.
 """
 
 import copy
@@ -23,7 +24,7 @@ from pretrain.training.validation import measure, perplexity_of
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
-    """Logs the metrics since the last log. Collects finished evaluations, and logs the mirror's progress."""
+    """Logs the metrics since the last log step, finished evaluations and mirror progress."""
     step = run.state.step
     plan = run.plan
     log = run.log
@@ -56,14 +57,14 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Updates the live line with values that are already on the CPU. On a GPU, the loss is the previous step's."""
+    """Updates the live line without waiting for the device. On a GPU, the loss lags behind by one step."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
         return
     live = run.live
     live.losses.extend(report.loss for report in reports)
-    if seconds := run.throughput.recent_step_seconds:  # otherwise keep the numbers from before a pause
+    if seconds := run.throughput.recent_step_seconds:  # after a pause, keep the previous values
         live.step_seconds = seconds
         live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
         rate = live.tokens_per_second / run.strategy.ranks.count
@@ -75,7 +76,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
 
 
 def validate(run: Run) -> None:
-    """Measures and logs the validation loss on every source, for the weights and for their average."""
+    """Measures and logs the validation loss per source, for the raw and the averaged weights."""
     began = time.perf_counter()
     with interruptible(run, "validation") as beat:
         sequences = run.config.validation.sequences
@@ -103,11 +104,11 @@ def validate(run: Run) -> None:
 def losses_of_sources(
     run: Run, sequences: int, beat: Callable[[], None], stage: StagePlan | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Measures the loss on `sequences` windows of each source, with `measure`.
+    """Measures the loss on `sequences` windows per source.
 
     Args:
-        stage: measures about as many tokens in windows of this stage instead of data.window, for sources that have
-            such windows.
+        stage: measure about the same number of tokens in this stage's windows instead of data.window. Skips sources
+            that are too short for such a window.
     """
     window = run.config.data.window
     rows = run.config.batch.sequences_per_micro_batch
@@ -130,14 +131,14 @@ def losses_of_sources(
 
 
 def save(run: Run, *, wait: bool, required: bool = False) -> None:
-    """Starts saving a checkpoint of this step, if there is none yet. A collective call.
+    """Starts saving a checkpoint of this step, unless one exists. A collective call.
 
     Args:
-        wait: return only after the checkpoint is written.
-        required: wait, and raise SaveError on all ranks if the save fails.
+        wait: wait until the checkpoint is written.
+        required: also raise SaveError on all ranks if the save fails.
     """
     with run.pausing("saving"):
-        compare_replicas(run)  # before the save, because a checkpoint must not preserve differing replicas
+        compare_replicas(run)  # before the save, so that diverged replicas are never saved
         if run.built.experts:
             run.state.expert_counts = run.built.experts.counts()
         if run.clock.is_limited:
@@ -149,7 +150,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
             report_saves(run)
             if required and not run.is_saved:
                 raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written; see train.log")
-            poll_requests(run)  # a signal during the save ends the run now, not one step and one save later
+            poll_requests(run)  # so that a signal during the save ends the run before another step
 
 
 def _begin_save(run: Run) -> None:
@@ -172,12 +173,12 @@ def _begin_save(run: Run) -> None:
 
 
 def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunState) -> dict[str, Any]:
-    """Returns the trainer_state.json entries that `continue_from` needs.
+    """Returns the entries of trainer_state.json that `continue_from` reads.
 
     Args:
-        asked: the recipe, with the user's `auto` settings.
-        whole: plan of the whole run.
-        plan: the same plan without skipped data and with the requested end.
+        asked: the recipe, with `auto` unresolved.
+        whole: the plan for the whole run.
+        plan: the plan in effect, without skipped data and with any requested decay.
     """
     return {
         "state": asdict(state),
@@ -189,15 +190,15 @@ def trainer_state(asked: RunConfig, whole: RunPlan, plan: RunPlan, state: RunSta
 
 
 def model_describer(run: Run) -> Callable[..., None]:
-    """Returns a function that writes a model folder's files except the weights, for the current model."""
-    # A background save may write them after the model has entered its next stage.
+    """Returns a function that writes a model folder for the current model, without the weights."""
+    # Copied, because a background save may run after the config has changed in the next stage.
     described = copy.copy(run.built.causal_lm)
     described.config = copy.deepcopy(described.config)
     return partial(describe_model, described, run.tokenizer)
 
 
 def report_saves(run: Run) -> None:
-    """Logs newly finished saves. Ranks may call it in different steps."""
+    """Logs finished saves. Not collective, because a save may finish in different steps on different ranks."""
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (
@@ -217,10 +218,10 @@ def report_saves(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Evaluates this step's checkpoint, if it was written, in a separate process. A collective call.
+    """Evaluates this step's checkpoint in a separate process. A collective call.
 
-    With `where: blocking`, all ranks wait until the process ends. With `where: in_loop`, the ranks evaluate the
-    current model themselves.
+    With `where: blocking`, all ranks wait for the process. With `where: in_loop`, the training ranks evaluate the
+    current model instead.
     """
     if run.benchmarks is not None:
         _measure_benchmarks(run)
@@ -231,8 +232,7 @@ def evaluate(run: Run) -> None:
     ranks = run.strategy.ranks
     with interruptible(run, "evaluation") as beat:
         process = run.evaluations.start(run.newest_checkpoint, settings) if ranks.is_main else None
-        # Only the main rank knows if the process is still running, but all ranks must leave the loop in the same
-        # round.
+        # Only the main rank can poll the process, but all ranks must leave the loop together.
         while settings.where == "blocking" and ranks.gather(process is not None and process.poll() is None)[0]:
             time.sleep(0.5)
             beat()
@@ -253,11 +253,11 @@ def _measure_benchmarks(run: Run) -> None:
             beat=beat,
         )
         if isinstance(found, str):
-            run.warn(f"no benchmarks: {found}")
+            run.warn(f"benchmarks could not run: {found}")
             return
         scores, shortened = found
         if shortened:
-            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and lost their beginning")
+            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and were truncated at the start")
         curves = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
@@ -277,7 +277,7 @@ def _measure_benchmarks(run: Run) -> None:
 
 
 def sample(run: Run) -> None:
-    """Logs the model's continuations of the recipe's prompts. A collective call."""
+    """Generates and logs a sample for each of the recipe's prompts. A collective call."""
     from pretrain.training.samples import sample_texts
 
     step = run.state.step
@@ -290,9 +290,9 @@ def sample(run: Run) -> None:
 
 
 def diagnose(run: Run, batch: dict[str, Any]) -> None:
-    """Logs layer-by-layer measurements of this step. A collective call.
+    """Logs per-layer statistics for this step. A collective call.
 
-    batch: the step's last micro-batch, for another forward pass.
+    batch: the step's last micro-batch, used for another forward pass.
     """
     with run.pausing("diagnostics"):
         figures = run.diagnostics.measure(run.built.model, batch)
@@ -308,7 +308,7 @@ def diagnose(run: Run, batch: dict[str, Any]) -> None:
 
 
 def decay(run: Run) -> None:
-    """Carries out a request for the final decay: starts the decay now, or halves the rest of it."""
+    """Handles a decay request: starts the final decay, or halves its remaining steps."""
     state = run.state
     left = steps_of_decay_left(run)
     if run.request == Request.SHORTEN and left > 1:

@@ -1,4 +1,4 @@
-"""Builds the model and optimizer for a run, for the smoke test and for benchmarks."""
+"""Builds the model and optimizer for training."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Built:
-    """The model in training, as built by `build_training`."""
+    """Result of `build_training`."""
 
     model: nn.Module
-    """Model to call with a micro-batch. Returns (loss, cross-entropy)."""
+    """Prepared model. Its forward pass takes a micro-batch and returns (loss, cross-entropy)."""
     causal_lm: PreTrainedModel
-    """The inner model. Checkpoints use its parameter names."""
+    """Inner model. Checkpoints use its parameter names."""
     experts: "Experts | None"
-    """Counters for the experts; None for a dense model."""
+    """Expert load balancing; None for a dense model."""
     terms: "LossTerms | None" = None
     """Loss terms from extensions, if any."""
 
@@ -45,12 +45,12 @@ def build_training(
     from_pretrained: bool = False,
     from_checkpoint: bool = False,
 ) -> Built:
-    """Builds the model and optimizer. The strategy fills in the weights unit by unit. A collective call.
+    """Builds the model and the optimizer. The strategy initializes the weights. A collective call.
 
     Args:
-        learning_rate: peak learning rate for the optimizer's groups.
-        from_pretrained: load the weights of the recipe's model instead of drawing them from the seed.
-        from_checkpoint: True if the caller loads all weights next, so that they need no values.
+        learning_rate: peak learning rate.
+        from_pretrained: load the pretrained weights of the recipe's model instead of initializing at random.
+        from_checkpoint: skip the initialization, because the caller loads a checkpoint next.
     """
     say_stage("Building the model")
     kind = strategy.device.type
@@ -68,7 +68,7 @@ def build_training(
     if config.optim.muon.qk_clip:
         from pretrain.model.largest_logits import record_largest_logits
 
-        record_largest_logits(causal_lm)  # before cp wraps the attention, so that it records whole sequences
+        record_largest_logits(causal_lm)  # before cp wraps the attention, to record full sequences
     checkpoint_activations(causal_lm, config.activation_checkpointing)
     compile_mode, loss_backend = modes_of(config, plan, strategy, causal_lm)
     terms = None
@@ -91,7 +91,7 @@ def build_training(
 
         added = new_tokens(config, plan.model_config)
         if added:
-            say_stage(f"{len(added.parts):,} new tokens are initialized with the mean of their parts")
+            say_stage(f"{len(added.parts):,} new tokens are initialized with the mean of their old tokens")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
     if config.optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales
@@ -109,7 +109,7 @@ def build_training(
     if plan.router_losses.routers:
         from pretrain.training.experts import Experts
 
-        experts = Experts(causal_lm, strategy, plan.router_losses)  # hooks must exist before the layers are compiled
+        experts = Experts(causal_lm, strategy, plan.router_losses)  # must be hooked before compilation
         experts.attach()
     if config.optim.muon.qk_clip:
         from pretrain.training.qk_clip import QkClip
@@ -123,11 +123,11 @@ def build_training(
 
 
 def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: PreTrainedModel) -> tuple[str, str]:
-    """Returns (mode for `compile_model`, key of LOSS_BACKENDS), with `auto` resolved."""
+    """Resolves `auto` for compile and loss.backend. Returns (mode for `compile_model`, key in LOSS_BACKENDS)."""
     kind = strategy.device.type
     is_plain = config.activation_checkpointing == "none" and plan.active_parameters == plan.parameters
     is_plain = is_plain and not classes_in_rows(plan.attention)
-    is_alone = strategy.name == "single" and not config.loss.terms  # terms run outside compiled code
+    is_alone = strategy.name == "single" and not config.loss.terms  # loss terms aren't compiled
     mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
     logits = None
     if strategy.precision == "fp32":

@@ -1,8 +1,7 @@
-"""Plans how a run continues from a checkpoint, perhaps with a changed recipe.
+"""Plans how a run continues from a checkpoint, possibly with a changed recipe.
 
-The checkpoint records the run's step, tokens, position in each source, and past batch sizes and learning rates. The
-run keeps these, and the recipe determines everything else. The batch, budget, data and schedule can therefore change
-at any checkpoint, any number of times.
+The checkpoint provides the step, token count, position in each source, and past batch sizes and learning rates. The
+recipe determines everything else, so the batch, budget, data and schedule can change at any checkpoint.
 """
 
 import hashlib
@@ -30,13 +29,13 @@ from pretrain.units import counted, duration_text
 
 DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
-"""Alternative settings for the data. A recipe has one or the other."""
+"""A recipe sets one of these."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
-"""Settings that can't change during a run, because some data would be read twice and some never."""
+"""Settings that can't change during a run, because some data would be repeated and some skipped."""
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
-    """Returns True if the command line gives the setting, a part of it or its section."""
+    """Returns True if the command line overrides this setting, its section or one of its keys."""
     return any(name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.") for name in overridden)
 
 
@@ -45,9 +44,9 @@ class Changes:
     """Differences between the recipe and a run's checkpoint."""
 
     changed: dict[str, tuple[Any, Any]]
-    """{changed setting: (the checkpoint's value, the recipe's value)}."""
+    """{setting: (value in the checkpoint, value in the recipe)}."""
     touched: frozenset[str]
-    """Settings that changed or that, for a branch, the command line gives, perhaps with the same value."""
+    """Changed settings and, for a branch, all settings overridden on the command line."""
     begins_branch: bool
 
     @property
@@ -68,7 +67,7 @@ def changes_since(
 ) -> Changes:
     """Compares the recipe with a checkpoint's trainer_state.json.
 
-    asked: the recipe, with the user's `auto` settings.
+    asked: the recipe, with `auto` unresolved.
     """
     now = settings_of(asked)
     before = {current_path(path): value for path, value in contents.get("settings", now).items()}
@@ -78,9 +77,9 @@ def changes_since(
 
 
 def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begins_branch: bool) -> list[str]:
-    """Lists why a run can't continue from an old checkpoint, which records fewer settings.
+    """Lists changes that a checkpoint from an earlier version doesn't support, because it records fewer settings.
 
-    plan: plan of the recipe only.
+    plan: the recipe's plan, as for a new run.
     """
     planned = contents["plan"]
     schedule = planned["schedule"]
@@ -92,19 +91,19 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ):
         return []
     return [
-        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version, without the data "
-        "for branching or for changing budget, batch or schedule; continue the run unchanged to its next checkpoint, "
-        "then change it"
+        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version and lacks the data "
+        "for branching or for changing the budget, batch or schedule; continue the run unchanged until its next "
+        "checkpoint, then make the change"
     ]
 
 
 def rewind_step(plan: RunPlan, contents: Mapping[str, Any], changes: Changes) -> int | None:
-    """Returns the step before the final decay to which an extended run must go back; None if it continues from here.
+    """Returns the last step before the final decay if an extended run must rewind to it, otherwise None.
 
-    If the schedule changes, the run continues from the decayed model.
+    A run whose schedule changes continues from the decayed model instead.
 
     Args:
-        plan: plan from the checkpoint on (see `continued`).
+        plan: see `continued`.
     """
     planned = contents["plan"]
     step = contents["state"]["step"]
@@ -125,14 +124,13 @@ def continued(
 ) -> RunPlan:
     """Plans all steps of a run that continues from a checkpoint.
 
-    Raises InputError if the budget is already exceeded, or for a change after which the position in the data is
-    unknown.
+    Raises InputError if the budget is already exceeded, or if the data position after a change is unknown.
 
     Args:
-        plan: plan of the recipe only, as for a new run.
-        contents: contents of the checkpoint's trainer_state.json.
+        plan: the recipe's plan, as for a new run.
+        contents: the checkpoint's trainer_state.json.
         state: the run's state, including rollbacks newer than the checkpoint.
-        is_finished: True if the run has its final model, in which case the budget may already be reached.
+        is_finished: True if the final model exists. The budget may then be smaller than the steps already taken.
     """
     planned = contents["plan"]
     identity = contents["identity"]
@@ -154,13 +152,13 @@ def continued(
     if total_steps < state.step:
         if not is_finished and not (changes.begins_branch and not changes.budget):
             raise InputError(
-                f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or end "
-                "the run with a decay now (python runs.py anneal, while it trains)"
+                f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or "
+                "start the final decay while the run trains (python runs.py anneal)"
             )
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
 
-    # A checkpoint's sample numbers include skipped samples. Those of `ramp` don't.
+    # Sample indices in a checkpoint include skipped samples. Those in `ramp` don't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
     if data_changes(plan.identity, identity):
@@ -178,18 +176,18 @@ def continued(
     if len(plan.stages) > 1:
         stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
-    # Without skipped ranges, because `Run.replan` skips them, including those of later rollbacks.
+    # `Run.replan` adds the skipped ranges.
     batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
 
 
 def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
-    """Returns the batch sizes of all past steps, in sequences of the recipe's length."""
+    """Returns the batch sizes of past steps, in sequences of the recipe's length."""
     length = plan.batches.window.sequence_length
-    if contents["identity"]["data.sequence_length"] != length:  # for a branch, only the sum matters
+    if contents["identity"]["data.sequence_length"] != length:  # only for a branch, where just the total matters
         return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
-    if "ramp" not in contents["plan"]:  # old checkpoints; `old_checkpoint_problems` rejects a changed batch
+    if "ramp" not in contents["plan"]:  # from an earlier version, for which the batch can't change
         return plan.ramp
     recorded = contents["plan"]["ramp"]
     return BatchRamp(
@@ -201,14 +199,14 @@ def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> B
 
 
 def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Returns True if the data differs between two identities (see `run_plan.identity_of`)."""
+    """Returns True if two identities have different data settings (see `run_plan.identity_of`)."""
     return any(now.get(path) != before.get(path) for path in DATA)
 
 
 def data_digest(plan: RunPlan) -> str:
-    """Hashes the data and its order. Plans with the same digest number their samples identically.
+    """Hashes the data and its order. Plans with the same digest have the same sample indices.
 
-    plan: plan of the whole run, without the ranges that rollbacks skip.
+    plan: plan for the whole run, without skipped ranges.
     """
     values = {path: plan.identity.get(path) for path in DATA} | {"stage_starts": plan.batches.stage_starts}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -217,12 +215,12 @@ def data_digest(plan: RunPlan) -> str:
 def rollback_entry(
     whole: RunPlan, plan: RunPlan, state: RunState, steps: tuple[int, int], *, skips: bool
 ) -> dict[str, Any]:
-    """Returns the record of a rollback and the changes it makes.
+    """Returns the record of a rollback.
 
     Args:
-        whole: plan of the whole run when the problem occurred.
-        plan: the same plan without the data that earlier rollbacks skip.
-        steps: first and last bad step, counted from 1.
+        whole: plan for the whole run.
+        plan: the same plan without the data skipped by earlier rollbacks.
+        steps: first and last bad step, from 1.
         skips: True to skip these steps' data, False to halve the learning rate.
     """
     first, last = steps
@@ -238,10 +236,10 @@ def rollback_entry(
 
 
 def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
-    """Drops ranges to skip that are still ahead, if a change of data has put different text there.
+    """Drops upcoming skip ranges that no longer refer to the same data.
 
     Args:
-        plan: plan of the whole run from the checkpoint on.
+        plan: plan for the whole run, from the checkpoint on.
         identity: the checkpoint's identity.
     """
     length = plan.batches.window.sequence_length
@@ -277,12 +275,12 @@ def _continued_schedule(
 
 
 def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> RunState:
-    """Returns the state of a run that continues from a checkpoint.
+    """Returns the initial state of a run that continues from a checkpoint.
 
-    A branch without its own budget or schedule decays from its first step to a finished model.
+    A branch decays right away unless it has its own budget or schedule.
 
     Args:
-        trunk: the run from which this one branches.
+        trunk: the parent run, if this run branches.
     """
     state = RunState(**contents["state"])
     if trunk is not None:
@@ -298,18 +296,18 @@ def continued_state(config: RunConfig, contents: Mapping[str, Any], changes: Cha
 
 
 def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes, trunk: str | None) -> list[str]:
-    """Lists why a run in its final decay can't continue as requested.
+    """Lists requested changes that aren't possible during the final decay.
 
     Args:
-        plan: plan from the checkpoint on (see `continued`).
-        trunk: the user's branch_from.
+        plan: see `continued`.
+        trunk: the branch_from setting.
     """
     planned = contents["plan"]
     saved = contents["state"]
     if changes.begins_branch and not changes.clock and saved["step"] > planned["stable_until"]:
         return [
-            f"branch_from: {trunk} has begun to decay its learning rate; use a checkpoint of step "
-            f"{planned['stable_until']:,} or before, or give the branch a schedule, such as "
+            f"branch_from: {trunk} is already decaying its learning rate; use a checkpoint from step "
+            f"{planned['stable_until']:,} or earlier, or set a schedule for the branch, such as "
             "--optim.schedule constant"
         ]
     is_shorter = plan.total_steps <= planned["total_steps"]
@@ -322,20 +320,20 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
 
 
 def time_problems(config: RunConfig, plan: RunPlan, state: RunState) -> list[str]:
-    """Returns [problem] if a run has steps but no time left, otherwise []."""
+    """Checks that the time budget isn't used up before the final decay. Returns a list of problems."""
     minutes = config.budget.minutes
     if minutes is None or state.seconds < 60 * minutes or state.anneal_from is not None:
         return []
     if state.step >= min(plan.schedule.decays_from, plan.total_steps):
         return []
     return [
-        f"budget.minutes: {minutes:g}, but the run has taken {state.seconds / 60:.1f} up to step {state.step:,}; "
-        "raise it, or set it to null"
+        f"budget.minutes: {minutes:g}, but the run has used {state.seconds / 60:.1f} minutes up to step "
+        f"{state.step:,}; raise it, or set it to null"
     ]
 
 
 def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
-    """Returns the error for extending a run whose only checkpoints are from its final decay."""
+    """Returns the error for extending a run that has no checkpoint from before its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
         f"{planned['stable_until']:,}, but no earlier checkpoint is left; keep one with "
@@ -345,7 +343,7 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
 
 
 def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, found: Path) -> str:
-    """Describes how the run continues: its step, learning rate and end."""
+    """Describes how the run continues: steps, tokens, learning rate and changed settings."""
     step = state.step
     total = plan.total_steps
     begins = "branches" if changes.begins_branch else "continues"
@@ -357,15 +355,15 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         lines += [
             f"  to step {total:,}: {counted(total - step, 'step')}, {plan.total_tokens - state.tokens:,} tokens, "
             f"{plan.tokens_in(step):,} tokens per step",
-            f"  learning rate {first:.3g} at the first, {last:.3g} at the last ({plan.schedule.name})",
+            f"  learning rate {first:.3g} at the first step, {last:.3g} at the last ({plan.schedule.name})",
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; another schedule "
-                "or warmup restarts at the peak, such as --optim.schedule constant"
+                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; to restart at "
+                "the peak, change the schedule or warmup, for example with --optim.schedule constant"
             )
     if state.seconds:
-        lines.append(f"  {duration_text(state.seconds)} of budget.minutes are used")
+        lines.append(f"  {duration_text(state.seconds)} of budget.minutes used")
     origin = plan.batches.origin
     if origin is not None and origin.step == step:
         lines.append("  data: a different mixture from here on; each source continues where it stopped")
@@ -375,14 +373,14 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
 
 @dataclass(frozen=True)
 class Continuation:
-    """Plan and state of a run continued from a checkpoint."""
+    """Plan and state of a run that continues from a checkpoint."""
 
     plan: RunPlan
-    """Plan of the whole run, without rollbacks or a requested decay."""
+    """Plan for the whole run, without skipped data or a requested decay."""
     state: RunState
     changes: Changes
     stable_until: int | None
-    """Last step before the final decay, if the run must go back to a checkpoint before it (see `rewind_step`)."""
+    """See `rewind_step`."""
 
 
 def continue_from(
@@ -396,17 +394,17 @@ def continue_from(
     begins_branch: bool,
     is_finished: bool,
 ) -> Continuation:
-    """Decides how this recipe's run continues from a checkpoint.
+    """Plans how the run continues from a checkpoint.
 
-    Raises InputError for impossible changes, or for changes that the command line doesn't give.
+    Raises InputError for impossible changes, and for changes that need confirmation on the command line.
 
     Args:
-        plan: plan of the recipe only, as for a new run.
-        found: the checkpoint's folder.
-        contents: contents of its trainer_state.json.
-        rollbacks: rollbacks recorded in the run's folder, perhaps newer than the checkpoint.
+        plan: the recipe's plan, as for a new run.
+        found: the checkpoint folder.
+        contents: its trainer_state.json.
+        rollbacks: rollbacks recorded in the run folder, possibly newer than the checkpoint.
         begins_branch: True if the checkpoint belongs to the run in branch_from.
-        is_finished: True if the run has its final model.
+        is_finished: True if the final model exists.
     """
     identity = contents["identity"]
     if not begins_branch and config.branch_from is not None:
@@ -428,9 +426,9 @@ def continue_from(
 
 
 def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) -> str:
-    """Describes how the next start would continue, like `describe_continuation`; "" without a checkpoint.
+    """Describes how the next start would continue the run (see `describe_continuation`); "" without a checkpoint.
 
-    Reads the newest checkpoint's trainer_state.json but doesn't verify its files. Raises the InputErrors of a start.
+    Doesn't verify the checkpoint's files. Raises the same InputErrors as a start.
     """
     folders = list(checkpoint_folders(config.output).values())
     begins_branch = not folders and config.branch_from is not None
@@ -455,26 +453,26 @@ def describe_next_start(config: RunConfig, plan: RunPlan, asked: CommandLine) ->
 
 
 def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]]) -> None:
-    """Raises InputError if the run in `output` isn't the branch that the recipe describes."""
+    """Raises InputError if the run in `output` didn't branch from the recipe's branch_from."""
     run, _, step = config.branch_from.rpartition("@")
     run = Path(run)
     step = int(step) if step.isdecimal() else None
     began = lineage[-1] if lineage else None
     if began and began["step"] == step and Path(began["run"]).resolve() == run.resolve():
         return
-    how = f"branched from {began['run']}@{began['step']}" if began else "not branched from any"
+    how = f"branched from {began['run']}@{began['step']}" if began else "not branched from another run"
     raise InputError(
-        f"branch_from: {config.branch_from}, but {config.output} has a run that was {how}; choose another --output "
-        "for the branch, or omit branch_from to continue that run"
+        f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; choose another "
+        "--output for the branch, or omit branch_from to continue that run"
     )
 
 
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists why a run can't continue from a checkpoint with this identity. Names the model keys that differ.
+    """Lists why a run can't continue from a checkpoint with this identity, including the model keys that differ.
 
-    Always rejects a model with different shapes, because a model with fewer layers would load silently.
+    Different shapes are always an error, because a model with fewer layers would load silently.
     """
     problems = identity_problems(saved, plan.identity, overridden, begins_branch=begins_branch)
     if saved.get("model") == plan.identity["model"]:
@@ -483,9 +481,9 @@ def continuation_problems(
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
     if shape_changes(earlier, plan.model_config):
-        what_now = "the checkpoint's weights do not fit; restore it, or choose another --output"
+        what_now = "the checkpoint's weights do not fit; restore the model config, or choose another --output"
     elif len(others) < len(problems):
-        what_now = "restore it, choose another --output, or accept it by naming it on the command line"
+        what_now = "restore it, choose another --output, or accept the change by setting it on the command line"
     else:
         return others
     return [f"model: {found} was trained with {changes}: {what_now}", *others]
@@ -494,21 +492,21 @@ def continuation_problems(
 def identity_problems(
     saved: dict[str, Any], now: dict[str, Any], overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists changes since the checkpoint that are impossible, or that the command line doesn't give.
+    """Lists changes since the checkpoint that are impossible or that need confirmation on the command line.
 
-    begins_branch: True for a new run from another run's checkpoint, whose recipe may differ.
+    begins_branch: True for a new branch, whose recipe may differ from the parent run's.
     """
     problems = []
     for path in sorted(saved.keys() | now.keys()):
         if saved.get(path) == now.get(path):
             continue
-        if path in MIXTURES and now.get(path) is None:  # the recipe has the other setting, which is also compared
+        if path in MIXTURES and now.get(path) is None:  # the recipe uses the other setting, which is also compared
             continue
         paths = MIXTURES if path in MIXTURES else (path,)
         before = next((saved[each] for each in paths if saved.get(each) is not None), None)
         found = f"{path}: the run was started with {json.dumps(before)}, "
         named = any(is_named(each, overridden) for each in paths)
-        if path == "optim.name":  # a different optimizer can't load the state, even if the command line names it
+        if path == "optim.name":  # can't be confirmed, because the optimizer state doesn't fit
             problems.append(
                 f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
                 "(with --init pretrained --model RUN/final it starts from this run's weights)"
@@ -516,12 +514,12 @@ def identity_problems(
         elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
             branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
             problems.append(
-                f"{found}and {json.dumps(now.get(path))} would read its data in another order, some of it twice and "
-                f"some never; restore it, or choose another --output{branch}"
+                f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
+                f"and some never; restore it, or choose another --output{branch}"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(
-                f"{found}the recipe now says {json.dumps(now.get(path))}; restore it, choose another --output, or "
-                f"accept it with --{path} on the command line: it then applies from the checkpoint's step on"
+                f"{found}but the recipe now has {json.dumps(now.get(path))}; restore it, choose another --output, or "
+                f"accept it with --{path} on the command line; it then applies from the checkpoint's step on"
             )
     return problems

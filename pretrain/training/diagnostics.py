@@ -1,11 +1,11 @@
-"""Measures a model layer by layer at occasional steps. Other steps are unaffected.
+"""Records per-layer statistics of the model at regular intervals.
 
-For each layer, measures the root mean square (RMS) of outputs, weights, gradients before clipping, and weight changes
-in the step. Also measures the largest attention logit before the softmax and the share of dead feed-forward units. The
-embedding and the head count as separate layers.
+For each layer, the embedding and the head, these are the root mean square (RMS) of the outputs, weights, gradients
+before clipping and weight updates, the largest attention logit before the softmax, and the fraction of dead
+feed-forward units.
 
-Activations, logits and units come from a forward pass of the step's last micro-batch after the update. It runs without
-gradients and without compiled code, because hooks in compiled layers would affect every other step.
+Activations, logits and units come from a second forward pass of the step's last micro-batch, after the update. It runs
+in eager mode without gradients, because hooks in compiled layers would also affect all other steps.
 """
 
 import functools
@@ -27,27 +27,27 @@ from pretrain.parallel.context_parallel import EXCHANGING
 from pretrain.parallel.strategy import Strategy
 
 OFF = 0.01
-"""A unit is dead if its largest magnitude is below this share of the RMS of its layer's units."""
+"""A unit counts as dead if its maximum magnitude is below this fraction of the RMS of all units in its layer."""
 MEASURES = ("activation_rms", "weight_rms", "gradient_rms", "update_rms", "largest_logit", "units_off")
 
 
 class Diagnostics:
-    """Measurements of a run's model. The methods registered by `attach` do nothing unless `is_due`."""
+    """Per-layer statistics of the model in training. Records nothing unless `is_due`."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
         self.is_due = False
-        """True if the current step is measured."""
+        """True if the current step is recorded."""
         causal_lm = strategy.causal_lm
         name_of = {module: name for name, module in causal_lm.named_modules(remove_duplicate=False)}
         self.layers = layers_of(causal_lm)
         prefixes = [f"{name_of[layer]}." for layer in self.layers]
         self.row_of: dict[str, int] = {}
-        """{matrix name: its row}. Excludes vectors, such as norms and biases."""
+        """{matrix name: row}. Excludes norms and biases."""
         shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
         places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
         self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
-        """Names of the rows, in the model's order: embedding, layers, and the head if it isn't tied."""
+        """Row names, in model order: embedding, layers, and the head unless it is tied."""
         rows = {place: row for row, place in enumerate(dict.fromkeys(places.values()))}
         self.row_of = {name: rows[place] for name, place in places.items()}
         self.rows_of_layers = [rows[prefix] for prefix in prefixes]
@@ -55,18 +55,18 @@ class Diagnostics:
         for name, row in self.row_of.items():
             self.elements[row] += math.prod(shapes[name])
         self._squares: dict[str, Tensor] = {}
-        """{measure: (rows,) sums of squares over this rank's share of the parameters}."""
+        """{metric: (rows,) sums of squares over this rank's parameters}."""
         self._before: dict[str, Tensor] = {}
-        """{matrix name: this rank's weights before the update}, in CPU memory."""
+        """{matrix name: this rank's weights before the update}, on the CPU."""
 
     def attach(self) -> None:
-        """Registers the methods that run before and after an update."""
+        """Registers the hooks that run before and after each update."""
         self.strategy.before_update += (self.before_update,)
         self.strategy.after_update += (self.after_update,)
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Measures weights and gradients, and copies the weights so that `after_update` can compare them."""
+        """Records weights and gradients, and copies the weights for `after_update`."""
         if not self.is_due:
             return
         for measure in ("weight_rms", "gradient_rms", "update_rms"):
@@ -79,7 +79,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
-        """Measures how much the update changed the weights; 0 if it was skipped."""
+        """Records how much the update changed the weights."""
         for parameter, name in self.strategy.name_of.items():
             if (before := self._before.pop(name, None)) is not None:
                 weight = local_tensor(parameter)
@@ -91,9 +91,9 @@ class Diagnostics:
         self._squares[measure][row] += square * self.strategy.share_of(parameter)
 
     def measure(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, list]:
-        """Runs another forward pass. Returns the names of the rows as `layers`, and a list for each of MEASURES.
+        """Runs another forward pass. Returns the row names as `layers`, and a list of values for each of MEASURES.
 
-        A value is None if the row lacks it, or if this strategy or architecture doesn't expose it. A collective call.
+        Values that don't exist for a row, strategy or architecture are None. A collective call.
         """
         watched = Watched(self.layers, self.strategy)
         model.eval()
@@ -121,7 +121,7 @@ class Diagnostics:
 
 
 class Watched:
-    """Records of a forward pass, one number per layer; zeros for layers on other ranks."""
+    """Recorder for a forward pass, with one value per layer; 0 for layers on other ranks."""
 
     def __init__(self, layers: list[nn.Module], strategy: Strategy):
         self.layers = layers
@@ -134,12 +134,12 @@ class Watched:
         self.units_off = zeros()
         self.logits = torch.full_like(self.squares, -torch.inf)
         self.magnitudes: dict[int, list[Tensor]] = {}
-        """{layer: one (units + 1,) tensor per call}: each unit's largest magnitude, then the mean square of all."""
+        """{layer: one (units + 1,) tensor per call}: maximum magnitude per unit, then the mean square of all units."""
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Records the layers while the context is open."""
-        with ExitStack() as stack:  # removes the hooks at the end
+        """Attaches the hooks within the context."""
+        with ExitStack() as stack:
             for number, layer in enumerate(self.layers):
                 stack.enter_context(layer.register_forward_hook(self.output_hook(number)))
                 for matrix in last_matrices(layer):
@@ -166,14 +166,14 @@ class Watched:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Replaces the attention function, if there is one, with one that also finds the largest logit."""
+        """Replaces the attention function with one that also records the largest logit."""
         config = self.strategy.causal_lm.config
-        name = config._attn_implementation  # private, but transformers has no public name for it
+        name = config._attn_implementation  # private, but there is no public attribute
         if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
             yield
             return
         before = ALL_ATTENTION_FUNCTIONS[name]
-        if name == EXCHANGING:  # it calls an attention over the whole sequence
+        if name == EXCHANGING:  # wraps another attention function
             watching = functools.partial(before.func, self.watching(before.args[0]), *before.args[1:])
         else:
             watching = self.watching(before)
@@ -193,7 +193,7 @@ class Watched:
         return attention
 
     def figures(self) -> dict[str, list[float | None]]:
-        """Returns {measure: each layer's value} over all ranks. Waits for the device. A collective call."""
+        """Returns {metric: values per layer}, reduced over all ranks. Waits for the device. A collective call."""
         for number, calls in self.magnitudes.items():
             of_calls = torch.stack(calls)
             largest = of_calls[:, :-1].amax(0)
@@ -213,7 +213,7 @@ class Watched:
 
 
 def last_matrices(layer: nn.Module) -> list[nn.Module]:
-    """Lists a layer's matrices whose inputs are feed-forward units; [] for experts, which aren't modules."""
+    """Returns the down projections of a layer's feed-forward network; [] for MoE experts, which aren't modules."""
     return [
         module
         for name, module in layer.named_modules()

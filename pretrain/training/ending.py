@@ -1,4 +1,4 @@
-"""Ends a run, either early or with the exported model."""
+"""Ends a run, early or after exporting the model."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,11 +18,11 @@ REASONS = {
     Request.STOP: "stopped",
     Request.ABORT: "aborted",
 }
-"""{request to end: reason in the log}."""
+"""{request: reason shown in the log}."""
 
 
 def end_early(run: Run) -> int:
-    """Ends the run early, because of a request or a pause. Saves first, unless aborted. Returns the exit status."""
+    """Saves, unless aborted, and ends the run early. Returns the exit code."""
     if not run.ends:
         run.request = Request.PAUSE
     if run.request != Request.ABORT:
@@ -31,9 +31,9 @@ def end_early(run: Run) -> int:
         run.evaluations.stop()
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    request = run.request  # a more urgent request may have arrived during the save
+    request = run.request  # may have become more urgent during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
-    how = "give it a later step, or null, to" if request == Request.PAUSE else "run the same command to"
+    how = "set it to a later step, or null, to" if request == Request.PAUSE else "run the same command to"
     answer(run)
     run.watch.close()
     code = EXIT_PREEMPTED if request == Request.PREEMPT else EXIT_INTERRUPTED
@@ -44,16 +44,16 @@ def end_early(run: Run) -> int:
 
 
 def finish(run: Run) -> int:
-    """Exports the trained model to final/, verifies and publishes it. Returns the exit status."""
+    """Exports the model to final/, verifies it and publishes it. Returns the exit code."""
     final = _export_and_publish(run) if run.config.checkpoint.save_final else None
     state = run.state
     if run.evaluations:
         run.evaluations.fetch()
         if names := ", ".join(run.evaluations.names):
-            run.log.say(f"Evaluations still running, whose results will be in metrics.jsonl: {names}")
+            run.log.say(f"Evaluations still running (results will be in metrics.jsonl): {names}")
     if run.mirror:
         run.mirror.settle(run.watch.beat)
-    run.watch.close()  # first, so that a rank's exit doesn't look like a crash to the others
+    run.watch.close()  # before any rank exits, which would look like a crash to the others
     run.log.end(EXIT_DONE, "done", step=state.step, tokens=state.tokens, skipped_steps=state.skipped_steps)
     if run.mirror:
         run.mirror.close()
@@ -67,7 +67,7 @@ def finish(run: Run) -> int:
 def _export_and_publish(run: Run) -> Path:
     weights = run.config.export.weights
     if weights == "average" and not run.state.average:
-        message = "export.weights: average, but the run ended before there was one; final/ has the raw weights"
+        message = "export.weights: average, but the run ended before averaging began; final/ contains the raw weights"
         run.log.write("warning", step=run.state.step, message=message)
         weights = "raw"
     with run.strategy.averaged() if weights == "average" else nullcontext():
@@ -80,12 +80,12 @@ def _export_and_publish(run: Run) -> Path:
 
 
 def _export(run: Run, weights: str) -> Path:
-    """Writes final/ with the model's current weights, and verifies it. weights: raw or average."""
+    """Exports the current weights to final/ and verifies it. weights: raw or average."""
     config = run.config
     dtype = config.export.dtype
     with run.log.doing("exporting the model"):
         final = export_final(config.output, run.strategy, dtype, model_describer(run), run.watch.beat)
-    with interruptible(run, f"the check of {final}") as beat:
+    with interruptible(run, f"verification of {final}") as beat:
         results = losses_of_sources(run, 1, beat)
         losses = {source: result["loss"] for source, result in results.items()}
         trained = TrainingLosses(losses, run.validation_readers, config.data.window)

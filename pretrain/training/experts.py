@@ -1,25 +1,21 @@
-"""Balances the experts of an MoE model over the global batch, with a loss and a bias, and measures their load.
+"""Balances the load of MoE experts over the global batch, with an auxiliary loss and a bias.
 
-The balancing loss (Fedus et al., arXiv 2101.03961) of a layer with E experts, of which a token uses K, is E x sum over
-the experts of f x P, averaged over the layers. f is the number of assignments to the expert per token. P is the
-expert's probability. Both are means over tokens. The loss is K if all experts get the same share.
+The balancing loss (Fedus et al., arXiv 2101.03961) is E * sum(f * P) over a layer's E experts, averaged over the
+layers. For each expert, f is the fraction of tokens routed to it and P its mean routing probability. With K experts
+per token and an even load, the loss is K.
 
-Computed per micro-batch, the loss would force every document to use all experts. Over the global batch, experts may
-specialize (Qiu et al., arXiv 2501.11873). But the f of the whole batch is known only after the last micro-step, too
-late for the gradients of the first. We therefore use the previous step's f as a constant, just as DeepSeek-V3's bias
-follows the previous step. The rest is a mean over tokens, which doesn't depend on the division into micro-batches and
-ranks.
+Computed per micro-batch, the loss would push every document to use all experts. Computed over the global batch, it
+lets experts specialize (Qiu et al., arXiv 2501.11873). Because f of the global batch is known only after the last
+micro-step, we use f of the previous step, as a constant.
 
 The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores that
-select experts. After a step, b <- b + rate x sign(mean load - load), with loads over the whole global batch. The loads
-are integers, so the result is bit-identical on all ranks. The bias is a buffer in checkpoints and exports.
+select experts. After each step, b <- b + rate * sign(mean load - load), with loads over the global batch. Loads are
+integers, so the bias is bit-identical on all ranks. It is a buffer in checkpoints and exports.
 
-A router's loss isn't part of the model's output. It joins the backward pass where the scores leave the router, as in
-Megatron-LM's MoEAuxLossAutoScaler, so no tensor has to leave a compiled, sharded or recomputed block. A router
-overwrites its record, so recomputation changes nothing.
+As in Megatron-LM's MoEAuxLossAutoScaler, the loss enters the backward pass at the router's scores, so no tensor has to
+leave a compiled, sharded or recomputed block.
 
-In a pipeline, each rank records its own stage's routers for every microbatch. After the step, the ranks sum their
-counts, so every rank has f and the metrics of all layers.
+In a pipeline, each rank records its own stage's routers. The counts are summed over ranks after each step.
 
 Shapes: L routers, E experts (maximum over the routers), N tokens in a microbatch, K experts per token.
 """
@@ -43,11 +39,11 @@ from pretrain.model.routers import (
 from pretrain.parallel.strategy import Strategy
 
 IDLE_STEPS = 100
-"""Number of consecutive steps without a token after which an expert counts as dead."""
+"""An expert counts as dead after this many consecutive steps without a token."""
 
 
 class WithLoss(torch.autograd.Function):
-    """Identity on `scores`. Its backward pass also starts the backward pass of the scalar `loss`, at `scale`."""
+    """Returns `scores` unchanged. Its backward pass also backpropagates the scalar `loss`, with gradient `scale`."""
 
     @staticmethod
     def forward(ctx, scores: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
@@ -57,33 +53,32 @@ class WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
-        # Cloned, because autograd may accumulate into this gradient, and all routers share `scale`.
+        # Cloned, because autograd may accumulate in place and all routers share `scale`.
         return grad_scores, scale.clone(), None
 
 
 class FollowedRouter(nn.Module):
-    """Base class of monitored routers. `Experts` creates the subclass and sets the attributes.
+    """Mixin for routers that records their load and adds the auxiliary losses. `Experts` sets the attributes.
 
-    It is a subclass rather than a hook, because a hook would break a compiled block's graph. Layers differ only in
-    tensors, so they share one compilation.
+    A forward hook would cause a graph break in compiled blocks.
     """
 
     follow_share_E: Tensor
-    """Assignments to each expert per token in the previous step. Their sum is K."""
+    """Fraction of tokens routed to each expert in the previous step. Sums to K."""
     follow_scale: Tensor
-    """Scalar factor for the gradient of a microbatch's loss."""
+    """Scalar factor for a microbatch's gradients."""
     follow_record_3E: Tensor
-    """Record of the microbatch in fp32: assignments, mean probabilities, mean logsumexp(logits)^2."""
+    """Statistics of the last microbatch, in fp32: assignments, mean probabilities, and mean logsumexp(logits)^2."""
     follow_balance: float
     follow_z_loss: float
-    """Coefficients, divided by the number of routers."""
+    """Loss coefficients divided by the number of routers."""
     follow_logits_at: int
     follow_top_k: int
     follow_score: str
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
-        # Validation and samples don't count.
+        # Validation and sampling don't count.
         if not (self.training and torch.is_grad_enabled()):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
@@ -106,7 +101,7 @@ class FollowedRouter(nn.Module):
         return outputs if isinstance(output, tuple) else outputs[0]
 
     def follow_probabilities(self, logits_NE: Tensor) -> Tensor:
-        """Returns the probabilities of all experts, with sum 1. Scores without a softmax are divided by their sum."""
+        """Returns each token's expert probabilities. Scores other than softmax are normalized to sum to 1."""
         if self.follow_score == "softmax":
             return logits_NE.softmax(-1)
         scores_NE = logits_NE.sigmoid() if self.follow_score == "sigmoid" else self.score_fn(logits_NE)
@@ -114,7 +109,7 @@ class FollowedRouter(nn.Module):
 
 
 def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
-    """Returns the chosen experts (N, K): the router's own choice if it returns one, otherwise the top K logits."""
+    """Returns the selected experts (N, K): those that the router returns, or else the top K logits."""
     for output in outputs:
         is_choice = isinstance(output, Tensor) and not output.is_floating_point() and output.dim() > 1
         if is_choice and output.shape[-1] == top_k:
@@ -123,14 +118,14 @@ def chosen_of(outputs: tuple, logits_NE: Tensor, top_k: int) -> Tensor:
 
 
 def count_assignments(chosen_NK: Tensor, experts: int) -> Tensor:
-    """Counts the tokens assigned to each expert, (E,) fp32; exact up to 2^24, in any order of summation."""
+    """Counts tokens per expert, (E,) in fp32, which is exact up to 2^24."""
     flat = chosen_NK.flatten()
     counts_E = torch.zeros(experts, dtype=torch.float32, device=flat.device)
     return counts_E.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.float32))
 
 
 def scores_at(outputs: tuple, logits_at: int) -> int:
-    """Returns the index of the differentiable output that the block uses: the scores, or the logits."""
+    """Returns the index of the scores in the router's outputs, or of the logits if there are no scores."""
     floating = [
         place for place, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()
     ]
@@ -138,7 +133,7 @@ def scores_at(outputs: tuple, logits_at: int) -> int:
 
 
 def score_of(module: nn.Module) -> str:
-    """Finds out how a router turns logits into scores, from its code: softmax, sigmoid, or own (its `score_fn`)."""
+    """Infers a router's score function from its code: softmax, sigmoid, or own (its `score_fn`)."""
     if callable(getattr(module, "score_fn", None)):
         return "own"
     return "sigmoid" if "sigmoid" in inspect.unwrap(type(module).forward).__code__.co_names else "softmax"
@@ -150,15 +145,13 @@ def _followed(kind: type) -> type:
 
 
 class Experts:
-    """Monitors an MoE model's routers during training. All methods are collective.
+    """Balances and monitors the experts of an MoE model during training. All methods are collective.
 
-    `attach` registers the methods `begin_step`, `count` and `end_step`.
-
-    A microbatch is the input of a forward pass: a micro-batch, or a pipeline's part of one.
+    A microbatch is the input to one forward pass: a micro-batch, or a pipeline microbatch.
 
     Args:
-        causal_lm: the model, prepared by the strategy and not yet compiled.
-        losses: coefficients of the losses. With 0, the routers are still monitored, but their biases don't change.
+        causal_lm: the model, after `Strategy.prepare` and before compilation.
+        losses: loss coefficients and bias rate. If they are 0, the load is still recorded.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, losses: RouterLosses):
@@ -172,10 +165,10 @@ class Experts:
         layers = len(self.routers)
         most = max(self.sizes)
         self._scale = torch.ones((), device=device)
-        """Factor for a microbatch's gradients. All routers share it, and it is set before every step."""
+        """Factor for a microbatch's gradients, shared by all routers."""
         for router, size in zip(self.routers, self.sizes, strict=True):
             module = router.module
-            score = score_of(module)  # from its code, before its class changes
+            score = score_of(module)  # before the class changes
             module.__class__ = _followed(type(module))
             module.follow_top_k = experts_per_token(router, causal_lm.config)
             module.follow_share_E = torch.full((size,), module.follow_top_k / size, device=device)
@@ -188,30 +181,30 @@ class Experts:
         self._bias_rate = losses.bias_rate
         biases = {row: balancing_bias(router) for row, router in enumerate(self.routers)} if losses.bias_rate else {}
         self._bias_of = {row: bias for row, bias in biases.items() if not bias.is_meta}
-        """{router's number: bias} of this rank's layers."""
+        """{router index: bias} for layers on this rank."""
         self._top_k_L = torch.tensor([float(router.module.follow_top_k) for router in self.routers], device=device)
         self._size_L = torch.tensor([float(size) for size in self.sizes], device=device)
         self._sums_L3E = torch.zeros(layers, 3, most, device=device)
-        """Sums over the step so far, on this rank."""
+        """Sums over the current step on this rank."""
         self._last_L3E = torch.zeros(layers, 3, most, device=device)
-        """Values of the last completed step: assignments summed over all ranks, and means of the rest."""
+        """Values from the last step over all ranks: summed assignments, and means of the other records."""
         self._balance_L = torch.zeros(layers, device=device)
         self._idle_LE = torch.zeros(layers, most, dtype=torch.int32, device=device)
-        """Number of consecutive steps, up to the last, in which an expert received no token."""
+        """Number of steps since each expert last received a token."""
         self._reported_LE = torch.zeros(layers, most, dtype=torch.bool)
         self._microbatches = strategy.microbatches
-        """Microbatches per rank and step."""
+        """Number of microbatches per rank and step."""
         self.load(None)
 
     def attach(self) -> None:
-        """Registers a step's methods with the strategy and with modules' forward hooks."""
+        """Registers the step callbacks with the strategy, and forward hooks that call `count`."""
         self.strategy.before_step = (self.begin_step,)
         self.strategy.after_update = (self.end_step,)
         for running in self.strategy.running_modules():
             inside = set(running.modules())
             rows = [row for row, router in enumerate(self.routers) if router.module in inside]
-            if rows:  # consecutive, as a stage's layers are
-                # Outside compiled blocks, to avoid graph breaks, and outside recomputed ones, which run twice.
+            if rows:  # consecutive, because a pipeline stage has consecutive layers
+                # Outside compiled blocks, to avoid graph breaks, and outside recomputed blocks, which run twice.
                 count = functools.partial(self._count_in_training, slice(rows[0], rows[-1] + 1))
                 running.register_forward_hook(count)
 
@@ -220,24 +213,24 @@ class Experts:
             self.count(rows)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Sets the factor for each microbatch's gradients, before a step's first micro-step."""
+        """Sets the gradient scale for the step's microbatches."""
         if self.routers:
             self._microbatches = micro_steps * self.strategy.microbatches
             self._scale.fill_(self.strategy.state().get("scale", 1.0) / self._microbatches)
 
     def count(self, rows: slice = slice(None)) -> None:
-        """Adds these routers' records of a forward pass to the step's sums."""
+        """Adds these routers' records from the last forward pass to the step's sums."""
         if self.routers:
             self._sums_L3E[rows] += self._stacked([router.module.follow_record_3E for router in self.routers[rows]])
 
     def end_step(self, skipped: Tensor | None = None) -> None:
-        """Sums over the ranks after the update, in one small asynchronous collective, and updates the biases.
+        """Reduces the records over all ranks and updates the biases. Call it after the optimizer update.
 
-        skipped: scalar on the device; 1 if the update changed nothing. In that case, the biases don't change either.
+        skipped: scalar on the device; 1 if the update was skipped, in which case the biases don't change.
         """
         if not self.routers:
             return
-        # Cloned, because with one rank `sum` returns its argument, which is cleared next.
+        # Cloned, because with one rank `sum` returns its argument.
         self._last_L3E = self.strategy.sum(self._sums_L3E, by_layer=True).clone()
         self._sums_L3E.zero_()
         counts_LE = self._last_L3E[:, 0]
@@ -249,7 +242,7 @@ class Experts:
             self._move_biases(counts_LE, skipped)
 
     def _move_biases(self, counts_LE: Tensor, skipped: Tensor | None) -> None:
-        # In integers, because rounding must not make an exactly even share uneven.
+        # Integers, so that an exactly even load has sign 0.
         counts_LE = counts_LE.long()
         moves_LE = (
             self._bias_rate * (counts_LE.sum(-1, keepdim=True) - counts_LE * self._size_L.long()[:, None]).sign()
@@ -260,28 +253,28 @@ class Experts:
         torch._foreach_add_(list(self._bias_of.values()), moves)
 
     def _largest_biases(self) -> Tensor:
-        """Returns every layer's largest absolute bias, (L,), on all ranks."""
+        """Returns the largest absolute bias per layer, (L,), on all ranks."""
         largest_L = torch.zeros_like(self._size_L)
-        if self.strategy.data_rank == self.strategy.part == 0:  # other ranks with this layer have the same values
+        if self.strategy.data_rank == self.strategy.part == 0:  # other ranks have the same values
             for row, bias_E in self._bias_of.items():
                 largest_L[row] = bias_E.abs().max()
         return self.strategy.sum(largest_L, by_layer=True)
 
     def _use(self, counts_LE: Tensor) -> None:
-        """Uses these assignments as the next step's f."""
+        """Sets f for the next step."""
         self._share_LE = counts_LE * (self._top_k_L / counts_LE.sum(-1))[:, None]
         shares = [share_E[:size] for share_E, size in zip(self._share_LE, self.sizes, strict=True)]
         torch._foreach_copy_([router.module.follow_share_E for router in self.routers], shares)
 
     def counts(self) -> list[list[int]] | None:
-        """Returns the last step's assignments, by layer and expert, for a checkpoint; None before the first step."""
+        """Returns the last step's assignments per layer and expert, for checkpoints; None before the first step."""
         if not self.routers or not self._last_L3E[:, 0].any():
             return None
         rows = self._last_L3E[:, 0].tolist()
         return [[int(n) for n in row[:size]] for row, size in zip(rows, self.sizes, strict=True)]
 
     def load(self, counts: list[list[int]] | None) -> None:
-        """Continues after the step with these `counts`. None starts before the first step, with even shares."""
+        """Restores `counts` from a checkpoint. None resets to an even load."""
         if not self.routers:
             return
         for tensor in (self._sums_L3E, self._last_L3E, self._idle_LE):
@@ -294,21 +287,21 @@ class Experts:
             self._use(self._last_L3E[:, 0])
 
     def _stacked(self, rows: list[Tensor]) -> Tensor:
-        """Stacks rows of experts. Pads with zeros for routers with fewer experts."""
+        """Stacks rows, padded with zeros for routers with fewer experts."""
         most = self._sums_L3E.shape[-1]
         if any(row.shape[-1] < most for row in rows):
             rows = [nn.functional.pad(row, (0, most - row.shape[-1])) for row in rows]
         return torch.stack(rows)
 
     def _exists(self) -> Tensor:
-        """Returns a mask (L, E) of the experts that exist, because routers may have different numbers of experts."""
+        """Returns a mask (L, E) of existing experts, because routers may differ in their number of experts."""
         places_E = torch.arange(self._sums_L3E.shape[-1], device=self.strategy.device)
         return places_E < self._size_L[:, None]
 
     def figures(self) -> dict[str, float]:
-        """Returns the last step's metrics over the whole global batch, for the log. Waits for the device.
+        """Returns the last step's metrics over the global batch. Waits for the device.
 
-        Loads are relative to an even share. The entropy of a layer's loads is relative to its maximum, log E.
+        An even load is 1. Entropies are normalized by log E.
         """
         if not self.routers:
             return {}
@@ -329,7 +322,7 @@ class Experts:
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
     def newly_dead(self) -> str | None:
-        """Returns a warning, once per case, about experts that got no token for IDLE_STEPS steps; otherwise None."""
+        """Returns a warning about experts that have become dead since the last call, or None."""
         if not self.routers:
             return None
         dead_LE = ((self._idle_LE >= IDLE_STEPS) & self._exists()).cpu()
@@ -345,8 +338,8 @@ class Experts:
         bias = " or loss.router_bias_rate" if self._bias_rate else ""
         more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
-            f"{int(dead_LE.sum())} dead experts, which have received no token for {IDLE_STEPS} steps: "
-            f"{'; '.join(rows[:4])}{more}; a larger loss.router_balance{bias} keeps experts in use"
+            f"{int(dead_LE.sum())} dead experts, which have received no tokens for {IDLE_STEPS} steps: "
+            f"{'; '.join(rows[:4])}{more}; increase loss.router_balance{bias} to keep experts in use"
         )
 
 

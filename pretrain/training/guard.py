@@ -1,7 +1,7 @@
 """Detects non-finite values, loss spikes, divergence, exploding gradients and slowdowns.
 
-Every rank judges the same reports in the same order, so all ranks make the same decision at the same step. Checkpoints
-contain the guard's memory, so a resumed run judges like an uninterrupted run.
+Every rank checks the same reports in the same order, so all ranks make the same decisions. Checkpoints contain the
+guard's state, so a resumed run detects the same problems as an uninterrupted run.
 """
 
 import math
@@ -15,38 +15,38 @@ from pretrain import config
 from pretrain.training.step_reports import StepReport
 
 MIN_LOSSES_FOR_MEAN = 8
-"""Number of losses required in the window before their mean is used."""
+"""Minimum number of losses for computing the mean."""
 MIN_LOSSES_FOR_DEVIATION = 64
-"""Number of losses required in the window before their standard deviation is used."""
+"""Minimum number of losses for computing the standard deviation."""
 FAST = 1 / 16
-"""Weight of a new loss in the divergence detector's fast moving average, over about 16 steps."""
+"""Weight of a new loss in the fast moving average, which covers about 16 steps."""
 SLOW = 1 / 256
-"""Weight of a new loss in the slow moving average, over about 256 steps."""
+"""Weight of a new loss in the slow moving average, which covers about 256 steps."""
 SIGMA_FLOOR = 1.1
-"""A loss below this multiple of the mean isn't a spike, however small the deviation."""
+"""Minimum threshold for spikes detected by standard deviation, as a multiple of the mean."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem with a step."""
+    """A problem detected in a step."""
 
     event: str
-    """Name of the event in metrics.jsonl: spike, divergence, explosion or warning."""
+    """Event name in metrics.jsonl: spike, divergence, explosion or warning."""
     step: int
     message: str
     values: dict[str, float]
     roll_back: tuple[int, int] | None = None
-    """First and last bad step, if training should roll back to before them."""
+    """First and last bad step, if training should roll back to before the first."""
     stop: bool = False
 
 
 class StepGuard:
-    """Judges each step's report.
+    """Checks each step's report for problems.
 
     Args:
         settings: the recipe's `guard`.
-        state: a checkpoint's `state()`, to resume from.
-        scales_loss: True for fp16, which skips occasional steps while it searches for the largest loss scale.
+        state: `state()` from a checkpoint.
+        scales_loss: True for fp16, where loss scaling occasionally skips a step.
     """
 
     def __init__(self, settings: config.Guard, state: Mapping[str, Any] | None = None, *, scales_loss: bool = False):
@@ -60,7 +60,7 @@ class StepGuard:
         self._diverging: bool = state.get("diverging", False)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state that a checkpoint stores."""
+        """Returns the state for checkpoints."""
         return {
             "losses": list(self._losses),
             "strikes": list(self._bad_steps),
@@ -70,11 +70,11 @@ class StepGuard:
         }
 
     def forget(self) -> None:
-        """Forgets earlier losses when the data changes, as between stages, because later losses aren't comparable."""
+        """Resets the state when the data changes, because losses before and after aren't comparable."""
         self.__init__(self.settings, scales_loss=self.scales_loss)
 
     def judge(self, report: StepReport) -> list[Finding]:
-        """Returns a step's problems; [] if there are none."""
+        """Returns the problems detected in a step."""
         finite = math.isfinite(report.loss) and math.isfinite(report.grad_norm) and not report.skipped
         findings = self._judge_norm(report) if finite else []
         spike, hard = self._judge_loss(report) if math.isfinite(report.loss) else (None, True)
@@ -82,7 +82,7 @@ class StepGuard:
             self._bad_steps.append(report.step)
         else:
             self._bad_steps.clear()
-        if spike is not None:  # kept out of the window, because it would raise the mean
+        if spike is not None:  # not added to the window, because it would raise the mean
             findings.append(spike)
         elif finite:
             self._losses.append(report.loss)
@@ -93,7 +93,7 @@ class StepGuard:
         return findings
 
     def _judge_loss(self, report: StepReport) -> tuple[Finding | None, bool]:
-        """Returns (the spike, if the loss is one; True if the loss exceeds the rollback threshold)."""
+        """Returns (spike or None, True if the loss exceeds the rollback threshold)."""
         if len(self._losses) < MIN_LOSSES_FOR_MEAN:
             return None, False
         mean = statistics.fmean(self._losses)
@@ -116,7 +116,7 @@ class StepGuard:
         return [Finding("explosion", report.step, message, {"grad_norm": report.grad_norm})]
 
     def _judge_trend(self, report: StepReport) -> list[Finding]:
-        """Compares two time scales. A run diverges when its loss's fast average exceeds the slow average."""
+        """Detects divergence: the fast moving average of the loss exceeds the slow one by the threshold."""
         if self._slow is None:
             self._fast = self._slow = report.loss
         self._fast += FAST * (report.loss - self._fast)
@@ -125,7 +125,7 @@ class StepGuard:
         self._diverging = self._fast - self._slow > self.settings.divergence_threshold
         if was or not self._diverging:
             return []
-        message = f"the loss averages {self._fast:.4f} over the last steps and {self._slow:.4f} over many"
+        message = f"the loss averages {self._fast:.4f} over recent steps and {self._slow:.4f} over the long term"
         values = {"fast": self._fast, "slow": self._slow, "threshold": self.settings.divergence_threshold}
         return [Finding("divergence", report.step, message, values, stop=self.settings.on_divergence == "stop")]
 
@@ -139,7 +139,7 @@ class StepGuard:
 
 
 class SpeedGuard:
-    """Detects slowdowns relative to the median of the run's own readings. Used on the main rank; it only warns."""
+    """Detects slowdowns relative to the run's median speed."""
 
     def __init__(self, drop: float):
         self.drop = drop
@@ -147,7 +147,7 @@ class SpeedGuard:
         self._slow = False
 
     def judge(self, tokens_per_second: float) -> str | None:
-        """Returns a warning each time the speed falls below the allowed share of its median; otherwise None."""
+        """Returns a warning if the speed has just dropped too far below the median, otherwise None."""
         median = statistics.median(self._readings[-1000:]) if len(self._readings) >= MIN_LOSSES_FOR_MEAN else None
         self._readings.append(tokens_per_second)
         was = self._slow

@@ -1,6 +1,6 @@
-"""Writes events to metrics.jsonl, train.log, the console and the trackers. Only the main rank writes.
+"""Logs events from the main rank to metrics.jsonl, train.log, the console and trackers.
 
-metrics.jsonl has one JSON object per line, starting with `event`. Non-finite numbers become null.
+metrics.jsonl has one JSON object per line, with `event` as the first key. Non-finite numbers are written as null.
 """
 
 import json
@@ -35,7 +35,7 @@ ALWAYS = 0
 WIDE = 100
 WIDER = 120
 WIDEST = 140
-"""Terminal widths from which parts of a line are shown. A file gets all parts."""
+"""Minimum terminal widths, in columns, for the parts of a line. Files always contain all parts."""
 
 Parts = tuple[tuple[int, str], ...]
 SHOWN: dict[str, Parts] = {
@@ -74,27 +74,27 @@ SHOWN: dict[str, Parts] = {
         (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),
     ),
 }  # fmt: skip
-"""Formats of events on the console and in train.log. All other events go only to metrics.jsonl."""
+"""Event formats for the console and train.log. Other events are written only to metrics.jsonl."""
 
 TRACKED = ("train", "validation")
-"""Events whose numbers go to the trackers."""
+"""Events sent to the trackers."""
 ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
-"""Events that a terminal shows in yellow."""
+"""Events shown in yellow on a terminal."""
 STEPS_OF_SPEED = 32
-"""Number of steps over which the live line averages the speed."""
+"""Number of steps that the live line's speed is averaged over."""
 STEPS_OF_TREND = 96
 COLUMNS_OF_TREND = 8
-"""Width of the live line's loss curve, which covers STEPS_OF_TREND steps."""
+"""Width of the live line's loss curve for the last STEPS_OF_TREND steps."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Throughput:
-    """Speed between two log steps. Time spent paused (validation, checkpoints) doesn't count."""
+    """Measures the speed between two log steps, excluding pauses such as validation and checkpoints."""
 
     def __init__(self):
         self._ends: deque[float] = deque(maxlen=STEPS_OF_SPEED)
         self.pace: float | None = None
-        """Expected seconds per step, from steps that didn't compile; None before the first such step."""
+        """Expected seconds per step, excluding steps that compile; None if unknown."""
         self._begin()
         self._compiles = True
 
@@ -106,13 +106,13 @@ class Throughput:
         self._compiles = False
 
     def expect_compiling(self) -> None:
-        """Announces that the next step compiles, so that its duration doesn't count toward the pace."""
+        """Excludes the next step from the pace, because it compiles."""
         self._ends.clear()
         self._compiles = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time of the work inside from the speed."""
+        """Excludes the time within the context from the speed."""
         start = time.perf_counter()
         yield
         self._paused += time.perf_counter() - start
@@ -131,15 +131,15 @@ class Throughput:
 
     @property
     def recent_step_seconds(self) -> float | None:
-        """Mean seconds of the last steps since a pause, except the first, which may compile; None before two steps."""
+        """Mean seconds per step since the last pause, excluding the first step; None before the second step."""
         steps = len(self._ends) - 1
         return (self._ends[-1] - self._ends[0]) / steps if steps > 0 else None
 
     def read(self, tokens: int, flops: float, peak_flops: float | None, ranks: int) -> dict[str, float | None]:
-        """Returns metrics since the last reading, from all ranks' tokens and FLOPs, and starts the next interval."""
+        """Returns the speed metrics since the last call. tokens, flops: totals over all ranks since then."""
         seconds = max(time.perf_counter() - self._start - self._paused, 1e-9)
         steps = max(self._steps, 1)
-        if not self._compiles:  # if a pause follows every step, this is the only pace
+        if not self._compiles:  # the only estimate if every step is followed by a pause
             self.pace = self.recent_step_seconds or seconds / steps
         figures = {
             "tokens_per_second": tokens / seconds,
@@ -153,7 +153,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """Values for the live line. All are already on the CPU, so reading them doesn't wait for the device."""
+    """Values for the live line. All are on the CPU, so showing them doesn't wait for the device."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
     step_seconds: float | None = None
@@ -161,7 +161,7 @@ class LiveFigures:
     mfu: float | None = None
 
     def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
-        """Returns the parts that fit in `width` columns. The other arguments are those of `Metrics.show`."""
+        """Returns the live line, shortened to `width` columns. See `Metrics.show` for the other arguments."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
         if losses:
@@ -180,20 +180,20 @@ class LiveFigures:
 
 
 class LineFile:
-    """File to which lines are appended. A full disk loses lines, with one warning, but never ends the run."""
+    """Append-only text file. If writing fails, warns once and drops the lines instead of raising."""
 
     def __init__(self, path: Path):
         self.path = path
-        # Unbuffered, so that a crash doesn't lose the last lines.
+        # Unbuffered, so that no lines are lost in a crash.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
         if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
-            self.write("")  # ends a last line truncated by a crash
+            self.write("")  # the last line was truncated by a crash
 
     def write(self, line: str) -> None:
         try:
             self._file.write(line.encode() + b"\n")
-        except (OSError, ValueError) as error:  # ValueError: closed by another thread that ends the run
+        except (OSError, ValueError) as error:  # ValueError: closed by another thread
             if not self._failed:
                 say(f"{self.path} cannot be written ({error}); training continues", sys.stderr)
             self._failed = True
@@ -203,20 +203,20 @@ class LineFile:
 
 
 class Metrics:
-    """Writes a run's events. On ranks other than the main one, the methods do nothing.
+    """Logs a run's events. On ranks other than the main rank, the methods do nothing.
 
     Args:
-        run: the run's folder.
-        is_main: True if this process writes and prints.
+        run: the run folder.
+        is_main: True on the main rank.
     """
 
     def __init__(self, run: Path, *, is_main: bool):
         self.is_main = is_main
         self._run = run
         self.total_steps = 0
-        """Planned length of the run in steps."""
+        """Planned number of steps."""
         self.began = False
-        """True if the run has started training. All ranks have the same value."""
+        """True after `begin`, on all ranks."""
         self._ended = False
         self.started = time.perf_counter()
         self._trackers: Trackers | None = None
@@ -226,14 +226,14 @@ class Metrics:
         self.pace: float | None = None
         """Expected seconds per step; None if unknown."""
         self.seconds_left = math.inf
-        """Seconds left of budget.minutes."""
+        """Remaining seconds in budget.minutes."""
         if is_main:
             run.mkdir(parents=True, exist_ok=True)
             self._lines = LineFile(run / METRICS_FILE)
             self._log = LineFile(run / "train.log")
 
     def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
-        """Starts the live line and the trackers. The trackers get the whole config and `facts` about the run."""
+        """Starts the live line and the trackers. `facts` about the run are sent to the trackers with the config."""
         self.began = True
         self._meter = meter
         if self.is_main and config.trackers:
@@ -247,18 +247,18 @@ class Metrics:
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def expect(self, what: str) -> None:
-        """Shows a long wait in the live line until the next update."""
+        """Announces a long wait, in the live line if there is one."""
         if self.is_live:
             LIVE_LINE.show(f"{what} ...")
         elif self.is_main:
             say_stage(what)
 
     def show(self, figures: LiveFigures, step: int, next_save: int, seconds_left: float) -> None:
-        """Updates the live line, at most a few times per second.
+        """Updates the live line, at most every SECONDS_BETWEEN_DRAWINGS.
 
         Args:
             next_save: step of the next checkpoint.
-            seconds_left: seconds left of budget.minutes.
+            seconds_left: remaining seconds in budget.minutes.
         """
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
@@ -268,7 +268,7 @@ class Metrics:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Names the work inside, which happens between two steps, in the live line."""
+        """Shows `what` in the live line within the context."""
         if not self.is_live:
             yield
             return
@@ -280,7 +280,7 @@ class Metrics:
             LIVE_LINE.show(before)
 
     def write(self, event: str, **values: Any) -> None:
-        """Writes an event to metrics.jsonl, and as text to train.log and the console."""
+        """Writes an event to metrics.jsonl and, as text, to train.log and the console."""
         if not self.is_main:
             return
         line = {"event": event, **values, "time": round(time.time(), 3)}
@@ -295,17 +295,17 @@ class Metrics:
             self._trackers.log_event(event, values)
 
     def energy(self) -> dict[str, float]:
-        """Returns {'joules': joules since the last call}; {} on other ranks or if unknown."""
+        """Returns {'joules': energy used since the last call}; {} if unknown."""
         joules = self._meter and self._meter.joules()
         return {} if joules is None else {"joules": joules}
 
     def track(self, numbers: dict[str, float]) -> None:
-        """Sends late metrics to the trackers, with the current step, because trackers accept no earlier step."""
+        """Sends late metrics to the trackers, at the current step because trackers reject earlier steps."""
         if self._trackers is not None:
             self._trackers.log(numbers, step=self._where()["step"])
 
     def say_scores(self, step: int, task: str, measures: dict[str, Any]) -> None:
-        """Writes a task's scores, without their standard errors, to the console and train.log."""
+        """Writes a task's scores to the console and train.log, without standard errors."""
         scores = [
             f"{name} {value:.4f}"
             for name, value in measures.items()
@@ -323,21 +323,21 @@ class Metrics:
         self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def set_position(self, step: int, tokens: int) -> None:
-        """Sets the steps and tokens so far, for the end event."""
+        """Sets the current step and token count, which the end event reports."""
         self._position_now = {"step": step, "tokens": tokens}
 
     def _where(self) -> dict[str, int]:
-        """Returns the steps and tokens so far. Until they are known, returns the previous attempt's."""
+        """Returns the current step and token count, from the previous attempt's log if not yet set."""
         if self._position_now is None:
             self._position_now = last_position(self._run)
         return self._position_now
 
     def end(self, code: int, reason: str, **values: Any) -> None:
-        """Writes this attempt's last event and closes everything. Only the first call counts."""
+        """Writes the end event and closes all outputs. Later calls do nothing."""
         if not self.is_main or self._ended:
             return
         self._ended = True
-        LIVE_LINE.clear()  # the end is the last line
+        LIVE_LINE.clear()
         seconds = time.perf_counter() - self.started
         self.write("end", reason=reason, code=code, **{**self._where(), **values}, seconds=seconds, **self.energy())
         if self._trackers is not None:
@@ -346,7 +346,7 @@ class Metrics:
         self._log.close()
 
     def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
-        """Returns the event's line for a terminal of this width. For a file, `width` is None."""
+        """Formats an event for a terminal of `width` columns, or for a file if None."""
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
@@ -359,7 +359,7 @@ class Metrics:
         elif event == "validation":
             length = values.get("stage_sequence_length")
             texts["stage_text"] = f"at {length:,} tokens {values['stage_loss']:.4f}" if length else ""
-            texts["average_text"] = f"of the average {values['average_loss']:.4f}" if "average_loss" in values else ""
+            texts["average_text"] = f"average weights {values['average_loss']:.4f}" if "average_loss" in values else ""
         elif event in ("checkpoint", "fetch"):
             texts["bytes_text"] = bytes_text(values["bytes"])
         elif event == "stage":
@@ -372,12 +372,12 @@ class Metrics:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the process's peak memory: on the GPU if there is one, otherwise the resident memory."""
+    """Returns the process's peak GPU memory, or its peak resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces numbers that JSON doesn't support (NaN, infinity) with None."""
+    """Replaces NaN and infinity, which JSON doesn't support, with None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

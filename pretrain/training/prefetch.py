@@ -1,6 +1,6 @@
-"""Reads this rank's micro-batches one step ahead, in a thread, while the model computes.
+"""Prefetches the next step's micro-batches in a background thread.
 
-As a result, a slow disk doesn't delay the step. With data.dispatch_batches, the first rank reads ahead for all ranks.
+With data.dispatch_batches, the first rank prefetches for all ranks.
 """
 
 import time
@@ -15,15 +15,15 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.run_plan import RunPlan
 
 QUICK_READ_SECONDS = 1e-3
-"""Reading ahead pauses if each of the last READS_JUDGED reads took less time than this.
+"""Prefetching is off while each of the last READS_JUDGED reads took less time than this.
 
-On a busy CPU, waking another thread costs ten times as much as such a read.
+On a busy CPU, waking the thread takes ten times as long as such a read.
 """
 READS_JUDGED = 64
 
 
 class ReadAhead:
-    """Reads micro-batches in training order, and reads the next step's in advance."""
+    """Reads micro-batches, and prefetches those of the next step."""
 
     def __init__(self, strategy: Strategy):
         self.strategy = strategy
@@ -31,15 +31,14 @@ class ReadAhead:
         self._step: tuple[RunPlan, int, list[HostBatch]] | None = None
         self._next_step: tuple[RunPlan, int, Future[list[HostBatch]]] | None = None
         self.last_seconds: deque[float] = deque(maxlen=READS_JUDGED)
-        """Durations of the last reads of a micro-batch, in seconds, in the main thread or the read-ahead thread."""
+        """Duration of the last reads, in seconds per micro-batch."""
 
     def micro_batch(self, plan: RunPlan, step: int, micro_step: int) -> dict[str, Any]:
-        """Returns the model's arguments for one call, on this rank's device. A step's first call starts reading the
-        next step.
+        """Returns the arguments for a forward pass, on the device. A step's first call starts prefetching the next.
 
-        Raises InputError if shards were damaged since the start.
+        Raises InputError if a shard is damaged.
         """
-        # `is`, because a run that rolled back or that ends earlier has a different plan with different samples.
+        # `is not`, because a rollback or an earlier end creates a new plan with different samples.
         if self._step is None or self._step[0] is not plan or self._step[1] != step:
             self._step = (plan, step, self._batches_of(plan, step))
             self._begin_next(plan, step + 1)
@@ -49,7 +48,7 @@ class ReadAhead:
         begun = self._next_step
         self._next_step = None
         if begun is not None:
-            wait([begun[2]])  # another plan may share its `Batches`, which only one thread may read
+            wait([begun[2]])  # another plan may share the same `Batches`, which isn't thread-safe
             if begun[0] is plan and begun[1] == step:
                 return begun[2].result()
         return self._read(plan, step) if self.strategy.dispatcher is None else self._request(plan, step).result()
@@ -58,13 +57,13 @@ class ReadAhead:
         if step >= plan.total_steps:
             return
         if self.strategy.dispatcher is not None:
-            # Always, so that only the loop decides about requests, and all ranks take part in the same exchanges.
+            # Regardless of read times, so that all ranks take part in the same exchanges.
             self._next_step = (plan, step, self._request(plan, step))
         elif max(self.last_seconds) > QUICK_READ_SECONDS:
             self._next_step = (plan, step, self._thread.submit(self._read, plan, step))
 
     def _request(self, plan: RunPlan, step: int) -> Future[list[HostBatch]]:
-        """Requests this rank's part of a step from the first rank. All ranks must request the same steps."""
+        """Requests this rank's batches for a step from the first rank. All ranks must request the same steps."""
         micro_steps = range(plan.micro_steps(step))
         return self.strategy.dispatcher.take(
             step,
@@ -90,5 +89,5 @@ class ReadAhead:
         return host_batch(ids, plan.stage(step).window, end_of_document_id=end, device=self.strategy.device)
 
     def _rows(self, plan: RunPlan, step: int) -> int:
-        """Returns the number of sequences per call of the model."""
+        """Returns the number of sequences per forward pass."""
         return plan.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call

@@ -1,8 +1,8 @@
-"""Tests before the run, on a small copy, whether an architecture trains correctly in this configuration.
+"""Tests before the run, on a small copy of the model, whether the architecture trains correctly.
 
-Many mistakes are silent: an attention that ignores the document mask, a forward pass that sees the future, or a loss
-that differs from the library's. If the run's attention also works on the CPU, the copy (see model/small_copy.py) runs
-there in fp32. It is compared with the library's own eager forward pass on each document separately.
+This detects silent errors, such as an attention that ignores the document mask, a model that isn't causal, or a loss
+that differs from the library's. The copy (see model/small_copy.py) is compared with the library's eager forward pass
+on each document separately, in fp32 on the CPU if the attention supports that.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -43,45 +43,45 @@ ON_GPU_ALONE = {
     "groundwork_fa2": torch.bfloat16,
     "groundwork_fa3": torch.bfloat16,
 }
-"""{attention that is tested on a GPU: dtype}. All others are tested in fp32 on the CPU."""
+"""{attention tested on a GPU: dtype}. All others are tested in fp32 on the CPU."""
 TESTED_LENGTH = sum(DOCUMENT_LENGTHS[0])
-"""Number of tokens in the copy's windows. One test covers every sequence length."""
+"""Window length in the test. One test covers all sequence lengths."""
 LEAK = 1e-5
-"""Maximum change in a document's fp32 logits, relative to the largest, if an earlier document changes."""
+"""Maximum change in a document's fp32 logits when an earlier document changes, relative to the largest logit."""
 BF16_TOLERANCE = 3e-2
-"""Value that replaces TOLERANCE for bf16 arithmetic."""
+"""TOLERANCE for attentions tested in bf16."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Result of a test: how to run the model, and the findings about faster attentions."""
+    """Test result."""
 
     attention: str
-    """Attention with the same results as the library's eager forward pass."""
+    """Attention whose results match the library's eager forward pass."""
     from_hidden_states: bool
-    """True if the logits are exactly head(last hidden state), so that the loss needs no materialized logits."""
+    """True if the logits are head(last hidden state), so that the loss doesn't need to materialize them."""
     passed_over: tuple[str, ...] = ()
-    """Faster attentions whose results are wrong here, with the findings."""
+    """Faster attentions that failed the test, with the reasons."""
 
 
 @dataclass
 class Judgement:
-    """Findings about one attention."""
+    """Test result for one attention."""
 
     problems: list[str] = field(default_factory=list)
     leaks_documents: bool = False
-    """True if the model trains correctly when document_mask is off."""
+    """True if the comparison with separate documents failed."""
 
 
 def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
-    """Finds the first candidate for `attention` with which the architecture trains correctly.
+    """Finds the first candidate for `attention` that passes the test. Raises InputError if none does.
 
-    Takes a second or two, once per configuration and process. Raises InputError with findings and remedies.
+    Takes a second or two. The result is cached per configuration.
 
     Args:
-        attention: the recipe's attention.
-        window: the recipe's window. The copy is tested on shorter windows with the same properties.
-        balances: True if routers are balanced, in which case the balancing loss must reach them.
+        attention: the recipe's setting.
+        window: the recipe's window. The test uses shorter windows with the same properties.
+        balances: also test that the balancing loss reaches the routers.
     """
     found = _probe(KeyedConfig.of(config), attention, replace(window, sequence_length=TESTED_LENGTH))
     if balances and (problem := _balance_problem(KeyedConfig.of(config))):
@@ -96,8 +96,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
     if problem := _causality_problem(reference):
         raise InputError(f"model: {keyed.config.model_type} {problem}")
     found: dict[str, Judgement] = {}
-    # The copy's windows are shorter than the model's, so the copy has its own name for an attention that includes
-    # them.
+    # Some attention names include the window, which is shorter in the copy.
     names = [*zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)]
     for name, small_name in names:
         found[name] = _judge(reference, small_name, window)
@@ -108,7 +107,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
             apart = with_rows(name, classes)
             found[apart] = _judge(reference, with_rows(small_name, classes), window)
             if not found[apart].problems:
-                # No faster attention was skipped, because the mixing in other layers affects all attentions.
+                # The other layers mix documents with every attention, so no faster attention was rejected.
                 return Probe(apart, is_projection(reference))
     unmasked = replace(window, document_mask=False)
     works_without_documents = any(
@@ -118,7 +117,7 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
 
 
 def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
-    """Lists each finding once, with all attentions that it applies to."""
+    """Lists each problem once, with the attentions that it applies to."""
     attentions_of: dict[str, list[str]] = {}
     for name, judgement in found.items():
         for problem in judgement.problems:
@@ -131,7 +130,7 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
     remedies = ["train it with --data.document_mask false"] if works_without_documents else []
     remedies += ["choose --attention auto"] if attention != "auto" else []
-    remedies.append("use another architecture (docs/architectures.md lists what works)")
+    remedies.append("use another architecture (see docs/architectures.md)")
     return (
         f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
         f"{', or '.join(remedies)}"
@@ -148,8 +147,8 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     is_encoder = getattr(model.config, "is_decoder", True) is False
     remedy = "set is_decoder: true in its JSON" if is_encoder else "use another architecture"
     return (
-        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, in the library's own "
-        f"forward too; {remedy}"
+        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, even in the "
+        f"library's own forward pass; {remedy}"
     )
 
 
@@ -168,23 +167,22 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
             _check_gradients(judgement, model, attention, window)
     except InputError as error:
         judgement.problems += error.problems
-    except Exception as error:  # a model's own code may fail in any way on unknown arguments
+    except Exception as error:  # custom model code may raise anything
         judgement.problems.append(f"fails with {described(error)}")
     return judgement
 
 
 def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
-    """Copies the reference with a different attention, to the device and dtype of that attention's test."""
+    """Copies the reference with a different attention, on the device and in the dtype used to test it."""
     implementation = implementation_of(attention)
     model = build_model(reference.config, seed=0, attention=attention).eval()
-    # Uses the reference's weights, with which tokens affect each other.
     model.load_state_dict(reference.state_dict())
     device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
     return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
 
 
 def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> set[str]:
-    """Names the classes of layer parts, apart from this attention, that mix documents; none if the test can't run."""
+    """Returns the class names of other modules that mix documents; an empty set if the test can't run."""
     from pretrain.model.document_rows import leaking_classes
 
     try:
@@ -192,7 +190,7 @@ def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> s
         inputs = _inputs(model, with_rows(attention, ["any"]), window)
         arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
         return leaking_classes(model, inputs["input_ids_BT"], DOCUMENT_LENGTHS[0][0], arguments)
-    except Exception:  # a model's own code may fail in any way; the judgement without rows reports it
+    except Exception:  # custom model code may raise anything; the test without rows reports it
         return set()
 
 
@@ -203,7 +201,7 @@ def _compare_documents(
     inputs: dict[str, Tensor],
     tolerance: float,
 ) -> None:
-    """Compares the logits and loss of a packed window with those of each document run separately."""
+    """Compares the logits and loss of a packed window with those of the separate documents."""
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
     judgement.leaks_documents = True  # reset below if all comparisons pass
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
@@ -218,7 +216,7 @@ def _compare_documents(
     leak = relative_difference(*others)
     if difference > tolerance or leak > (LEAK if tolerance == TOLERANCE else tolerance):
         judgement.problems.append(
-            "document_mask does not hold: tokens before a document change its logits by "
+            "document_mask is not respected: tokens before a document change its logits by "
             f"{max(difference, leak):.1%} of the largest"
         )
         return
@@ -233,7 +231,7 @@ def _compare_documents(
 
 def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, window: WindowSpec) -> None:
     whole = LanguageModelLoss(model.train(), from_hidden_states=False)
-    # Dropout draws from the global generator, whose state belongs to the run.
+    # Dropout would advance the run's global RNG.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         whole(**_inputs(model, attention, window))[0].backward()
@@ -241,16 +239,16 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
     if infinite:
-        judgement.problems.append(f"{len(infinite)} parameters get a gradient that is not finite: {_listed(infinite)}")
+        judgement.problems.append(f"{len(infinite)} parameters get a non-finite gradient: {_listed(infinite)}")
     if missing:
         judgement.problems.append(no_gradient(missing))
 
 
 def no_gradient(names: Sequence[str]) -> str:
-    """Describes parameters that get no gradient.
+    """Returns the error for parameters without a gradient.
 
-    On one process, they would not train. On several, they would end the first step. They would also be missing from
-    the optimizer state in checkpoints, so that the run could not resume.
+    They wouldn't be trained, would fail the first step with several processes, and would have no optimizer state to
+    resume from.
     """
     return (
         f"{len(names)} parameters get no gradient: {_listed(names)}; in your own class, use them in forward() or "
@@ -259,7 +257,7 @@ def no_gradient(names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names some of the parameters. Lists names that differ only in the layer number once."""
+    """Lists up to four names. Names that differ only in the layer number are listed once."""
     shown = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     return ", ".join([*shown[:4], *([f"{len(shown) - 4} more"] if len(shown) > 4 else [])])
 
@@ -267,7 +265,7 @@ def _listed(names: Sequence[str]) -> str:
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _balance_problem(keyed: KeyedConfig) -> str | None:
-    """Returns the problem if the balancing loss doesn't affect the routers' gradients, otherwise None."""
+    """Returns an error message if the balancing loss doesn't affect the routers' gradients, otherwise None."""
     from pretrain.training.experts import Experts
 
     gradients = []
@@ -277,7 +275,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
         strategy = SimpleNamespace(**alone, sum=lambda tensor, by_layer: tensor)
         experts = Experts(model, strategy, RouterLosses(len(routers_of(model)), balance))
         whole = LanguageModelLoss(model, from_hidden_states=False)
-        for _ in range(2):  # the loads are unknown before the first step
+        for _ in range(2):  # the first step has no loads yet
             model.zero_grad()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -291,7 +289,7 @@ def _balance_problem(keyed: KeyedConfig) -> str | None:
         return None
     return (
         f"is an MoE model, but the balancing loss does not reach {len(unmoved)} of its {len(gradients[0])} routers, "
-        f"first {unmoved[0]}; loss.router_balance: 0 trains without it"
+        f"starting with {unmoved[0]}; to train without it, set loss.router_balance: 0"
     )
 
 

@@ -1,12 +1,11 @@
-"""Bounds attention logits by scaling the query and key weights of single heads: QK-clip (MuonClip; Kimi K2, arXiv
-2507.20534, section 2.1).
+"""QK-clip: limits attention logits by scaling query and key weights per head (MuonClip; Kimi K2, arXiv 2507.20534,
+section 2.1).
 
-If a head's largest logit m in the step, over all tokens, exceeds tau, its logits are scaled by tau / m after the
-update. To do so, the weights and biases of the head's query and key outputs are multiplied by the square root of this
-factor. If several query heads share a key head, the key gets only the factor that all of them need, and each query
-gets the rest, so no head below tau is scaled.
+If a head's largest logit m in a step exceeds tau, its query and key weights and biases are each multiplied by
+sqrt(tau / m) after the update. If several query heads share a key head, the key head is scaled only by the largest of
+their factors, and each query head by the remaining factor, so the logits of heads below tau don't change.
 
-The largest logits come from the step's own forward passes (`model.largest_logits`), without waiting for the device.
+The training forward passes record the largest logits (`model.largest_logits`).
 
 Shapes: L layers with attention, H query heads, G key heads, N query heads per key head.
 """
@@ -35,29 +34,29 @@ from pretrain.optim.tiles import take, tile_of, whole_tile
 from pretrain.parallel.strategy import Strategy
 
 ATTENTIONS = ("groundwork_sdpa", "groundwork_eager", "groundwork_fa2", "groundwork_fa3")
-"""Attentions whose masks depend only on documents and windows."""
+"""Supported attentions, whose masks depend only on documents and windows."""
 FUSED = ("c_attn", "qkv_proj")
-"""Names of fused matrices whose outputs are all queries, then all keys, then all values."""
+"""Names of fused projections, with outputs in the order queries, keys, values."""
 OBSERVING = "groundwork_observing"
-"""Name of the attention that observes a small copy."""
+"""Name of the attention that records a small copy's queries and keys."""
 
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Position of the query or key heads in a parameter, where they are concatenated."""
+    """Location of the concatenated query or key heads in a parameter."""
 
     parameter: str
     of_query: bool
     dim: int
-    """Dimension with the outputs."""
+    """Output dimension."""
     first: int
-    """Index of the first head's first output."""
+    """Index of the first output."""
     width: int
     """Number of outputs per head."""
 
 
 def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
-    """Returns {attention module: positions of its query and key heads}, for known layouts."""
+    """Returns {attention module: locations of its query and key heads}, for known layouts."""
     heads, key_heads = heads_of(causal_lm.config)
     transposed = transposed_names(causal_lm)
     found: dict[str, list[HeadRows]] = {}
@@ -72,7 +71,7 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
         widths = [size // (heads + 2 * key_heads) for size in outputs]
         if not fused:
             widths = [outputs[0] // heads, outputs[1] // key_heads]
-        if widths[0] != widths[1]:  # such as a query matrix fused with a gate
+        if widths[0] != widths[1]:  # such as queries fused with a gate
             continue
         found[name] = [
             HeadRows(
@@ -89,14 +88,14 @@ def head_rows(causal_lm: PreTrainedModel) -> dict[str, list[HeadRows]]:
 
 
 def heads_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Returns the numbers of query heads and key heads per layer; 0 and 0 if layers differ or have none."""
+    """Returns (query heads, key heads) per layer; (0, 0) if layers differ or have no heads."""
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return (heads, key_heads) if isinstance(heads, int) and isinstance(key_heads, int) else (0, 0)
 
 
 def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, Tensor]:
-    """Returns the factors for (..., H) queries and (..., G) keys; 1 for unchanged heads."""
+    """Returns scaling factors for queries (..., H) and keys (..., G). largest_H: (..., H)."""
     factor_H = torch.where(largest_H > tau, tau / largest_H, 1.0)
     factor_GN = factor_H.unflatten(-1, (key_heads, -1))
     key_G = factor_GN.amax(-1).sqrt()
@@ -104,7 +103,7 @@ def factors_of(largest_H: Tensor, tau: float, key_heads: int) -> tuple[Tensor, T
 
 
 def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> None:
-    """Multiplies this rank's part of each head's outputs by the head's factor."""
+    """Multiplies each head's outputs, in this rank's shard of the parameter, by the head's factor."""
     local = local_tensor(parameter)
     each = torch.ones(parameter.shape[rows.dim], device=factors.device)
     each[rows.first : rows.first + len(factors) * rows.width] = factors.repeat_interleave(rows.width)
@@ -114,11 +113,11 @@ def scale_heads(parameter: nn.Parameter, rows: HeadRows, factors: Tensor) -> Non
 
 
 class QkClip:
-    """QK-clip for a model in training. `attach` registers its methods. It keeps state only within a step.
+    """QK-clip for the model in training. Has no state between steps.
 
     Args:
-        causal_lm: the model, prepared by the strategy and changed by `record_largest_logits`, but not yet compiled.
-        tau: upper limit for a head's logits.
+        causal_lm: the model, after `record_largest_logits` and `Strategy.prepare`, before compilation.
+        tau: maximum logit.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, strategy: Strategy, tau: float):
@@ -126,11 +125,11 @@ class QkClip:
         self.tau = tau
         self.heads, self.key_heads = heads_of(causal_lm.config)
         self.parameter_of = {name: parameter for parameter, name in strategy.name_of.items()}
-        """Parameters that this rank updates."""
+        """{name: parameter} updated by this rank."""
         rows = head_rows(causal_lm)
         self.layers = len(rows)
         self.here: dict[int, tuple[nn.Module, list[HeadRows]]] = {}
-        """{number of a layer on this rank: its attention}."""
+        """{layer on this rank: (attention module, locations of its heads)}."""
         for number, (name, of_layer) in enumerate(rows.items()):
             if of_layer[0].parameter in self.parameter_of:
                 module = causal_lm.get_submodule(name)
@@ -138,18 +137,18 @@ class QkClip:
                 self.here[number] = (module, of_layer)
 
     def attach(self) -> None:
-        """Registers a step's methods with the strategy."""
+        """Registers the step callbacks with the strategy."""
         self.strategy.before_step += (self.begin_step,)
         self.strategy.after_update += (self.end_step,)
 
     def begin_step(self, micro_steps: int) -> None:
-        """Clears the previous step's logits."""
+        """Clears the recorded logits."""
         for module, _ in self.here.values():
             getattr(module, RECORD).fill_(-torch.inf)
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
-        """Scales the heads whose logits exceed tau on any rank. Scales none if the update was skipped."""
+        """Scales heads whose logits exceed tau on any rank, unless the update was skipped."""
         largest_LH = torch.full((self.layers, self.heads), -torch.inf, device=self.strategy.device)
         for number, (module, _) in self.here.items():
             record = getattr(module, RECORD)
@@ -166,14 +165,14 @@ class QkClip:
 
 
 def qk_clip_problem(model_config: PreTrainedConfig, attention: str) -> str | None:
-    """Returns why this model's heads can't be scaled, with alternatives, or None.
+    """Tests QK-clip on a small copy of the model. Returns an error message, or None.
 
-    Scales the heads of a small copy to find out. Raises the InputErrors of `reference_of`.
+    Raises the InputErrors of `reference_of`.
     """
     if attention not in ATTENTIONS:
         return (
-            f"optim.muon.qk_clip: does not run with the attention {attention}, whose masks it cannot reproduce; use "
-            "attention: auto, sdpa or eager if the model supports them, or null"
+            f"optim.muon.qk_clip: does not support the attention {attention}, whose masks it cannot reproduce; use "
+            "attention: auto, sdpa or eager if the model supports it, or qk_clip: null"
         )
     return _scaling_problem(model_config)
 
@@ -200,9 +199,9 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
     places = {model.get_submodule(name): rows for name, rows in head_rows(model).items()}
     advice = "use qk_clip: null, or an architecture such as llama, qwen2, mistral or gpt2"
     if unknown := [type(module).__name__ for module in observed if module not in places]:
-        return f"optim.muon.qk_clip: {model_type}: finds no query and key weights in {unknown[0]}; {advice}"
+        return f"optim.muon.qk_clip: {model_type}: no query and key weights found in {unknown[0]}; {advice}"
     if not observed or not heads:
-        return f"optim.muon.qk_clip: {model_type} has no attention to observe, or layers of unequal heads; {advice}"
+        return f"optim.muon.qk_clip: {model_type} has no supported attention, or layers with different heads; {advice}"
     parameters = dict(model.named_parameters())
     for module in list(observed):
         query, key = observed[module]  # from the last pass
@@ -217,9 +216,9 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
         if max(relative_difference(*pair) for pair in zip(found, wanted, strict=True)) > TOLERANCE:
             normalizes = any("norm" in name for name, _ in module.named_children())
             reason = (
-                "normalizes queries and keys, so their weights' scale does not reach the logits, which its norms bound"
+                "normalizes queries and keys, so scaling their weights does not change the logits"
                 if normalizes
-                else "does not compute queries and keys that grow with their weights"
+                else "computes queries and keys that do not scale with their weights"
             )
             return f"optim.muon.qk_clip: {model_type} {reason}; {advice}"
     return None

@@ -1,4 +1,4 @@
-"""Opens a run at its checkpoint, loads it, and rolls it back."""
+"""Resumes runs from checkpoints and rolls them back."""
 
 from collections import ChainMap
 from collections.abc import Callable
@@ -33,17 +33,17 @@ def open_run(
     log: Metrics,
     last_step: int | None = None,
 ) -> Run:
-    """Opens the run at its newest intact checkpoint, at its branch's checkpoint, or at the beginning.
+    """Opens a run at its newest valid checkpoint, or at the checkpoint in branch_from, or at step 0.
 
-    A collective call. `load_checkpoint` later loads the tensors into the model.
+    Doesn't load any tensors (see `load_checkpoint`). A collective call.
 
-    Raises InputError if the checkpoint's settings don't fit the recipe, NoValidCheckpointError if all checkpoints are
-    damaged, and CrashLoopError if the run has repeatedly failed here.
+    Raises InputError if the recipe doesn't match the checkpoint, NoValidCheckpointError if all checkpoints are
+    damaged, and CrashLoopError if the run keeps crashing at this step.
 
     Args:
-        plan: plan of the recipe only, as for a new run.
-        asked: the command line. Its settings may differ from the checkpoint's.
-        last_step: step at which to end; None to train to the end.
+        plan: the recipe's plan, as for a new run.
+        asked: the command line.
+        last_step: step to stop at; None for the whole run.
     """
     checkpoints = Checkpoints(config.output, strategy.ranks, config.checkpoint)
     run = Run(config, asked, strategy, log, checkpoints, plan, last_step)
@@ -62,7 +62,7 @@ def open_run(
         stop_at_step = config.checkpoint.stop_at_step
         if stop_at_step is not None and step >= stop_at_step:
             raise InputError(
-                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; give a later step, "
+                f"checkpoint.stop_at_step: {stop_at_step:,}, but the run is at step {step:,}; set a later step, "
                 "or null, to continue"
             )
         refuse_crash_loop(config.output, step, strategy.ranks)
@@ -74,7 +74,7 @@ def open_run(
 
 
 def _resume(run: Run, has_final: bool) -> None:
-    """Continues from the checkpoint, or from an earlier one if the budget was raised after the final decay."""
+    """Continues from the checkpoint, or from one before the final decay if the budget was raised afterwards."""
     from pretrain.training.continued_plan import describe_continuation, no_stable_checkpoint
 
     continuation = _restore_state(run, is_finished=has_final)
@@ -97,7 +97,7 @@ def _resume(run: Run, has_final: bool) -> None:
 
 
 def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
-    """Sets the run's state and plan from the recipe and the checkpoint in `run.saved`."""
+    """Sets the run's state and plan from the recipe and `run.saved`."""
     from pretrain.training.continued_plan import continue_from
 
     continuation = continue_from(
@@ -117,7 +117,7 @@ def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
 
 
 def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
-    """Returns the rollbacks, which the main rank reads. Raises InputError on all ranks if the file is damaged."""
+    """Reads the recorded rollbacks on the main rank. Raises InputError on all ranks if the file is damaged."""
     ranks = run.strategy.ranks
     problems = Problems()
     recorded = problems.attempt(recorded_rollbacks, run.config.output) if ranks.is_main else None
@@ -127,7 +127,7 @@ def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
 
 
 def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
-    """Fetches an earlier checkpoint from the mirror, for a run that fetched only the newest one."""
+    """Fetches an earlier checkpoint from the mirror, if there is a mirror."""
     if run.config.checkpoint.mirror is None:
         return
     from pretrain.checkpoint.mirror_fetch import fetch_earlier
@@ -137,7 +137,7 @@ def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: No
 
 
 def load_checkpoint(run: Run) -> None:
-    """Loads the checkpoint, if any, into the model, the optimizer, the average and the expert counters."""
+    """Loads the checkpoint, if any, into the model, optimizer, weight average and expert counters."""
     strategy = run.strategy
     state = run.state
     if run.built.experts:
@@ -154,7 +154,7 @@ def load_checkpoint(run: Run) -> None:
     if settings.kind != "none" and can_continue(settings, state.average, total_steps):
         strategy.load_average(run.saved.average)
         return
-    # The saved average is of a different kind or of other weights.
+    # The saved average can't be continued.
     state.average = None
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
@@ -165,21 +165,20 @@ def load_checkpoint(run: Run) -> None:
 
 
 def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> None:
-    """Raises InputError if the loss terms' parameters have different names or shapes in the checkpoint."""
+    """Raises InputError if the loss terms' parameters differ from the checkpoint's in name or shape."""
     if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
         first = differing[0]
         raise InputError(
-            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, first {first}: "
-            f"{shapes.get(first, 'none')} here, {saved.get(first, 'none')} there; a run must keep its terms with "
-            "trained parameters, and their shapes; restore them, or choose another --output"
+            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first}: "
+            f"{shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint; loss terms with trained "
+            "parameters cannot change during a run; restore them, or choose another --output"
         )
 
 
 def roll_back(run: Run, finding: Finding) -> None:
-    """Rolls back to a checkpoint from before the finding, and continues with different data or a lower learning rate.
+    """Rolls back to a checkpoint before the bad steps, then skips their data or halves the learning rate.
 
-    Discards pending metrics of later steps, but keeps requests. Raises NumericStopError if a rollback is impossible
-    because of the recipe, the number of rollbacks or a missing checkpoint.
+    Raises NumericStopError if the recipe doesn't allow another rollback or there is no earlier checkpoint.
     """
     with run.pausing("rolling back"):
         _restore_earlier(run, finding)
@@ -198,7 +197,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
     first, last = finding.roll_back
     skips = guard.on_spike == "skip_data"
-    # Skipped ranges refer to samples of the current data. Checkpoints from before a change of data have other samples.
+    # Skipped ranges refer to the current data, so don't roll back to before a change of data.
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.rollback_steps, at_least)
@@ -217,12 +216,12 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         **rollback_entry(run.whole_plan, run.plan, run.state, (first, last), skips=skips),
         "reason": finding.message,
     }
-    # The order matters. If the run is killed in between, it repeats the same steps and rolls back again. In the
-    # opposite order, it could resume from a checkpoint after the data that it should skip.
+    # Before recording the rollback. If the run is killed in between, it repeats these steps and rolls back again. In
+    # the opposite order, it could resume from a checkpoint after the data to skip.
     run.checkpoints.discard_after(to_step)
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
-    ranks.barrier()  # after this, every rank can read the main rank's record
+    ranks.barrier()  # until the main rank has written the record
     _restore_state(run)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"

@@ -1,4 +1,4 @@
-"""State shared by the loop's functions."""
+"""State shared by the training functions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,64 +30,61 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run from its start in this process to its end. Every rank has one, created by `open_run`.
-
-    `open_run`, `build_training` and `begin` set the fields below `plan`, in this order.
-    """
+    """State of a run on this rank, created by `open_run` and completed by `begin`."""
 
     config: RunConfig
-    """Recipe with `auto` resolved."""
+    """The recipe, with `auto` resolved."""
     command_line: CommandLine
     strategy: Strategy
     log: Metrics
     checkpoints: Checkpoints
     recipe_plan: RunPlan
-    """Plan of the recipe only, as for a new run."""
+    """The recipe's plan, as for a new run."""
     last_step: int | None = None
-    """Step at which a shortened run ends, as in the smoke test; None to train to the end."""
+    """Step to stop at, as in the smoke test; None for the whole run."""
 
     state: RunState = field(default_factory=RunState)
     whole_plan: RunPlan = field(init=False)
-    """Plan of all steps from the checkpoint on. It ignores skipped data and a requested decay."""
+    """Plan for the whole run, without skipped data or a requested decay."""
     plan: RunPlan = field(init=False)
-    """Plan in effect, without skipped data and with the requested end. `replan` updates it."""
+    """Plan in effect, updated by `replan`."""
     loaded_from: Path | None = None
-    """Checkpoint from which the run resumed or branched, or to which it rolled back."""
+    """Checkpoint that the run resumed from, branched from or rolled back to."""
     saved: SavedRun | None = None
-    """Contents of that checkpoint."""
+    """Contents of `loaded_from`."""
     is_new: bool = True
-    """True if nothing was trained in this folder before."""
+    """True if the folder had no checkpoint at the start."""
     is_complete: bool = False
-    """True if all steps are trained and final/ is written."""
+    """True if training is finished and final/ exists."""
     continues: str = ""
-    """Describes how the run continues from its checkpoint."""
+    """Description of how the run continues; see `describe_continuation`."""
 
     built: Built = field(init=False)
 
     validation_readers: dict[str, ShardReader] = field(init=False)
-    """{name of the source: its held-out tokens}."""
+    """{source name: reader for its validation split}."""
     peak_flops: float | None = field(init=False)
-    """Peak FLOP/s of one process; None if unknown."""
+    """Peak FLOP/s per process; None if unknown."""
     tokenizer: Path = field(init=False)
     stage: StagePlan = field(init=False)
-    """Stage of the last step. The model uses its windows and positions."""
+    """Current stage, whose windows and positions the model uses."""
     diagnostics: "Diagnostics | None" = None
-    """Measurements within the model, if the recipe asks for them."""
+    """Per-layer statistics, if enabled."""
     steps_begun: int = 0
     throughput: Throughput = field(init=False)
     speed_guard: SpeedGuard = field(init=False)
     live: LiveFigures = field(init=False)
     logged_step: int = field(init=False)
-    """Last step for which speed and load were logged. They are measured from there."""
+    """Last step with a train event."""
     mirror: "MirrorCopies | None" = None
-    """Copies to the mirror in the background, if the recipe names a mirror."""
+    """Background copies to the mirror, if enabled."""
     evaluations: "Evaluations | None" = None
-    """Evaluations in separate processes, if the recipe asks for them."""
+    """Evaluations in separate processes, if enabled."""
     benchmarks: "Benchmarks | None" = None
-    """Benchmarks on the training processes, if the recipe asks for them there."""
+    """Benchmarks on the training ranks, if enabled."""
 
     request: Request = Request.NONE
-    """Pending request, the same on all ranks."""
+    """Pending request, identical on all ranks."""
     consensus: Consensus = field(init=False)
     guard: StepGuard = field(init=False)
     control: Control = field(init=False)
@@ -100,42 +97,42 @@ class Run:
 
     def replan(self) -> None:
         """Updates the plan in effect from the whole plan and the state."""
-        # In this order, because a requested decay ends the run without the skipped data, and `last_step` ends any run.
+        # In this order: a requested decay changes the end of the run, and `last_step` truncates any run.
         plan = self.whole_plan.leaving_out(self.state.left_out)
         self.plan = plan.annealing(self.state.anneal_from, self.state.anneal_steps).cut(self.last_step)
         self.log.total_steps = self.plan.total_steps
 
     @property
     def newest_checkpoint(self) -> Path:
-        """Folder of the newest checkpoint."""
+        """Path of the newest checkpoint."""
         return self.checkpoints.folder / checkpoint_name(self.checkpoints.last_step)
 
     @property
     def is_saved(self) -> bool:
-        """True if this step's checkpoint is written. Equal on all ranks after `save(run, wait=True)`."""
+        """True if this step's checkpoint was written. Identical on all ranks only after `save(run, wait=True)`."""
         return self.checkpoints.last_step == self.state.step
 
     @property
     def ends(self) -> bool:
-        """True if the run was asked to end."""
+        """True if there is a request to end the run."""
         return self.request > Request.ANNEAL
 
     @property
     def wants_save(self) -> bool:
-        """True if the run was asked to save a checkpoint and continue."""
+        """True if there is a request that saves a checkpoint and continues."""
         return self.request in (Request.SAVE, Request.SHORTEN, Request.ANNEAL)
 
     @property
     def wants_decay(self) -> bool:
-        """True if the run was asked to begin its final decay, or to shorten it."""
+        """True if there is a request to start or shorten the final decay."""
         return self.request in (Request.SHORTEN, Request.ANNEAL)
 
     def warn(self, message: str) -> None:
-        """Writes a warning event."""
+        """Logs a warning."""
         self.log.write("warning", message=message)
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
-        """Names the work between steps in the live line, and excludes its time from training."""
+        """Shows `work` in the live line and excludes its time from the throughput."""
         with self.throughput.paused(), self.log.doing(work):
             yield

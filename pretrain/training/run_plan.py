@@ -1,8 +1,4 @@
-"""Derives a run's numbers from the recipe, the model, the data and the number of processes.
-
-The run prints them at the start, and users can't set them. This module also finds problems with the recipe as a whole,
-before anything is built.
-"""
+"""Derives a run's plan from the recipe, and checks the recipe as a whole before anything is built."""
 
 import hashlib
 import itertools
@@ -60,9 +56,9 @@ from pretrain.training.auto_settings import resolve_auto
 from pretrain.training.probe import probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
-"""Settings for the length of a run."""
+"""Settings that determine the length of a run."""
 CLOCK = ("optim.schedule", "optim.warmup_steps")
-"""Settings that, if changed, start a new schedule at the checkpoint."""
+"""Changing one of these settings starts a new schedule at the checkpoint."""
 SHAPE = (
     "optim.min_lr_ratio",
     "optim.decay_fraction",
@@ -76,58 +72,58 @@ KEPT = (
     *(*BUDGET, *CLOCK, *SHAPE, "optim.learning_rate", "optim.learning_rate_per_sequence"),
     *("batch.tokens_per_step", "batch.ramp", "optim.options", "loss.terms", "data.transformations"),
 )
-"""Settings that checkpoints record as given by the user. They determine how a run continues."""
+"""Settings recorded in checkpoints, as set by the user, to detect changes when a run continues."""
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A recipe's model and how it is trained."""
+    """The model-related part of a run's plan."""
 
     model_config: Any
     parameters: int
     active_parameters: int
-    """Number of active parameters per token."""
+    """Number of parameters used per token."""
     router_losses: RouterLosses
     flops_per_token: float
     attention: str
     from_hidden_states: bool
-    """True if the logits are head(last hidden state); see `loss.LanguageModelLoss`."""
+    """See `LanguageModelLoss`."""
     attention_passed_over: tuple[str, ...]
-    """Faster attentions with which this architecture wouldn't train correctly, with the findings."""
+    """Faster attentions that failed the probe, with the reasons."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The parts of a step, except its data, that a stage of the curriculum may change."""
+    """Settings that a curriculum stage may change, besides the data."""
 
     number: int
-    """Number of the stage, from 1."""
+    """Stage number, from 1."""
     window: WindowSpec
     model_config: Any
-    """The run's model configuration, with this stage's positions."""
+    """The model config with this stage's positions."""
     flops_per_token: float
     sequences_per_micro_batch: int
 
     def differs_from(self, other: "StagePlan") -> bool:
-        """Returns True if windows or positions differ between the stages."""
+        """Returns True if the stages have different windows or positions."""
         return self.window != other.window or self.model_config is not other.model_config
 
 
 @dataclass(frozen=True)
 class RunPlan(ModelPlan):
-    """The loop's plan, made before it starts."""
+    """The plan for a run. Steps are counted from 0."""
 
     precision: str
     ranks: int
     stages: tuple[StagePlan, ...]
     ramp: BatchRamp
     ramp_steps: tuple[int, ...]
-    """Steps at which the levels of batch.ramp begin. The budget and the batch don't affect them."""
+    """First step of each level of batch.ramp, as for a new run."""
     schedule: Schedule | Annealing
     peak_learning_rate: float
     batches: Batches
     identity: dict[str, Any]
-    """Settings that must stay the same when a run continues."""
+    """See `identity_of`."""
 
     @property
     def total_steps(self) -> int:
@@ -142,20 +138,20 @@ class RunPlan(ModelPlan):
         return self.flops_before(self.total_steps)
 
     def tokens_before(self, step: int) -> int:
-        """Counts the training tokens in all steps before `step`, over all ranks."""
+        """Returns the number of tokens before `step`, over all ranks."""
         return self.ramp.sequences_before(step) * self.batches.window.sequence_length
 
     def tokens_in(self, step: int) -> int:
-        """Counts the training tokens in `step`, over all ranks."""
+        """Returns the number of tokens in `step`, over all ranks."""
         return self.ramp.sequences_at(step) * self.batches.window.sequence_length
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens per step at the full batch size."""
+        """Tokens per step at the full batch size."""
         return self.ramp.sequences_per_level[-1] * self.batches.window.sequence_length
 
     def flops_before(self, step: int) -> float:
-        """Counts the FLOPs in all steps before `step`, forward and backward, over all ranks."""
+        """Returns the number of forward and backward FLOPs before `step`, over all ranks."""
         starts = [min(start, step) for start in self.batches.first_steps]
         tokens = [self.tokens_before(step) for step in (*starts, step)]
         return sum(
@@ -164,11 +160,11 @@ class RunPlan(ModelPlan):
         )
 
     def stage(self, step: int) -> StagePlan:
-        """Returns the stage of `step`."""
+        """Returns the stage that `step` belongs to."""
         return self.stages[self.batches.stage_at(step)]
 
     def micro_steps(self, step: int) -> int:
-        """Counts each rank's forward and backward passes in `step`."""
+        """Returns the number of micro-steps per rank in `step`."""
         stage = self.stage(step)
         return self.tokens_in(step) // (stage.window.sequence_length * stage.sequences_per_micro_batch * self.ranks)
 
@@ -176,24 +172,24 @@ class RunPlan(ModelPlan):
         return self.schedule.learning_rate(step, self.peak_learning_rate)
 
     def leaving_out(self, ranges: Sequence[SkippedRange]) -> "RunPlan":
-        """Returns the plan without these samples. Later samples move up."""
+        """Returns the plan without these samples. Later samples take their place."""
         return replace(self, batches=self.batches.changed(skipped=ranges)) if ranges else self
 
     def annealing(self, from_step: int | None, steps: int | None) -> "RunPlan":
-        """Returns the plan with a final decay of `steps` steps from `from_step`, or unchanged if that is None."""
+        """Returns the plan with a final decay of `steps` steps from `from_step`; unchanged if `from_step` is None."""
         if from_step is None:
             return self
         schedule = Annealing(self.schedule, from_step, steps)
         return replace(self, schedule=schedule, ramp=replace(self.ramp, total_steps=from_step + steps))
 
     def cut(self, steps: int | None) -> "RunPlan":
-        """Returns the plan for the first `steps` steps, with the whole run's schedule."""
+        """Returns the plan truncated to `steps` steps. The schedule doesn't change."""
         if steps is None or steps >= self.total_steps:
             return self
         return replace(self, ramp=replace(self.ramp, total_steps=steps))
 
     def planned(self) -> dict[str, Any]:
-        """Returns the plan's entries for a checkpoint."""
+        """Returns the values recorded in checkpoints."""
         schedule = self.schedule
         is_annealing = isinstance(schedule, Annealing)
         return {
@@ -209,7 +205,7 @@ class RunPlan(ModelPlan):
 
 @dataclass(frozen=True)
 class Due:
-    """Work that is due between a step and the next."""
+    """Work due after a step."""
 
     logs: bool
     validates: bool
@@ -223,18 +219,18 @@ class Due:
 
     @property
     def settles(self) -> bool:
-        """True if this step's own metrics are needed."""
+        """True if this step's metrics are needed immediately."""
         return self.logs or self.validates or self.saves
 
 
 def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:
-    """Converts an interval in steps or tokens to steps, and multiplies it by `factor`. None means never."""
+    """Returns an interval in steps, multiplied by `factor`; None means never."""
     steps = cadence.every_tokens / plan.tokens_per_step if cadence.every_tokens else cadence.every_steps
     return max(1, round(steps * factor)) if steps else None
 
 
 def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
-    """Returns the work due after `step`, counted from 1. The last step also logs, validates and saves."""
+    """Returns the work due after `step`, counted from 1."""
 
     def is_at(cadence: Cadence) -> bool:
         every = steps_between(cadence, plan, config.interval_scale)
@@ -247,7 +243,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
-        # A separate evaluation process reads a checkpoint.
+        # Evaluation in a separate process needs a checkpoint.
         saves=is_at(config.checkpoint)
         or (is_last and config.checkpoint.save_final)
         or (evaluates and config.benchmarks.where != "in_loop"),
@@ -261,7 +257,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
 
 
 def derive(config: RunConfig, ranks: int) -> RunPlan:
-    """Checks a run as a whole. Raises InputError listing all problems."""
+    """Plans a run. Raises InputError with all problems of the recipe."""
     config = resolve_auto(config)
     problems = reference_problems(config)
     data = config.data
@@ -319,11 +315,11 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
-    model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # tested even without the data
+    model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # even if the data has problems
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
-            f"loss.terms: {model_config.model_type} computes its logits from more than its last hidden states, "
-            "but a loss term gets only these; use a model that projects them, such as llama or qwen3"
+            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
+            "alone, but loss terms only get these; use a model that does, such as llama or qwen3"
         )
         model = None
     if model is not None:
@@ -362,7 +358,7 @@ def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int)
     """Plans each stage.
 
     Args:
-        configs: the model's configuration in each stage.
+        configs: the model config for each stage.
         ranks, parts: see `sequences_of`.
     """
     return tuple(
@@ -378,7 +374,7 @@ def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int)
 
 
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Returns the largest micro-batch that evenly divides a stage's batch, in sequences."""
+    """Returns the largest micro-batch, in sequences, that divides the stage's batch evenly."""
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
@@ -386,29 +382,22 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
 
 
 def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists changes to a pretrained model that don't fit its weights.
-
-    Positions and dropout may change, and the vocabulary may grow.
-    """
+    """Lists config changes that don't fit the pretrained weights. The vocabulary may grow."""
     own = load_model_config(source.config)
     rows = model_config.get_text_config().vocab_size
-    if rows > own.get_text_config().vocab_size:  # new tokens get initial values
+    if rows > own.get_text_config().vocab_size:  # new rows are initialized
         own = load_model_config(source.config, changes={VOCABULARY_KEY: rows})
     changes = shape_changes(own, model_config)
     if not changes:
         return []
     return [
         f"model: {source}: init: pretrained uses the weights of {source.config}, which don't fit ({changes}); "
-        "omit changes of their shapes, or train from scratch with init: scratch"
+        "omit changes that affect shapes, or train from scratch with init: scratch"
     ]
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
-    """Tests the model's loss and gradients. Raises InputError if no requested attention works.
-
-    Args:
-        model_config: configuration of `config.model`.
-    """
+    """Probes the architecture and plans the model. Raises InputError if no attention works."""
     found = probe(
         model_config,
         attention=config.attention,
@@ -433,27 +422,27 @@ def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLo
 
 
 def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
-    """Lists settings that don't work with layers that process documents as separate rows (model/document_rows.py)."""
+    """Lists settings that don't work with documents in separate rows (see model/document_rows.py)."""
     if not classes_in_rows(model.attention):
         return []
     problems = []
     how = f"each document is a separate row in {' and '.join(classes_in_rows(model.attention))}"
     if config.compile == "full":
         problems.append(
-            f"compile: full does not run with data.document_mask and {model.model_config.model_type}: {how}, so "
+            f"compile: full does not work with data.document_mask and {model.model_config.model_type}: {how}, so "
             "shapes change with every batch; use regional, or data.document_mask: false"
         )
     if (asked := requested_sizes()).keys() & {"pp", "cp"}:
         problems.append(
-            f"model: {model.model_config.model_type} does not run under {' and '.join(asked.keys() & {'pp', 'cp'})} "
-            f"with data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
+            f"model: {model.model_config.model_type} does not work with {' and '.join(asked.keys() & {'pp', 'cp'})} "
+            f"and data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
             "data.document_mask: false under pp"
         )
     return problems
 
 
 def reference_problems(config: RunConfig) -> Problems:
-    """Lists problems with the recipe's folder, trunk, mirror, benchmarks, trackers and repository."""
+    """Lists problems with output, branch_from, the mirror, benchmarks, trackers and the Hub repository."""
     problems = Problems()
     benchmarks = config.benchmarks
     hub = config.hub
@@ -480,20 +469,20 @@ def reference_problems(config: RunConfig) -> Problems:
         problems += login_problems()
         if hub.every == "milestones" and config.checkpoint.keep_every is None:
             problems.append(
-                "hub.every: milestones, but checkpoint.keep_every keeps none; give it a number of steps, or set "
+                "hub.every: milestones, but checkpoint.keep_every is null; set it to a number of steps, or set "
                 "hub.every to end"
             )
     return problems
 
 
 def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
-    """Returns the number of sequences per optimizer step over all ranks.
+    """Returns the number of sequences per optimizer step, over all ranks.
 
-    Raises InputError unless the batch divides evenly in every stage, and a micro-batch divides evenly into its parts.
+    Raises InputError if the batch isn't divisible in every stage, or the micro-batch isn't divisible by `parts`.
 
     Args:
-        ranks: number of micro-batches that all ranks together process in a micro-step.
-        parts: number of parts of a micro-batch (see `Strategy.parts_of_micro_batch`).
+        ranks: number of micro-batches per micro-step, over all ranks.
+        parts: see `Strategy.parts_of_micro_batch`.
     """
     problems = Problems()
     tokens = config.batch.tokens_per_step
@@ -504,9 +493,10 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         below = micro_batch // parts * parts
         above = below + parts
         raise InputError(
-            f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of the {parts} parts into which each "
-            f"process of a pipeline divides it (stages per process of {config.pipeline.schedule} x "
-            f"pipeline.microbatches_per_stage {config.pipeline.microbatches_per_stage}); nearest: "
+            f"batch.sequences_per_micro_batch: {micro_batch} is not a multiple of {parts}, the number of "
+            f"microbatches that each pipeline process splits it into (stages per process of "
+            f"{config.pipeline.schedule} x pipeline.microbatches_per_stage "
+            f"{config.pipeline.microbatches_per_stage}); nearest: "
             f"{f'{below} or ' if below else ''}{above}"
         )
     group = levels * micro_batch * length * ranks
@@ -525,8 +515,8 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
         left = config.as_stage(number).batch.sequences_per_micro_batch
         if left < parts:
             problems.append(
-                f"{setting}: {micro_batch} sequences per micro-batch become {left} of {longer:,} tokens, fewer than "
-                f"the {parts} parts into which each pipeline process divides them; use "
+                f"{setting}: {micro_batch} sequences per micro-batch become {left} of {longer:,} tokens, but the "
+                f"pipeline needs at least {parts} per process; use "
                 f"batch.sequences_per_micro_batch {parts * config.data.longest_window.sequence_length // length}"
             )
         if tokens % of_stage and not tokens % group:
@@ -540,14 +530,14 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
 
 
 def ramp_levels(batch: Batch) -> int:
-    """Counts the batch sizes in the run."""
+    """Returns the number of batch sizes in the ramp."""
     return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
-    """Counts the budget's sequences of `length` tokens; None if the budget is in steps.
+    """Returns the budget in sequences of `length` tokens; None if the budget is in steps.
 
-    active: active parameters per token, to which tokens_per_parameter refers.
+    active: number of active parameters, for tokens_per_parameter.
     """
     if budget.steps:
         return None
@@ -556,7 +546,7 @@ def target_sequences(budget: Budget, length: int, active: int) -> int | None:
 
 
 def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRamp:
-    """Plans the batch size over the run. active: see `target_sequences`."""
+    """Plans the batch size for each step. active: see `target_sequences`."""
     ramp = config.batch.ramp
     return batch_ramp(
         sequences_per_step,
@@ -570,7 +560,7 @@ def ramp_of(config: RunConfig, sequences_per_step: int, active: int) -> BatchRam
 def schedule_of(
     optim: Optim, tokens_per_step: int, total_steps: int, *, first_step: int = 0, warmup_steps: int | None = None
 ) -> Schedule:
-    """Returns the schedule for the steps from `first_step` to the end. warmup_steps: None uses the recipe's."""
+    """Returns the schedule from `first_step` to the end. warmup_steps: None for the recipe's setting."""
     steps = total_steps - first_step
     return Schedule(
         name=optim.schedule,
@@ -589,27 +579,27 @@ def schedule_of(
 
 
 def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
-    """Returns the recipe's peak learning rate, or the rate per sequence scaled to the batch."""
+    """Returns the peak learning rate, scaled to the batch if the recipe sets it per sequence."""
     if optim.learning_rate_per_sequence is not None:
         return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
     return optim.learning_rate
 
 
 def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
-    """Returns [problem] if samples are requested from a model that can't generate text, otherwise []."""
+    """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
     if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
         return []
     model = build_meta_model(model_config)
     if model.can_generate():
         return []
     return [
-        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin too, or "
+        f"samples: {type(model).__name__} has no generate(); also inherit from transformers' GenerationMixin, or "
         "omit samples"
     ]
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:
-    """Returns [problem] if the sequences are longer than the model's positions, otherwise []."""
+    """Checks that the sequences fit max_position_embeddings. Returns a list of problems."""
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is None or sequence_length <= longest:
         return []
@@ -620,7 +610,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
 
 
 def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[str, Any]:
-    """Returns the settings that must stay the same for an exact continuation: JSON values by dotted path."""
+    """Returns the settings that must not change for an exact continuation, as {dotted path: JSON value}."""
     architecture = {k: v for k, v in model_config.to_diff_dict().items() if k not in ("transformers_version", "dtype")}
     data_of = {folder: reader.manifest.sha256[:16] for folder, reader in batches.readers.items()}
 
@@ -642,10 +632,10 @@ def identity_of(config: RunConfig, model_config: Any, batches: Batches) -> dict[
         "batch.ramp": config.batch.ramp.model_dump(by_alias=True) if config.batch.ramp else None,
         "optim.name": config.optim.name,
     }
-    return json.loads(json.dumps(identity))  # converts tuples to lists, as in a checkpoint's JSON
+    return json.loads(json.dumps(identity))  # tuples become lists, as in a checkpoint
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings in KEPT, and the digests of the user's own code."""
+    """Returns the settings in KEPT, and the hashes of custom code."""
     values = config.model_dump(mode="json", by_alias=True)
     return {path: setting(values, path) for path in KEPT} | LOADED_CODE

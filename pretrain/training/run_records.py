@@ -1,4 +1,4 @@
-"""Writes the record in a run's folder (config, model, data, environment) and announces the start, with warnings."""
+"""Records a run's config, model, data and environment in its folder, and prints the startup banner and warnings."""
 
 import contextlib
 import dataclasses
@@ -46,20 +46,18 @@ SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
-"""Ratio between a given learning rate and auto's above which there is a warning."""
+"""Maximum ratio between the learning rate and auto's before a warning."""
 FAR_FOR_ANOTHER_OPTIMIZER = 2.0
-"""The same ratio, if the command line changes the optimizer but keeps the recipe's learning rate."""
+"""The same, if the command line changes the optimizer but not the learning rate."""
 WASTE = 0.01
-"""Share of a model's parameters in rows without a token ID above which there is a warning."""
+"""Maximum fraction of parameters in unused vocabulary rows before a warning."""
 
 
 def announce(run: Run, peak_source: str) -> str:
-    """Writes the record, the banner, warnings and the first events, after the model and the optimizer are built.
-
-    Returns the ID of this start, which runs.py's commands refer to.
+    """Writes the record files, the banner, warnings and the first events. Returns the ID of this start.
 
     Args:
-        peak_source: source of `run.peak_flops`.
+        peak_source: source of `run.peak_flops`, for the banner.
     """
     config = run.config
     plan = run.plan
@@ -87,7 +85,7 @@ def announce(run: Run, peak_source: str) -> str:
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
         **({"energy": energy} if energy else {}),
-        # With dispatch_batches, only the first process has the shards.
+        # With dispatch_batches, only the main rank opens the shards.
         **(packing_in_words(plan.batches) if is_main else {}),
     }
     log.say(banner(config, plan, built))
@@ -100,7 +98,7 @@ def announce(run: Run, peak_source: str) -> str:
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:
         facts["stage_starts"] = plan.batches.stage_starts
-    if plan.batches.origin is not None:  # the data now differs from config.yaml's
+    if plan.batches.origin is not None:  # the data differs from that in config.yaml
         facts["origin"] = dataclasses.asdict(plan.batches.origin)
         facts["data"] = config.data.model_dump(mode="json")
     log.write("start", step=step, **facts, energy=energy)
@@ -113,7 +111,7 @@ def announce(run: Run, peak_source: str) -> str:
 
 
 def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
-    """Writes the named files of RECORD_FILES, without environment variables. Main rank only."""
+    """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
     packages = package_versions(RECORDED_PACKAGES)
     commit = commit_of(Path(__file__).parent)
@@ -131,7 +129,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
 
 
 def copy_extensions(config: RunConfig) -> None:
-    """Copies each version of the extensions once to RUN/extensions, with its hash in the name."""
+    """Copies the extensions to RUN/extensions, with their hash in the file name."""
     for file in map(Path, config.extensions):
         copy = config.output / "extensions" / f"{file.stem}-{digest_of([file])}.py"
         copy.parent.mkdir(exist_ok=True)
@@ -139,7 +137,7 @@ def copy_extensions(config: RunConfig) -> None:
 
 
 def data_record(reader: ShardReader) -> dict:
-    """Returns a run's record of a source's manifest, for the model card and in case the shards are deleted."""
+    """Summarizes a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
     splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
@@ -157,7 +155,7 @@ def data_record(reader: ShardReader) -> dict:
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Returns {installed package: version}."""
+    """Returns {package: version} for installed packages."""
     versions = {}
     for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -166,8 +164,8 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Returns the code's commit, with '+changes' if the working tree differs; None outside a repository."""
-    if not IS_CHECKOUT:  # an environment may be inside another project's repository
+    """Returns the git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
+    if not IS_CHECKOUT:  # site-packages may be inside another repository
         return None
     git = ["git", "-C", str(folder)]
     try:
@@ -179,18 +177,18 @@ def commit_of(folder: Path) -> str | None:
 
 
 def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """Describes the averaging of the weights, if any."""
+    """Describes weight averaging for the banner."""
     lengths = {
         "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
-        "ema": f"exponential, half life {settings.half_life_fraction * total_steps:,.0f} steps",
+        "ema": f"exponential, half-life {settings.half_life_fraction * total_steps:,.0f} steps",
     }
     if settings.kind == "none":
         return {}
-    return {"average": f"of the weights, {lengths[settings.kind]}, every {settings.every_steps:,}th"}
+    return {"average": f"of the weights: {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
-    """Describes changes between stages, and data that is read again at a different length."""
+    """Describes stages with different windows or positions for the banner."""
     rows = {}
     batches = plan.batches
     for number, stage in enumerate(plan.stages):
@@ -201,7 +199,7 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
         length = stage.window.sequence_length
         sequences = counted(plan.tokens_in(step) // length, "sequence")
         parts = [
-            f"from step {step:,} on {sequences} of {length:,} tokens per step",
+            f"from step {step:,} on, {sequences} of {length:,} tokens per step",
             f"{stage.sequences_per_micro_batch:,} per micro-batch",
         ]
         if stage.model_config is not before.model_config:
@@ -213,19 +211,19 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes the tokens that best fit drops, repeats or crops, for each source; {} for other samplers."""
+    """Describes, per source, the tokens that best-fit packing drops, repeats or crops; {} for other samplers."""
     rows = {}
     for (number, length), packing in batches.packings.items():
         dropped, repeated, cropped = packing.shares()
         rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
-            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; of the documents that fit into a window "
-            f"{cropped:.1%} cropped"
+            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; {cropped:.1%} of the documents that "
+            "fit in a window cropped"
         )
     return rows
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
-    """Lists the run's numbers, one per line. built: rows about the built objects."""
+    """Returns the startup banner. built: rows about the built objects."""
     ramp = plan.ramp
     length = config.data.sequence_length
     micro = config.batch.sequences_per_micro_batch
@@ -249,7 +247,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         f"{plan.schedule.warmup_steps:,} warmup steps",
         **averaging_in_words(config.averaging, plan.total_steps),
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
-        + (", whole windows: MFU counts attention between documents too" if config.data.document_mask else ""),
+        + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
         **built,
     }
@@ -257,7 +255,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
-    """Returns the banner's rows that don't depend on the data."""
+    """Returns the banner rows for the device and the model."""
     device = torch.device(device_type())
     is_fallback = config.precision == "auto" and precision != "bf16"
     reason = f" (auto: {missing_bf16(device.type)})" if is_fallback else ""
@@ -286,16 +284,16 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
 
 
 def in_rows(rows: dict[str, str]) -> str:
-    """Formats {name: value} as lines, with aligned values."""
+    """Formats {name: value} as lines with aligned values."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """Lists warnings of one or two sentences each. Takes 0.2 s if bf16 is emulated.
+    """Lists warnings about the recipe and the environment.
 
     Args:
-        overridden: dotted paths of the settings given on the command line.
+        overridden: dotted paths of settings on the command line.
     """
     emulation = emulation_of_bf16(device) if config.precision == "bf16" else None
     found = (
@@ -309,7 +307,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
-    """Returns a warning if the peak is far from auto's for this optimizer and size, or None."""
+    """Returns a warning if the peak learning rate is far from auto's, or None."""
     optim = config.optim
     stated = plan.peak_learning_rate
     if optim.learning_rate == "auto":
@@ -320,11 +318,11 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
     by_hand = {"optim", setting} & overridden
     another = "optim.name" in overridden and not by_hand
     far = FAR_FOR_ANOTHER_OPTIMIZER if another else FAR
-    is_low = config.init == "scratch" and factor < 1 / far  # continued pretraining uses low learning rates
+    is_low = config.init == "scratch" and factor < 1 / far  # low learning rates are normal for continued pretraining
     if factor <= far and not is_low:
         return None
     times = f"{factor:.3g} times" if factor > 1 else f"1/{1 / factor:.3g} of"
-    origin = f"the recipe's, while --optim.name {optim.name} is the command line's, and " if another else ""
+    origin = f"from the recipe, although --optim.name {optim.name} is on the command line, and is " if another else ""
     return (
         f"{setting}: the peak of {stated:.3g} is {origin}{times} auto's value for {optim.name} at "
         f"{count_text(plan.parameters)} parameters, {usual:.3g}; use --optim.learning_rate auto unless this is "
@@ -333,28 +331,28 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 
 
 def benchmarks_without_steps(config: RunConfig) -> str | None:
-    """Returns a warning about benchmarks that never run because they have no interval, or None."""
+    """Returns a warning if benchmarks are configured without an interval, or None."""
     benchmarks = config.benchmarks
     if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
         return None
-    return "benchmarks: nothing is evaluated during training; give every_steps or every_tokens"
+    return "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"
 
 
 def unhashed_blocks(readers: Mapping[str, ShardReader]) -> list[str]:
-    """Lists warnings about sources in an object store that an earlier version prepared without block hashes."""
+    """Lists warnings about object-store sources without block hashes, which were prepared by an earlier version."""
     remote = [reader.manifest for reader in readers.values() if reader.manifest.url is not None]
     return [
-        f"data: {manifest.place} has no hashes of its blocks (files named .blocks), so only the sizes of its objects "
-        "are checked; preparing it again adds them"
+        f"data: {manifest.place} has no block hashes (.blocks files), so only the sizes of its objects are "
+        "checked; prepare the data again to add them"
         for manifest in remote
         if any(not any(name.endswith(".blocks") for name in shard.beside) for shard in manifest.shards)
     ]
 
 
 def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
-    """Returns a warning if the model has many more rows than the data has token IDs, or None.
+    """Returns a warning if the model's vocabulary is much larger than the data's, or None.
 
-    Padding and pretrained models don't count.
+    Ignores padding and pretrained models.
     """
     ids = plan.batches.vocabulary_size
     rows = plan.model_config.vocab_size
@@ -368,7 +366,7 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
     if wasted <= WASTE * plan.parameters:
         return None
     return (
-        f"vocabulary: the model has {rows:,} rows but the data only {ids:,} IDs: {count_text(wasted)} of "
-        f"{count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) belong to no token; "
-        f"--model.vocab_size auto makes it {padded:,}"
+        f"vocabulary: the model has {rows:,} rows, but the data has only {ids:,} token IDs, so "
+        f"{count_text(wasted)} of {count_text(plan.parameters)} parameters ({wasted / plan.parameters:.0%}) are "
+        f"unused; use --model.vocab_size auto to make it {padded:,}"
     )

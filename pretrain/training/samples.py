@@ -1,4 +1,4 @@
-"""Generates text with a loaded model or with the model in training, under every strategy."""
+"""Generates text with a loaded model, or with the model in training under any strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,30 +15,32 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for choosing the next token: greedily, or sampled at `temperature` from the most likely tokens."""
+    """Sampling settings for text generation."""
 
     max_new_tokens: int
     temperature: float = 0.0
-    """Sampling temperature; 0 for greedy."""
+    """0 for greedy decoding."""
     top_k: int | None = None
-    """Number of most likely tokens to sample from; None for all."""
+    """Sample from this many of the most likely tokens; None for all."""
     seed: int = 0
     top_p: float | None = None
-    """Sample from the fewest tokens whose probabilities reach this sum (Holtzman et al., arXiv 1904.09751)."""
+    """Nucleus sampling (Holtzman et al., arXiv 1904.09751): sample from the top tokens with this total probability."""
 
 
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
 ) -> torch.Tensor:
-    """Returns the prompt's token IDs (1, T), as in `pipeline("text-generation")`. An empty prompt starts a document.
+    """Tokenizes a prompt to (1, T), like `pipeline("text-generation")`. An empty prompt starts a new document.
 
-    Raises InputError if the prompt and the continuation don't fit the model's positions.
+    Raises InputError if the prompt and continuation are longer than `max_positions`.
     """
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise InputError("--prompt '': this tokenizer has no token to start a text with; give a non-empty prompt")
+            raise InputError(
+                "--prompt '': this tokenizer has no token to start a document with; pass a non-empty prompt"
+            )
         ids = [start]
     if max_positions is not None and len(ids) + max_new_tokens > max_positions:
         room = max_positions - len(ids)
@@ -54,7 +56,7 @@ def encode_prompt(
 def generate_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
 ) -> str:
-    """Returns prompt and continuation as text. The same seed gives the same text on the same device."""
+    """Returns the prompt and continuation as text. The same seed gives the same text on the same device."""
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -64,7 +66,7 @@ def generate_text(
 
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """Returns arguments for `model.generate` that override its generation config, except for special token IDs."""
+    """Returns arguments for `model.generate` that override its generation config, except special token IDs."""
     if not sampling.temperature:
         choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     else:
@@ -89,10 +91,10 @@ def sample_texts(
     seed: int,
     beat: Callable[[], None],
 ) -> list[tuple[str, str]]:
-    """Returns (prompt, prompt and continuation) for each of the recipe's prompts on the main rank; [] on other ranks.
+    """Returns (prompt, prompt with continuation) for each of the recipe's prompts on the main rank, [] on other ranks.
 
-    A collective call. With most strategies, no rank can generate on its own. The main rank therefore gathers a copy of
-    the weights in CPU memory, tensor by tensor. It generates on the device if the device already has the whole model.
+    The main rank gathers the weights tensor by tensor and generates alone: on the device if it already holds the whole
+    model, otherwise on the CPU. A collective call.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}

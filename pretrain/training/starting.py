@@ -1,4 +1,4 @@
-"""Runs training with exclusive use of the run's folder, detects crash loops, and records how the run ends."""
+"""Locks the run folder, detects crash loops, and records how the run ends."""
 
 import json
 import os
@@ -37,28 +37,28 @@ from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recor
 
 RESTARTS_WITHOUT_PROGRESS = 3
 ABANDONED_LOCK_SECONDS = 30.0
-"""Age of a lock at which its holder on another machine counts as dead. Live holders touch it every 2 s."""
+"""Age at which a lock from another machine counts as abandoned. A running process touches its lock every 2 s."""
 ADVICE_SECONDS = 120.0
-"""Maximum time for computing numbers for the advice on memory. Without them, the advice only names pages."""
+"""Time limit for computing the advice after an out-of-memory error."""
 
 
 class CrashLoopError(RunStoppedError):
-    """Raised if the run fails at the same point after every start."""
+    """Raised if the run repeatedly crashes at the same point."""
 
     exit_code = EXIT_CRASH_LOOP
 
 
 def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Metrics], int]) -> int:
-    """Calls `train` on all ranks and returns the exit status. Always records the end in metrics.jsonl.
+    """Calls `train` with the run folder locked, records the end in metrics.jsonl, and returns the exit code.
 
-    Raises InputError on all ranks if another process trains in this folder, or if the ranks have different settings.
+    Raises InputError on all ranks if another process uses the folder or the ranks' settings differ.
     """
     refuse_mixed_settings(config, strategy.ranks)
     with sole_use(config.output, strategy.ranks), ExitStack() as held:
-        # The main rank reads for all ranks, because other ranks may still see an older file on a network disk.
+        # Read by the main rank only, because on a network file system other ranks may see an older file.
         if (code := strategy.ranks.gather(end_to_repeat(config.output))[0]) is not None:
             return code
-        try:  # before the log is opened, because the mirror may provide it
+        try:  # before opening the log, which may come from the mirror
             if config.checkpoint.mirror is not None:
                 from pretrain.checkpoint.mirror_fetch import on_mirror
 
@@ -75,19 +75,19 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
             metrics.end(stop.exit_code, str(stop))
             return stop.exit_code
         except (InputError, UnreachableError) as error:
-            if not metrics.began:  # the error is on all ranks
+            if not metrics.began:  # raised on all ranks
                 raise
-            # Only this rank read the damaged shard or lost the server, so only it can report the problem.
+            # Only this rank read the damaged shard or lost its connection, so it must report the error.
             code = EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_PREEMPTED
             print(f"rank {strategy.ranks.rank}: {error}", file=sys.stderr, flush=True)
             metrics.end(code, str(error))
             record_end_reason(config.output, str(error), code)
             end_now(code)
-        except KeyboardInterrupt:  # before the first step; a later Ctrl-C is a request
+        except KeyboardInterrupt:  # only before the first step; Watch handles a later Ctrl-C
             metrics.end(EXIT_INTERRUPTED, "interrupted; run the same command to resume from the newest checkpoint")
             end_now(EXIT_INTERRUPTED)
         except Exception as error:
-            if word := recorded_end_reason(config.output):  # another rank has recorded why it ended
+            if word := recorded_end_reason(config.output):  # recorded by another rank
                 metrics.end(word[1], word[0])
                 end_now(word[1])
             traceback.print_exc()
@@ -99,10 +99,9 @@ def with_recorded_end(config: RunConfig, strategy: Strategy, train: Callable[[Me
 
 
 def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
-    """Raises InputError on all ranks if their settings differ.
+    """Raises InputError on all ranks if their settings differ, except for shard paths.
 
-    The recipe may have changed on one machine, or two launches may use the same address and port. The paths of shards
-    may differ between machines.
+    This happens if the recipe differs between machines, or if two launches use the same address and port.
     """
     of_ranks = ranks.gather(leaves(config.model_dump(mode="json")))
     differing = []
@@ -119,7 +118,7 @@ def refuse_mixed_settings(config: RunConfig, ranks: Ranks) -> None:
 
 @contextmanager
 def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Holds the run's lock on the main rank. All ranks raise InputError if another process trains in this folder."""
+    """Locks the run folder within the context. Raises InputError on all ranks if another process holds the lock."""
     existed = run.exists()
     with ExitStack() as held:
         if ranks.is_main and not existed:
@@ -139,38 +138,37 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
 
 
 def remove_if_empty(run: Path) -> None:
-    """Removes the folder of a run that was rejected before it began. Such a folder has only empty files."""
+    """Removes the folder if it contains only empty files, because the run was rejected before it began."""
     if run.is_dir() and not any(path.is_dir() or path.stat().st_size for path in run.iterdir()):
         shutil.rmtree(run)
 
 
 def end_to_repeat(run: Path) -> int | None:
-    """Returns the exit code if a restart by the launcher should exit immediately, or None to continue.
+    """Returns the previous exit code if a restart by torchrun must exit immediately, otherwise None.
 
-    torchrun restarts a group after any exit code. A run must not continue if it was preempted, stopped by its guard or
-    a user, or caught in a crash loop.
+    torchrun restarts after any nonzero exit code, but only a run that crashed or was killed should restart.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
-    last = (starts_and_ends(run) or [{}])[-1]  # a start without an end was killed and may continue
+    last = (starts_and_ends(run) or [{}])[-1]  # without an end event, the run was killed and may continue
     return last["code"] if last.get("code") not in (None, 0, CRASHED) else None
 
 
 def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
-    """Raises CrashLoopError on all ranks if all earlier starts from this `step` crashed without progress."""
-    # The main rank reads for all ranks, because it later writes this start's end, which a slower rank could read.
+    """Raises CrashLoopError on all ranks if too many starts from this `step` crashed without progress."""
+    # Only the main rank's count is used, because a slow rank could already read the end of this start.
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
             f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
-            f"end of {run}/train.log and the stacks in {run} for the cause; fix that, then run the same command again"
+            f"end of {run}/train.log and the stacks in {run} for the cause; fix it, then run the same command again"
         )
 
 
 def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
-    """Counts consecutive starts from `step` that crashed without progress. Returns (count, furthest step reached).
+    """Counts consecutive starts from `step` that crashed without getting further than earlier ones.
 
-    Progress means a checkpoint later than `step`, or a later step than any earlier attempt reached.
+    Returns (count, furthest step reached).
     """
     crashes = 0
     furthest = step
@@ -184,7 +182,7 @@ def crashes_without_progress(run: Path, step: int) -> tuple[int, int]:
 
 
 def starts_and_ends(run: Path) -> list[dict]:
-    """Returns a run's `start` and `end` events. Each start has the last step after it as `reached`."""
+    """Returns a run's `start` and `end` events. Each start also has the last logged step after it, as `reached`."""
     found = []
     start = {}
     for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
@@ -199,16 +197,16 @@ def starts_and_ends(run: Path) -> list[dict]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns True if the device is out of memory. For CPUs, torch has no dedicated exception."""
+    """Returns True for an out-of-memory error. On CPUs, torch has no exception class for it."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
-    """Returns suggested changes, cheapest first, with the memory that each one needs. The last one fits.
+    """Suggests changes that reduce memory, cheapest first, with the memory that each needs.
 
-    The numbers come from a child process with the planner, which the trainer doesn't import.
+    The planner computes them in a separate process, because training doesn't import it.
     """
-    page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows what each strategy needs'
+    page = 'docs/failures.md, section "Out of memory"; python plan.py --config RECIPE shows the memory per strategy'
     facts = {
         "config": config.model_dump(mode="json"),
         "strategy": strategy.name,
@@ -217,7 +215,7 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
-    # Computes on the CPU, because the device's memory is full.
+    # On the CPU, because GPU memory is full.
     environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
         done = subprocess.run(
@@ -229,8 +227,10 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
             timeout=ADVICE_SECONDS,
             check=True,
         )
-    except (OSError, subprocess.SubprocessError) as error:  # missing advice must not hide why the run ended
+    except (OSError, subprocess.SubprocessError) as error:  # must not hide the original error
         told = (getattr(error, "stderr", None) or str(error)).splitlines()
-        return f"Out of memory; no figures for this run ({told[-1] if told else type(error).__name__}). See {page}."
+        return (
+            f"Out of memory; no suggestions for this run ({told[-1] if told else type(error).__name__}). See {page}."
+        )
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
     return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."

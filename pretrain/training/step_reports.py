@@ -1,7 +1,7 @@
 """Exchanges each step's loss, gradient norm and requests between ranks.
 
-Metrics move from the device to the CPU and then between the ranks while later steps run, so no step waits for its own
-metrics. All ranks get the same reports at the same step, and make the same decisions without further communication.
+Both the copy to the CPU and the exchange run asynchronously during later steps. All ranks get the same reports at the
+same step, so they make the same decisions without further communication.
 """
 
 import math
@@ -17,37 +17,37 @@ from pretrain.parallel.strategy import Strategy
 
 @dataclass(frozen=True)
 class StepReport:
-    """An optimizer step's metrics over all ranks."""
+    """Metrics of an optimizer step over all ranks."""
 
     step: int
-    """Steps taken, including this one."""
+    """Step number, from 1."""
     loss: float
-    """Cross-entropy in nats per token, averaged over all tokens in the step."""
+    """Mean cross-entropy in nats per token."""
     grad_norm: float
-    """Gradient norm of the whole model, before clipping."""
+    """Global gradient norm before clipping."""
     skipped: bool
-    """True if the gradient wasn't finite, so that the weights didn't change."""
+    """True if the update was skipped because of non-finite gradients."""
     request: Request
 
 
 @dataclass(frozen=True)
 class _Arriving:
-    """This rank's numbers, which a GPU may still be transferring."""
+    """This rank's metrics, in transfer from the device to the CPU."""
 
     step: int
     figures: torch.Tensor
-    """(4,) float32 on the CPU: loss, grad_norm, skipped, and 1 if the loss counts."""
+    """(4,) float32 on the CPU: loss, grad_norm, skipped, and 1 if this rank's loss counts."""
     arrived: torch.cuda.Event | None
     request: int
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """All ranks' numbers, which may still be in transfer between ranks."""
+    """All ranks' metrics, in transfer between ranks."""
 
     step: int
     answers: list[torch.Tensor]
-    """(5,) float64 on the CPU for each rank: its numbers and request."""
+    """One (5,) float64 tensor per rank, on the CPU: the four metrics and the request."""
     work: dist.Work | None
 
 
@@ -63,10 +63,9 @@ class Consensus:
     def exchange(
         self, step: int, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, request: Request
     ) -> list[StepReport]:
-        """Submits this rank's metrics for `step`, on the device. Returns the reports that have arrived.
+        """Submits this rank's metrics for `step` and returns the reports that have arrived.
 
-        All ranks get the same reports from the same call, because the number of pending reports depends only on the
-        device type, not on timing.
+        The number of pending reports depends on the device type and not on timing, so all ranks get the same ones.
         """
         figures = torch.stack([loss.float(), grad_norm.float(), skipped.float(), self.reports_loss])
         arrived = None
@@ -75,14 +74,14 @@ class Consensus:
             figures = torch.empty(4, pin_memory=True).copy_(figures, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            pending = 1  # per queue: the device still computes this step, and the network transfers the previous one
+            pending = 1  # in each queue
         self._arriving.append(_Arriving(step, figures, arrived, request))
         while len(self._arriving) > pending:
             self._send()
         return [self._receive() for _ in range(len(self._sent) - pending)]
 
     def agree(self, request: Request) -> Request:
-        """Immediately returns the most urgent of all ranks' requests. A collective call, between steps."""
+        """Returns the most urgent of all ranks' requests, synchronously. A collective call."""
         if self.ranks.count == 1:
             return request
         most_urgent = torch.tensor(int(request))
@@ -90,7 +89,7 @@ class Consensus:
         return Request(int(most_urgent))
 
     def settle(self) -> list[StepReport]:
-        """Waits for pending metrics. Returns the reports up to the last submitted step."""
+        """Waits for all pending reports and returns them."""
         while self._arriving:
             self._send()
         return [self._receive() for _ in range(len(self._sent))]
@@ -111,13 +110,13 @@ class Consensus:
         sent = self._sent.popleft()
         if sent.work is not None:
             sent.work.wait()
-        # Plain Python numbers, because a single torch or numpy call would take longer than all of this.
+        # Python numbers, because a single torch or numpy call would take longer than all of this.
         losses, norms, skipped, reports_loss, requests = zip(*(a.tolist() for a in sent.answers), strict=True)
         reported = [loss for loss, counts in zip(losses, reports_loss, strict=True) if counts]
         return StepReport(
             step=sent.step,
             loss=sum(reported) / len(reported),
-            # With NaN, max() would return the argument that comes first.
+            # Plain max() depends on the order if there is a NaN.
             grad_norm=max(norms, key=lambda norm: (math.isnan(norm), norm)),
             skipped=any(skipped),
             request=Request(int(max(requests))),

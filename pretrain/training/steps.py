@@ -1,4 +1,4 @@
-"""Starts the run and each of its steps. After a step, all ranks agree on the metrics, findings and requests."""
+"""Starts the run and each step. After a step, all ranks agree on metrics, findings and requests."""
 
 import gc
 import os
@@ -28,27 +28,27 @@ from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
 
 ANSWERED = (Request.SAVE, Request.SHORTEN, Request.ANNEAL, Request.STOP, Request.ABORT)
-"""Requests from runs.py or the clock, which are answered."""
+"""Requests from runs.py or the clock, which get a reply."""
 
 
 class ReplicasDifferError(RunStoppedError):
-    """Raised if replicas of the weights differ. Restarting from the last checkpoint fixes this."""
+    """Raised if the replicas' weights differ. Restart from the last checkpoint."""
 
     exit_code = CRASHED
 
 
 class UntrainedError(RunStoppedError):
-    """Raised if parameters have no gradient after the first step. The probe's small copy may miss this."""
+    """Raised if parameters have no gradient after the first step, which the probe can miss."""
 
     exit_code = EXIT_BAD_INPUT
 
 
 class WorkInterruptedError(Exception):
-    """Raised on all ranks at the same point to abandon work between two steps, because the run is stopping."""
+    """Raised on all ranks at the same point to interrupt work between two steps when the run is stopping."""
 
 
 def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
-    """Announces the run, and creates the objects for the steps and for the work between them. A collective call."""
+    """Announces the run, and sets up everything that the training loop needs. A collective call."""
     config = run.config
     device = run.strategy.device
     run.validation_readers = validation_readers
@@ -85,14 +85,14 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.speed_guard = SpeedGuard(config.guard.throughput_drop)
     run.live = LiveFigures()
     run.logged_step = run.state.step
-    run.watch.start()  # from here on, a signal is a request, handled after the step
+    run.watch.start()  # from here on, signals are handled after the step
 
 
 def watch_over(run: Run, start_id: str) -> None:
-    """Creates the guard, the control for commands, and the watch for signals and hangs. A collective call.
+    """Creates the guard, control, clock and watch. A collective call.
 
     Args:
-        start_id: ID of this start of the run, which runs.py's commands refer to.
+        start_id: ID of this start, used by commands from runs.py.
     """
     ranks = run.strategy.ranks
     output = run.config.output
@@ -115,22 +115,22 @@ def watch_over(run: Run, start_id: str) -> None:
 
 
 def new_guard(run: Run) -> StepGuard:
-    """Creates a guard with the state in the checkpoint, if any."""
+    """Creates the guard, with its state from the checkpoint if there is one."""
     memory = run.saved.contents["guard"] if run.saved else None
     return StepGuard(run.config.guard, memory, scales_loss=run.whole_plan.precision == "fp16")
 
 
 def pid_namespace() -> str | None:
-    """Names the namespace of process IDs, because containers with the same host name may have separate namespaces."""
+    """Identifies the PID namespace. Containers with the same host name may have different ones."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return None
 
 
 def begin_step(run: Run) -> int:
-    """Returns the number of the step, from 0. If a stage begins here, changes the model."""
+    """Starts a step and returns its number, from 0. Switches the model if a new stage begins."""
     if run.steps_begun == 1:
-        # Objects that are alive after the first step usually live as long as the run. Later collections skip them.
+        # Excludes long-lived objects from later garbage collections.
         gc.collect()
         gc.freeze()
     run.steps_begun += 1
@@ -152,7 +152,7 @@ def _take_positions(run: Run) -> None:
 
 
 def _enter_stage(run: Run) -> None:
-    """Switches the model to the stage's windows and positions."""
+    """Switches the model to the new stage."""
     stage = run.stage
     length = stage.window.sequence_length
     _take_positions(run)
@@ -175,9 +175,9 @@ def _enter_stage(run: Run) -> None:
 
 
 def count_step(run: Run) -> None:
-    """Counts the step after its update. If due, adds the weights to the average.
+    """Advances the step count and, if due, updates the weight average.
 
-    After the first step, raises UntrainedError on all ranks if parameters got no gradient.
+    After the first step, raises UntrainedError on all ranks if any parameter has no gradient.
     """
     if run.steps_begun == 1:
         of_ranks = run.strategy.ranks.gather(run.strategy.untrained)
@@ -187,7 +187,7 @@ def count_step(run: Run) -> None:
     settings = run.config.averaging
     state.step += 1
     state.tokens = run.plan.tokens_before(state.step)
-    state.validation_loss = None  # was measured with an earlier step's weights
+    state.validation_loss = None  # outdated after the update
     if settings.kind == "none" or state.step % settings.every_steps:
         return
     state.average, share = average_after_step(settings, state.average, state.step, run.plan.total_steps)
@@ -200,12 +200,11 @@ def count_step(run: Run) -> None:
 def after_step(
     run: Run, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, *, settle: bool
 ) -> tuple[list[StepReport], Finding | None]:
-    """Submits this rank's metrics for the step, on the device. Returns all ranks' reports and decision.
+    """Submits this rank's metrics for the step. Returns (new reports, finding that requires a rollback or stop).
 
-    settle: wait for this step's own metrics.
+    The finding is None if training can continue. Both values are identical on all ranks.
 
-    Returns (reports that have arrived, the finding, if any, that prevents the run from continuing as planned). Both
-    are identical on all ranks.
+    settle: also wait for this step's report.
     """
     step = run.state.step
     run.watch.beat(step)
@@ -220,7 +219,7 @@ def after_step(
 
 
 def _judge(run: Run, report: StepReport) -> Finding | None:
-    """Records a step. Returns the finding, if any, that prevents the run from continuing as planned."""
+    """Logs a report's findings. Returns a finding that requires a rollback or stop, if any."""
     run.request = max(run.request, report.request)
     if report.skipped:
         run.state.skipped_steps += 1
@@ -236,9 +235,9 @@ def _judge(run: Run, report: StepReport) -> Finding | None:
 
 
 def rank_request(run: Run) -> Request:
-    """Returns this rank's request. Returns a command only once, and a signal in every call."""
+    """Returns this rank's request from signals, runs.py commands and the clock. Each command is returned only once."""
     asked = run.watch.request
-    if not run.strategy.ranks.is_main:  # only the main rank has control files and a clock; it informs the others
+    if not run.strategy.ranks.is_main:  # commands and the clock are handled on the main rank
         return asked
     if command := run.control.poll():
         asked = max(asked, Request[command.upper()])
@@ -253,13 +252,13 @@ def rank_request(run: Run) -> Request:
 
 
 def poll_requests(run: Run) -> None:
-    """Checks for requests during long work between steps. A collective call."""
+    """Updates the request during long work between steps. A collective call."""
     run.watch.beat()
     run.request = max(run.request, run.consensus.agree(rank_request(run)))
 
 
 def poll_or_interrupt(run: Run) -> None:
-    """Raises WorkInterruptedError on all ranks in the same call if the run is stopping."""
+    """Raises WorkInterruptedError on all ranks if the run is stopping. A collective call."""
     poll_requests(run)
     if run.ends:
         raise WorkInterruptedError
@@ -267,9 +266,9 @@ def poll_or_interrupt(run: Run) -> None:
 
 @contextmanager
 def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
-    """Pauses training for work that is abandoned, with its results, if the run is stopping.
+    """Runs work between steps that is interrupted if the run is stopping.
 
-    Yields a function that all ranks must call at the same points in the work.
+    Yields a collective function to call regularly during the work.
     """
     with run.pausing(work):
         try:
@@ -279,9 +278,9 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
 
 
 def answer(run: Run) -> None:
-    """Clears the request, and answers it if a command was carried out."""
+    """Clears the request, and replies to it if it was carried out."""
     if run.request == Request.ANNEAL and run.state.anneal_from is None:
-        return  # the request arrived after the loop's check, so the next step handles it
+        return  # arrived late; the next step handles it
     done = run.request != Request.SAVE or run.is_saved
     if done and run.request in ANSWERED:
         step = run.state.step
@@ -293,17 +292,17 @@ def answer(run: Run) -> None:
 
 
 def steps_of_decay(run: Run) -> float:
-    """Counts the steps in a final decay that begins now."""
+    """Returns the number of steps in a final decay that starts now."""
     return min(run.plan.total_steps - run.state.step, run.config.optim.decay_fraction * run.state.step)
 
 
 def steps_of_decay_left(run: Run) -> int:
-    """Counts the remaining steps of a requested final decay; 0 if there is none."""
+    """Returns the number of steps left in a requested final decay; 0 if there is none."""
     state = run.state
     return 0 if state.anneal_from is None else state.anneal_from + state.anneal_steps - state.step
 
 
 def compare_replicas(run: Run) -> None:
-    """Raises ReplicasDifferError on all ranks if the weights of some ranks differ."""
+    """Raises ReplicasDifferError on all ranks if any replicas' weights differ."""
     if found := replica_differences(run.strategy.replicas(), run.strategy.device):
         raise ReplicasDifferError(f"replicas of the weights differ: {'; '.join(found)}")

@@ -1,7 +1,6 @@
-"""Sends metrics to one or more trackers such as wandb, through accelerate's classes.
+"""Sends metrics to trackers such as wandb, using accelerate's tracker classes.
 
-This module is loaded only if the recipe names a tracker. After a restart, each tracker continues its curve. A lost
-network or server causes a warning but never ends the run.
+After a restart, trackers continue the same run. If a tracker fails, it is disabled with a warning.
 """
 
 import importlib.util
@@ -24,7 +23,7 @@ PROJECT_VARIABLES = {
     "mlflow": "MLFLOW_EXPERIMENT_NAME",
     "wandb": "WANDB_PROJECT",
 }
-"""Environment variables with the project, used if the recipe has none. WANDB_PROJECT is the fallback."""
+"""Environment variables that set the project if the recipe doesn't. WANDB_PROJECT is the fallback for all trackers."""
 SETTING_NAMES: dict[str, dict[str, str]] = {
     "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
     "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
@@ -37,10 +36,7 @@ SETTING_NAMES: dict[str, dict[str, str]] = {
     "trackio": {"project": "run_name", "name": "name", "group": "group"},
     "wandb": {"project": "run_name", "entity": "entity", "name": "name", "tags": "tags", "group": "group", "id": "id"},
 }  # fmt: skip
-"""{tracker: {setting of `tracking`, or id (the run's ID): the argument's name in accelerate's class}}.
-
-Most classes call the project `run_name`.
-"""
+"""{tracker: {`tracking` setting or id: argument of accelerate's class}}. id is the run ID."""
 IDS: dict[str, Callable[[Any], str]] = {
     "aim": lambda tracker: tracker.writer.hash,
     "clearml": lambda tracker: tracker.task.id,
@@ -49,16 +45,16 @@ IDS: dict[str, Callable[[Any], str]] = {
     "swanlab": lambda tracker: tracker.run.id,
     "wandb": lambda tracker: tracker.run.id,
 }
-"""{tracker: function that reads the run's ID from a started tracker}."""
+"""{tracker: function that returns the run ID of a started tracker}."""
 
 
 def tracker_problems(names: list[str]) -> list[str]:
-    """Lists unknown trackers, and trackers whose package isn't installed."""
+    """Lists trackers that are unknown or not installed."""
     if not names:
         return []
     known = _classes()
     problems = [f"trackers: {name} is unknown{did_you_mean(name, known)}" for name in names if name not in known]
-    # accelerate names the trackers after their packages.
+    # accelerate's tracker names are also the package names.
     return problems + [
         f"trackers: {name} is not installed; pip install {name}, or omit it"
         for name in names
@@ -67,21 +63,21 @@ def tracker_problems(names: list[str]) -> list[str]:
 
 
 def _classes() -> dict[str, type]:
-    """Returns {name: class} of accelerate's trackers and of registered extensions."""
+    """Returns {name: class} for accelerate's trackers and those registered by extensions."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS | dict(TRACKERS)
 
 
 class Trackers:
-    """A run's trackers. Some may have failed.
+    """A run's trackers.
 
     Args:
-        run: the run's folder. By default, the trackers show its name.
-        config: the whole config, sent to each tracker. It contains no secrets.
-        warn: called with a message when a tracker fails and is switched off.
+        run: the run folder. Its name is the default run name.
+        config: sent to each tracker. Contains no secrets.
+        warn: called with a message when a tracker fails and is disabled.
         facts: sent with the config, as `run.NAME`.
-        is_late: True if the run has ended, so that its config was already sent.
+        is_late: True after the end of the run. The config isn't sent again.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class Trackers:
         taken = {setting for name in config.trackers for setting in SETTING_NAMES.get(name, {"project": ""})}
         if config.trackers and given - taken and not is_late:
             settings = ", ".join(f"tracking.{setting}" for setting in sorted(given - taken))
-            warn(f"{settings}: {' and '.join(config.trackers)} cannot show it")
+            warn(f"{settings}: not supported by {' and '.join(config.trackers)}")
         for name in dict.fromkeys(config.trackers):
             self._call(name, self._start, name, run, config.tracking)
             if name in self._running and not is_late:
@@ -110,7 +106,7 @@ class Trackers:
                     warn(f"the tracker {name} rejected the settings: {type(error).__name__}: {error}")
 
     def _start(self, name: str, run: Path, tracking: Tracking) -> None:
-        """Starts or continues a tracker, and records its project and ID."""
+        """Starts or resumes a tracker, and records its project and run ID."""
         path = run / ".trackers.json"
         recorded = read_json(path)
         before = recorded.get(name, {})
@@ -123,7 +119,7 @@ class Trackers:
         path.write_text(json.dumps(recorded), encoding="utf-8")
 
     def log_event(self, event: str, values: dict[str, Any]) -> None:
-        """Sends an event's numbers, with names such as 'validation/loss/SOURCE'."""
+        """Sends an event's numeric values, with names such as 'validation/loss/SOURCE'."""
         source = f"/{values['source']}" if "source" in values else ""
         numbers = {
             f"{event}/{name}{source}": value
@@ -133,7 +129,7 @@ class Trackers:
         self.log(numbers, step=values["step"])
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        """Sends the numbers to all trackers."""
+        """Sends metrics to all trackers."""
         for name in list(self._running):
             self._call(name, self._running[name].log, numbers, step=step)
 
@@ -144,25 +140,25 @@ class Trackers:
     def _call(self, name: str, function: Callable, *arguments: Any, **named: Any) -> None:
         try:
             function(*arguments, **named)
-        except Exception as error:  # each tracker raises its own errors; none may end a run
+        except Exception as error:  # trackers may raise anything, but must not stop the run
             self._running.pop(name, None)
-            self._warn(f"the tracker {name} failed and is switched off: {type(error).__name__}: {error}")
+            self._warn(f"the tracker {name} failed and is disabled: {type(error).__name__}: {error}")
 
 
 def project_of_environment(name: str) -> str:
-    """Returns this tracker's project from the environment, or the default."""
+    """Returns the tracker's project from the environment, or the default."""
     variables = (PROJECT_VARIABLES.get(name, ""), "WANDB_PROJECT")
     return next((value for variable in variables if (value := os.environ.get(variable))), DEFAULT_PROJECT)
 
 
 def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_id: str | None) -> Any:
-    """Returns accelerate's tracker of this name with the settings that it supports, not yet started.
+    """Creates a tracker with the settings that it supports, without starting it.
 
     Args:
-        known_id: ID of the run to continue; None to start a new one.
+        known_id: ID of the run to resume; None for a new run.
     """
     made = _classes()[name]
-    if name not in SETTING_NAMES:  # a user's own tracker, called as in accelerate
+    if name not in SETTING_NAMES:  # a custom tracker, created as in accelerate
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {
         "project": project,
@@ -177,8 +173,7 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "aim":
             words["logging_dir"] = "."
         case "clearml":
-            # 0 makes steps keep their numbers after a restart. The framework hooks are off because they would upload
-            # checkpoints.
+            # 0 preserves step numbers after a restart. The framework hooks would upload checkpoints.
             words |= {"continue_last_task": 0} if known_id else {"reuse_last_task_id": False}
             words["auto_connect_frameworks"] = False
         case "comet_ml":
@@ -198,12 +193,12 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         case "trackio":
             words["resume"] = "allow"
         case "wandb":
-            # The limits suppress the list of all curves at the end of the console output. The log has the numbers.
+            # Suppresses the summary of all curves on the console.
             brief = {"max_end_of_run_history_metrics": 0, "max_end_of_run_summary_metrics": 0}
             words |= {"dir": str(run), "resume": "allow", "settings": brief}
     return made(**words)
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
-    """Flattens settings like `leaves`. Turns None into text and drops empty lists, because some trackers lack them."""
+    """Flattens settings with `leaves`. Drops empty lists and writes None as text, because some trackers need that."""
     return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

@@ -1,4 +1,4 @@
-"""Measures the validation loss on all ranks, on the same windows every time, counting every token once."""
+"""Measures the validation loss on all ranks, always on the same windows."""
 
 import itertools
 import math
@@ -19,11 +19,11 @@ from pretrain.model.loss import recording_losses
 from pretrain.parallel.strategy import Strategy
 
 SHORTEST_RANGE = 128
-"""Positions in the first range of the losses by position. Each later range starts at twice the last start."""
+"""Size of the first position range. Later ranges start at 1, 2, 4, ... times this position."""
 
 
 def open_validation(data: Data) -> dict[str, ShardReader]:
-    """Opens the validation sources as {folder name: reader}. Raises InputError listing all problems."""
+    """Opens the validation sources as {source name: reader}. Raises InputError with all problems."""
     if data.validation is not None:
         wanted = [(source, source.split) for source in data.validation]
     else:
@@ -52,7 +52,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
 
 
 def data_problems(data: Data) -> Problems:
-    """Lists the problems with a run's shards."""
+    """Lists problems with the run's shards."""
     problems = Problems()
     problems.attempt(open_training, data)
     problems.attempt(open_validation, data)
@@ -60,7 +60,7 @@ def data_problems(data: Data) -> Problems:
 
 
 def source_name(folder: Path | str, taken: dict) -> str:
-    """Returns the folder's own name, or its whole path or URL if another folder has the same name."""
+    """Returns the folder name, or the full path or URL if the name is taken."""
     name = Path(folder).name
     return name if name not in taken else str(folder)
 
@@ -77,14 +77,14 @@ def measure(
     attention: str,
     after_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
-    """Returns {source: {loss, perplexity, bits_per_byte, tokens, ...}}, with the mean loss in nats per token.
+    """Returns {source: {loss, perplexity, bits_per_byte, tokens, ...}}. The loss is in nats per token.
 
-    bits_per_byte = loss / ln 2 x tokens / UTF-8 bytes, where the ratio of tokens to bytes is that of the whole split.
-    loss_by_position and tokens_by_position have a value per range of positions, as {"0-127": ..., "128-255": ...}. A
-    position is the number of earlier tokens in the document (or in the window, without document_mask).
+    bits_per_byte = loss / ln 2 * tokens / UTF-8 bytes, with the token and byte counts of the whole split.
+    loss_by_position and tokens_by_position are {"0-127": ..., "128-255": ...}. Positions are counted from the start of
+    the document, or of the window without document_mask.
 
     Args:
-        after_batch: called by all ranks after the same batches. It may raise an error to skip the rest.
+        after_batch: called on all ranks after each batch. May raise an exception to interrupt.
     """
     model.eval()
     results = {}
@@ -95,7 +95,7 @@ def measure(
             starts = windows_of(reader, window, sequences)
             total = torch.zeros(2 + 2 * len(ranges), dtype=torch.float64)
             for first in range(0, len(starts), rows * strategy.data_ranks):
-                # Includes the next batch, so that an object store fetches it in advance.
+                # Includes the next batch, to prefetch it from an object store.
                 parts = [starts[first + rank * rows :][:rows] for rank in range(2 * strategy.data_ranks)]
                 mine = parts[strategy.data_rank]
 
@@ -116,7 +116,7 @@ def measure(
                 with recording_losses(model) as losses:
                     _, cross_entropy = model(**batch)
                 tokens = len(mine) * window.sequence_length // strategy.sequence_parts
-                # Converted to sums, because ranks and the last batch have different numbers of windows.
+                # Sums, because the number of windows differs between ranks and in the last batch.
                 total[:2] += torch.tensor([cross_entropy.item() * tokens, tokens], dtype=torch.float64)
                 if losses:
                     positions = positions_of(batch, strategy)[:tokens]
@@ -130,7 +130,7 @@ def measure(
 
 
 def position_ranges(length: int) -> list[range]:
-    """Returns the ranges 0 to 127, 128 to 255, 256 to 511, ... up to the last position of a window."""
+    """Returns the position ranges 0-127, 128-255, 256-511, ... up to `length`."""
     starts = [0]
     while (following := max(SHORTEST_RANGE, 2 * starts[-1])) < length:
         starts.append(following)
@@ -138,7 +138,7 @@ def position_ranges(length: int) -> list[range]:
 
 
 def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
-    """Returns positions (N,) of this rank's tokens in their documents (or in their windows, without document_mask)."""
+    """Returns the positions (N,) of this rank's tokens in their documents, or in the window without document_mask."""
     positions_BT = batch.get("position_ids")
     if positions_BT is None:
         positions_BT = torch.arange(batch["input_ids_BT"].shape[1]).expand(batch["input_ids_BT"].shape)
@@ -146,7 +146,7 @@ def positions_of(batch: dict[str, Any], strategy: Strategy) -> np.ndarray:
 
 
 def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]) -> Tensor:
-    """Returns (2 R,) fp64 on the CPU: the sum of the losses in each range, then the number of tokens in each."""
+    """Returns (2 R,) in fp64 on the CPU: the loss sum per range, then the number of tokens per range."""
     losses = losses_N.cpu().double().numpy()
     place = np.searchsorted([r.start for r in ranges], positions_N, side="right") - 1
     sums = [np.bincount(place, weights, minlength=len(ranges)) for weights in (losses, None)]
@@ -154,7 +154,7 @@ def sums_by_range(losses_N: Tensor, positions_N: np.ndarray, ranges: list[range]
 
 
 def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, float | None]]:
-    """Returns losses and tokens by range from the sums over all batches. Omits ranges without tokens."""
+    """Converts the sums from `sums_by_range` to mean losses and token counts. Omits ranges without tokens."""
     names = [f"{r.start}-{r.stop - 1}" for r in ranges]
     found = [(n, s, t) for n, s, t in zip(names, sums, sums[len(ranges) :], strict=False) if t]
     return {
@@ -164,12 +164,12 @@ def by_position(ranges: list[range], sums: list[float]) -> dict[str, dict[str, f
 
 
 def perplexity_of(loss: float) -> float:
-    """Returns exp of a mean loss in nats per token, limited to exp(700) to avoid overflow."""
+    """Returns exp(loss), limited to exp(700) to avoid overflow."""
     return math.exp(min(loss, 700))
 
 
 def summary(loss: float, tokens: int, reader: ShardReader) -> dict[str, float]:
-    """Returns a source's measures from its mean loss per token in nats."""
+    """Returns a source's metrics. loss: mean in nats per token."""
     split_tokens, _, split_bytes = reader.manifest.totals(reader.split)
     return {
         "loss": loss,

@@ -1,7 +1,7 @@
-"""Monitors a rank in a thread: signals, heartbeats, hangs and dead neighbors.
+"""Monitors a rank from a thread: signals, heartbeats, hangs and dead processes on the same machine.
 
-The loop can't monitor itself while it waits in a collective, because Python runs signal handlers in the main thread,
-which may be stuck there. This thread wakes up for every signal and several times per second.
+Python runs signal handlers in the main thread, which may be stuck in a collective. This thread wakes up for each
+signal and several times per second.
 """
 
 import faulthandler
@@ -27,43 +27,39 @@ from pretrain.terminal import CLEAR_LINE, is_terminal
 SIGNALS = {
     signal.SIGTERM: Request.PREEMPT,
     signal.SIGUSR1: Request.PREEMPT,  # SLURM's --signal=USR1@300
-    signal.SIGHUP: Request.PREEMPT,  # the terminal or the connection was closed
+    signal.SIGHUP: Request.PREEMPT,  # the terminal or connection was closed
     signal.SIGINT: Request.INTERRUPT,
 }
 END_CODES = {Request.PREEMPT: EXIT_PREEMPTED, Request.INTERRUPT: EXIT_INTERRUPTED}
 SAME_SIGNAL_SECONDS = 1.0
-"""Maximum time between signals that count as one. Ctrl-C arrives both from the terminal and from the launcher."""
+"""Signals within this time count as one, because the launcher also forwards Ctrl-C."""
 HEARTBEAT_SECONDS = 2.0
-"""Seconds between rank 0's heartbeats."""
+"""Interval between heartbeats on rank 0."""
 HEARTBEAT_SECONDS_OF_OTHERS = 10.0
-"""Seconds between the other ranks' heartbeats."""
+"""Interval between heartbeats on other ranks."""
 ORPHAN_SECONDS = 3.0
-"""Time for the launcher to stop the other processes after one has died."""
+"""Grace period for the launcher to stop the other processes after one has died."""
 REPORT_SECONDS = 3.0
-"""Time limit for final messages, for trackers without a network and blocked terminals."""
+"""Time limit for the final messages, which can block on a tracker or terminal."""
 OWN_PAUSE_SECONDS = 5.0
-"""Delay of the watch thread that indicates a suspended process: Ctrl-Z, or a machine in standby.
-
-If half a step's timeout is shorter, that applies.
-"""
+"""If the watch thread is delayed this long, or half the step timeout if shorter, the process was suspended."""
 END_REASON_FILE = "heartbeats/last-word.json"
-"""File with the reason why a rank ended by itself."""
+"""Contains the reason why a rank ended the run."""
 LAUNCHER = os.getppid()
-"""Parent process at import time, long before training, because a launcher may die while its processes load."""
+"""Parent process at import time, because the launcher may die before training starts."""
 
 
 class Watch:
     """Monitors a rank from `start` to `close`.
 
     Args:
-        run: the run's folder, for heartbeats and stacks.
-        rank: this process's rank. Rank 0 writes heartbeats more often.
+        run: the run folder, for heartbeats and stack traces.
+        rank: this process's rank.
         neighbors: process IDs of the other ranks on this machine.
-        step_timeout_seconds, first_step_timeout_seconds: maximum time between two beats (every micro-step beats). The
-            second one applies until the first step is done.
-        held: a file to touch as a sign of life: the run's lock.
-        on_end: called with the reason and exit status before a hang, a dead neighbor or a second signal ends this
-            process. Gets a few seconds at most.
+        step_timeout_seconds: maximum time between two calls of `beat`.
+        first_step_timeout_seconds: the same, until the first step is done.
+        held: lock file to touch with each heartbeat.
+        on_end: called with the reason and exit code before this process is terminated, for up to REPORT_SECONDS.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class Watch:
         self.held = held
         self.on_end = on_end
         self.request = Request.NONE
-        """Most urgent of the requests from signals so far."""
+        """Most urgent request from a signal so far."""
         self.step = 0
         self._timeout = self.first_step_timeout_seconds = first_step_timeout_seconds
         self._last_beat = time.monotonic()
@@ -99,29 +95,29 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Starts watching, in the main thread. From now on, a signal is a request, and silence counts as a hang."""
+        """Installs the signal handlers and starts the thread. Call it from the main thread."""
         self.heartbeat_path.parent.mkdir(parents=True, exist_ok=True)
         for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # respects nohup
-                signal.signal(number, lambda *_: None)  # Python writes to the socket only for handled signals
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # for nohup
+                signal.signal(number, lambda *_: None)  # the wakeup socket requires a Python handler
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._last_beat = time.monotonic()
         self._thread.start()
 
     def beat(self, step: int | None = None) -> None:
-        """Reports that the loop is alive. After each step, `step` is the number of steps."""
+        """Reports progress. step: number of completed steps, after each step."""
         if step is not None:
             self.step = step
             self._timeout = self.step_timeout_seconds
         self._last_beat = time.monotonic()
 
     def allow_compiling(self) -> None:
-        """Allows the next step as much time as the first, because it compiles for different shapes."""
+        """Applies the first step's timeout to the next step, because it compiles again."""
         self._timeout = self.first_step_timeout_seconds
         self.beat()
 
     def close(self) -> None:
-        """Stops watching before the ranks exit, so that a clean end isn't taken for a crash. Then ignores signals."""
+        """Stops watching. Call it before any rank exits, which would look like a crash. Signals are then ignored."""
         self._closed.set()
         self._writer.send(b"\0")
         self._thread.join()
@@ -155,7 +151,7 @@ class Watch:
                 self._end_hang()
 
     def _exclude_suspension(self, seconds: float) -> None:
-        """Excludes the time during which this process was suspended, which isn't a hang."""
+        """Excludes the time when this process was suspended."""
         self._last_beat += seconds
         self._stopped_since.clear()
         if self._neighbor_died is not None:
@@ -178,7 +174,7 @@ class Watch:
         self._last_heartbeat = now
         beat = {"pid": os.getpid(), "host": socket.gethostname(), "step": self.step, "time": time.time()}
         beat["silent_seconds"] = round(now - self._last_beat, 1)
-        with suppress(OSError):  # a disk that is briefly full or unreachable must not end a run
+        with suppress(OSError):  # a full or unreachable disk must not stop the run
             fresh = self.heartbeat_path.with_suffix(".new")
             fresh.write_text(json.dumps(beat))
             fresh.rename(self.heartbeat_path)
@@ -189,7 +185,7 @@ class Watch:
         if self._launcher is not None and os.getppid() != self._launcher:
             self._launcher = None
             hint = ""
-            if self.request == Request.INTERRUPT:  # with one process, accelerate launch doesn't wait for it
+            if self.request == Request.INTERRUPT:  # accelerate launch doesn't wait for a single process
                 hint = "; python -m pretrain.launch waits for the run"
             self.request = max(self.request, Request.PREEMPT)
             self._say(f"launcher exited; saving and stopping{hint}")
@@ -198,12 +194,12 @@ class Watch:
         now = time.monotonic()
         if dead := [pid for pid in self.neighbors if not is_alive(pid)]:
             self._neighbor_died = self._neighbor_died or now
-            # The launcher sends SIGTERM after a death. End now, because a save would wait for the dead process.
+            # After a death, the launcher sends SIGTERM. Don't save, because that would wait for the dead process.
             if self._first_signal is not None or now - self._neighbor_died > ORPHAN_SECONDS:
                 of_death = f"process {', '.join(map(str, dead))} of this run has died"
                 self._end(*(recorded_end_reason(self.run) or (of_death, CRASHED)))
             return
-        # Detects a suspended neighbor even while this loop waits for a disk and still beats.
+        # A stopped neighbor counts as a hang even if this rank still beats.
         stopped = [pid for pid in self.neighbors if process_state(pid) == "T"]
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         if stopped and now - min(self._stopped_since.values()) > self._timeout:
@@ -220,15 +216,15 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             reason += f", which could not be written ({error})"
-        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # other ranks write their stacks before any of them exits
+        time.sleep(min(2.0, self.step_timeout_seconds / 16))  # let all ranks write their stacks first
         for pid in self.neighbors:
-            if process_state(pid) == "T":  # a stopped process only reacts to SIGKILL
+            if process_state(pid) == "T":  # a stopped process reacts only to SIGKILL
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         self._end(reason, CRASHED)
 
     def _end(self, reason: str, code: int) -> None:
-        """Ends the process even if its last messages get stuck in disks, pipes or networks."""
+        """Reports the reason and exits, even if the report blocks."""
         speaker = threading.Thread(target=self._report_end, args=(reason, code), name="report end", daemon=True)
         speaker.start()
         speaker.join(timeout=REPORT_SECONDS)
@@ -245,20 +241,20 @@ class Watch:
             sys.stdout.flush()
 
     def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # stderr may be closed; the watch continues
-            # Another process may have drawn its live line here.
+        with suppress(OSError, ValueError):  # stderr may be closed
+            # Overwrites another process's live line.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def record_end_reason(run: Path, reason: str, code: int) -> None:
-    """Records why this rank ends, for the main rank's log."""
+    """Records why this rank ends the run, for the main rank's log."""
     with suppress(OSError):
         write_durably(run / END_REASON_FILE, json.dumps([reason, code]))
 
 
 def recorded_end_reason(run: Path) -> tuple[str, int] | None:
-    """Returns the reason and exit status that a rank has recorded since the start of the run, or None."""
+    """Returns the reason and exit code recorded by a rank since the start, or None."""
     with suppress(OSError, ValueError):
         reason, code = json.loads((run / END_REASON_FILE).read_bytes())
         return reason, code

@@ -232,7 +232,7 @@ def test_shards_of_earlier_versions_are_read_with_a_warning(tmp_path):
     old = open_training(Data(train=[{"shards": url}], sequence_length=LENGTH))
     new = open_training(Data(train=[{"shards": uploaded(prepared(tmp_path / "new"))}], sequence_length=LENGTH))
     (said,) = unhashed_blocks(old | new)
-    assert said.startswith(f"data: {url} has no hashes of its blocks")
+    assert said.startswith(f"data: {url} has no block hashes")
 
 
 def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):

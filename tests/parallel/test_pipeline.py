@@ -185,16 +185,16 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
         (
             ["--batch.sequences_per_micro_batch", "5"],
             [
-                "batch.sequences_per_micro_batch: 5 is not a multiple of the 2 parts into which each process of a "
-                "pipeline divides it (stages per process of Interleaved1F1B x pipeline.microbatches_per_stage 1); "
-                "nearest: 4 or 6"
+                "batch.sequences_per_micro_batch: 5 is not a multiple of 2, the number of microbatches that each "
+                "pipeline process splits it into (stages per process of Interleaved1F1B x "
+                "pipeline.microbatches_per_stage 1); nearest: 4 or 6"
             ],
         ),
         (
             ["--batch.sequences_per_micro_batch", "4"],
             [
-                "data.stages[1].sequence_length: 4 sequences per micro-batch become 1 of 128 tokens, fewer than the 2 "
-                "parts into which each pipeline process divides them; use "
+                "data.stages[1].sequence_length: 4 sequences per micro-batch become 1 of 128 tokens, but the pipeline "
+                "needs at least 2 per process; use "
                 "batch.sequences_per_micro_batch 8",
                 "1,280 is not a multiple of 2 sequences x 128 tokens x 2 processes = 512; nearest: 1,024 or 1,536",
             ],

@@ -150,8 +150,8 @@ def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
     )
     refused = train(recipe, check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "seed: the run was started with 1, and 2 would read its data in another order" in refused.stderr
-    assert "data.sequence_length: the run was started with 64, and 32 would read its data" in refused.stderr
+    assert "seed: the run was started with 1, and 2 would change the data order" in refused.stderr
+    assert "data.sequence_length: the run was started with 64, and 32 would change the data order" in refused.stderr
     named = train(recipe, "--seed", "2", "--data.sequence_length", "32", check=False)
     assert named.returncode == 2, "named or not, some data would be read twice and some never"
 

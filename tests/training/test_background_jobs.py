@@ -107,17 +107,17 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
 
     failing = {"problem": "OSError: No space left", "failures": 3}
     (said,) = look(**failing)
-    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left; nothing was copied" in said
+    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left; nothing has been copied" in said
     assert len(look(**failing)) == 1 and len(look()) == 1
     assert len(look(**failing)) == 2, "it had recovered"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
     (*_, said) = look(**copied, dropped=2, dropped_step=7)
-    assert "slower than checkpoints are written: 2 checkpoints up to step 7 skipped" in said and "300 s" in said
+    assert "slower than checkpoints are written: 2 checkpoints up to step 7 were skipped" in said and "300 s" in said
     assert len(look(**copied, dropped=3, dropped_step=8)) == 3
     assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
     (*_, said) = look(**copied)
-    assert "has not answered for 1 h 00 min; its last copy is of step 4" in said and len(look(**copied)) == 4
+    assert "has not responded for 1 h 00 min; the last copy is step 4" in said and len(look(**copied)) == 4
     copier.beaten = time.monotonic()
     copier.damaged.update({"run.json": "is cut", "model.json": "is empty"})
     (*_, said) = look(**copied)
@@ -127,7 +127,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     copies.settle(lambda: None)
     (still, said) = [event["message"] for event in events(run, "warning")][count:]
     assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
-    assert "replaced or removed there: run.json" in (run / "train.log").read_text()
+    assert "now replaced or removed: run.json" in (run / "train.log").read_text()
     assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()

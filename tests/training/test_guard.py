@@ -67,7 +67,7 @@ def test_divergence_is_reported_once_and_stops_where_configured():
     for action, stops in (("warn", False), ("stop", True)):
         guard = StepGuard(config.Guard(on_divergence=action, spike_sigma=1e9))
         (finding,) = [f for f in judge_all(guard, losses) if f.event == "divergence"]
-        assert finding.stop is stops and "over the last steps" in finding.message
+        assert finding.stop is stops and "over recent steps" in finding.message
     assert judge_all(StepGuard(config.Guard()), [2.0 - 0.001 * step for step in range(500)]) == []
 
 

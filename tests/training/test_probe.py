@@ -96,7 +96,7 @@ def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     found = found_of_llama()
     assert found.attention == "sdpa"
-    assert "groundwork_sdpa: document_mask does not hold" in found.passed_over[0]
+    assert "groundwork_sdpa: document_mask is not respected" in found.passed_over[0]
     assert found_of_llama(window=WindowSpec(64, document_mask=False)).attention == "groundwork_sdpa"
 
 
@@ -150,7 +150,7 @@ def test_gradients_must_be_there_and_finite(monkeypatch):
         return output
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", infinite)
-    with pytest.raises(InputError, match="a gradient that is not finite"):
+    with pytest.raises(InputError, match="a non-finite gradient"):
         found_of_llama()
 
 
@@ -160,7 +160,7 @@ def test_the_balancing_loss_must_reach_every_router(monkeypatch):
     without = functools.partial(Experts, losses=NO_LOSSES)
     monkeypatch.setattr(experts_module, "Experts", lambda model, strategy, losses: without(model, strategy))
     probe_module._balance_problem.cache_clear()
-    with pytest.raises(InputError, match=r"does not reach 2 of its 2 routers, first model.layers.0.mlp.gate"):
+    with pytest.raises(InputError, match=r"does not reach 2 of its 2 routers, starting with model.layers.0.mlp.gate"):
         probe(config, attention="auto", window=MASKED, balances=True)
 
 
@@ -217,7 +217,7 @@ def test_documents_in_rows_refuse_what_changes_shapes_or_divides_windows(recipe,
     arguments = with_model(recipe, tmp_path, **MAMBA)
     refused = run_script(*arguments, "--compile", "full", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "compile: full does not run with data.document_mask and mamba" in refused.stderr
+    assert "compile: full does not work with data.document_mask and mamba" in refused.stderr
     run_script(*arguments, "--check", "--data.document_mask", "false")
 
 

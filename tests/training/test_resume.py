@@ -31,7 +31,7 @@ def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path,
     now = SAVED | {path: other}
     (problem,) = identity_problems(SAVED, now, frozenset())
     assert problem.startswith(f"{path}: the run was started with {json.dumps(SAVED[path])}")
-    assert f"the recipe now says {json.dumps(other)}" in problem and f"accept it with --{path}" in problem
+    assert f"the recipe now has {json.dumps(other)}" in problem and f"accept it with --{path}" in problem
     assert identity_problems(SAVED, now, frozenset({path})) == []
     assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]

@@ -34,7 +34,7 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of auto's value for muon at"),
         # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
-        ({"optim.name": "muon"}, "the recipe's, while --optim.name muon is the command line's, and 1/2.59 of"),
+        ({"optim.name": "muon"}, "recipe, although --optim.name muon is on the command line, and is 1/2.59 of"),
         ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
         ({"optim.name": "adafactor"}, None),
     ],
@@ -50,7 +50,8 @@ def test_the_demo_under_adamw_says_both_rates(shards):
         ": "
     )
     assert name == "optim.learning_rate"
-    assert rate.startswith("the peak of 0.01 is the recipe's, while --optim.name adamw is the command line's, and 3.")
+    assert rate.startswith("the peak of 0.01 is from the recipe, although --optim.name adamw is on the command line")
+    assert "line, and is 3." in rate
     assert "auto's value for adamw at 2.69M parameters, 0.00272;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
 
@@ -60,7 +61,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     [
         (512, None),
         (520, None),  # eight rows more than needed are less than 1 % of the parameters
-        (2048, "vocabulary: the model has 2,048 rows but the data only 512 IDs: 98.3k of "),
+        (2048, "vocabulary: the model has 2,048 rows, but the data has only 512 token IDs, so 98.3k of "),
         ("auto", None),
     ],
 )
@@ -69,7 +70,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
     assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
     if message:
         total = derive(read_run_config(recipe, [("model.vocab_size", str(rows))]), ranks=1).parameters
-        assert f"({1536 * 64 / total:.0%}) belong to no token; --model.vocab_size auto makes it 512" in found[0]
+        assert f"({1536 * 64 / total:.0%}) are unused; use --model.vocab_size auto to make it 512" in found[0]
 
 
 def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
@@ -127,7 +128,7 @@ def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
     (row,) = [
         line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")
     ]
-    assert ("MFU counts attention between documents too" in row) == (masked == "true")
+    assert ("MFU also counts attention between documents" in row) == (masked == "true")
 
 
 def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
@@ -144,4 +145,4 @@ def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
 
 def test_benchmarks_that_would_never_run_are_reported(recipe):
     (found,) = said(recipe, ("benchmarks.tasks", "[mine]"))
-    assert found == "benchmarks: nothing is evaluated during training; give every_steps or every_tokens"
+    assert found == "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"

@@ -171,7 +171,7 @@ def test_a_tracker_that_fails_is_switched_off_with_a_warning(own, tmp_path, monk
         trackers.log({"train/loss": 1.0}, step=step)
     trackers.finish()
     assert own.made.sent == [(12, {"train/loss": 1.0})]
-    assert warnings == ["the tracker own failed and is switched off: OSError: no route to host"]
+    assert warnings == ["the tracker own failed and is disabled: OSError: no route to host"]
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", lambda project: own.nothing)
     Trackers(tmp_path, config_of("own"), warnings.append).finish()
     assert len(warnings) == 2 and "AttributeError" in warnings[1], "also if it cannot even be made"
@@ -181,7 +181,7 @@ def test_settings_that_no_tracker_shows_are_said(own, tmp_path):
     warnings = []
     config = config_of("own,tensorboard", project="p", entity="team", tags="a")
     Trackers(tmp_path, config, warnings.append).finish()
-    assert warnings == ["tracking.entity, tracking.tags: own and tensorboard cannot show it"]
+    assert warnings == ["tracking.entity, tracking.tags: not supported by own and tensorboard"]
 
 
 def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp_path):
