@@ -88,7 +88,10 @@ def skipped_text(tally: Tally) -> str:
 
 
 def _source_lines(manifest: Manifest, decoder) -> list[str]:
-    """Lists compression and fertility of the largest sources. Fertility uses at most WORDS_OF documents of each."""
+    """Formats bytes per token and tokens per word for the largest sources.
+
+    Tokens per word are estimated from about WORDS_OF documents per source.
+    """
     shards = []
     for shard in manifest.shards:
         path = manifest.folder / shard.file

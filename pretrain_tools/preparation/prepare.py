@@ -294,9 +294,9 @@ class _Run:
         whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:
-            skipped += f", and the first document may be longer than --max_tokens {limit:,}"
+            skipped += f", and the first document is longer than --max_tokens {limit:,}"
         if whole:
-            advice = "to change a filter's parameters, pass it to --filter"
+            advice = "use --filter to change a filter's parameters"
             return "\n  ".join([f"no documents are left ({skipped}); nothing was written; {advice}", *whole])
         return f"the input contains no documents ({skipped}); nothing was written; use files that contain text"
 

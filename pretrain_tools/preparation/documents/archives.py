@@ -181,6 +181,6 @@ def _text_record(text: bytes, other_fields: bytes | None, reading: Reading) -> R
     try:
         fields = json.loads(other_fields or b"{}")
     except (ValueError, RecursionError) as error:
-        return Record(1, None, f"broken JSON in its .json member ({error})")
+        return Record(1, None, f"invalid JSON in its .json member ({error})")
     values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
     return object_record(1, values, reading)

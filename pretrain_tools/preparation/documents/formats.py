@@ -187,9 +187,9 @@ def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record
         try:
             value, position = JSON.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise DamagedFileError(f"broken JSON ({error.msg} at line {error.lineno:,})") from None
+            raise DamagedFileError(f"invalid JSON ({error.msg} at line {error.lineno:,})") from None
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"broken JSON ({error})") from None
+            raise DamagedFileError(f"invalid JSON ({error})") from None
         for element in _elements(value, reading.fields[0]):
             place += 1
             yield object_record(place, element, reading)
