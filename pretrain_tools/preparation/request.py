@@ -85,7 +85,7 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
     if not arguments.output or is_url(arguments.output):
         problems.append("--output FOLDER is required: a local folder for the classifier")
     if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
-        problems.append("--train_classifier GOOD OTHER: already specifies the input files; omit --input and --tokenizer")
+        problems.append("--train_classifier GOOD OTHER: only reads these files; omit --input and --tokenizer")
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
     problems.stop_if_any()
@@ -136,7 +136,7 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
         "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
             arguments.train_tokenizer and cleaning
         ),
-        f"--slice: limits do not apply across independent slices; omit {' and '.join(limits)}": (
+        f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
             any(has_parts) and limits
         ),
         "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),

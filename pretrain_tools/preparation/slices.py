@@ -65,7 +65,7 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
 
 
 def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the slice folders to merge. Raises InputError listing all that are unfinished or have different options."""
+    """Lists the slice folders to merge. Raises InputError if any of them is unfinished or was made differently."""
     folders = []
     problems = Problems()
     for number in range(request.merge_slices or 0):

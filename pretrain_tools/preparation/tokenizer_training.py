@@ -70,7 +70,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
     if size < smallest and base is None:
         more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise InputError(
-            f"--train_tokenizer {size}: must be at least {smallest}, for 256 bytes, {USUAL_END_OF_DOCUMENT}{more}"
+            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes and {USUAL_END_OF_DOCUMENT}{more})"
         )
     # Leave out defaults, so that folders made before these options existed still match.
     chosen = {
