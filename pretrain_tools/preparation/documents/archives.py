@@ -46,8 +46,8 @@ class _StrictMember(tarfile.TarInfo):
                 if zero_blocks:
                     raise tarfile.EOFHeaderError("end of file header") from None
                 reason = (
-                    "the two blocks of zeros at its end are missing, so it may be truncated; if it is complete, append "
-                    "them: truncate -s +1024 FILE"
+                    "the two blocks of zeros at the end are missing, so it may be truncated; if it is complete, "
+                    "append them: truncate -s +1024 FILE"
                 )
                 raise tarfile.ReadError(reason if archive.offset else "empty file") from None
             except tarfile.HeaderError as error:

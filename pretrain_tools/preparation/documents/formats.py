@@ -41,7 +41,7 @@ Reader = Callable[[ByteStream, Reading], Iterator[Record]]
 
 
 def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
-    """Decorator for a reader of a file format. Use it together with `registry.FORMATS.register`.
+    """Returns a decorator for a file format's reader. Use it together with `registry.FORMATS.register`.
 
     Raises InputError if another format already has one of the suffixes.
 

@@ -174,7 +174,7 @@ class HubDataset:
     def _joined(
         self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[tuple[int, list[Record], int]]:
-        """Joins rows to documents. Yields (part, documents, bytes). A document belongs to the part of its first row."""
+        """Joins rows to documents. Yields (part, documents, bytes). A document belongs to its first row's part."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
