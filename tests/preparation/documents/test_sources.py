@@ -206,16 +206,16 @@ def test_nested_fields(tmp_path):
 
 
 BAD_LINES = [
-    (b'{"text": "cut', r"broken JSON \(Unterminated string .* column 10\)"),
+    (b'{"text": "cut', r"invalid JSON \(Unterminated string .* column 10\)"),
     (b'{"id": 1}', r"no field 'text' \(fields: id\)"),
     (b'{"text": null}', "field 'text' is null, must be text"),
     (b'{"text": ["a"]}', "field 'text' is a list, must be text"),
     (b'["a"]', "is a list, must be an object with the field 'text'"),
     (b'{"text": "\xff"}', r"not UTF-8 \(0xff at byte 11\)"),
     (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
-    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b"[" * 100_000, "broken JSON"),
-    (b'{"text": ' + b"9" * 10_000 + b"}", "broken JSON"),
+    (b'{"text": "\\ud800"}', "lone surrogate"),
+    (b"[" * 100_000, "invalid JSON"),
+    (b'{"text": ' + b"9" * 10_000 + b"}", "invalid JSON"),
 ]
 
 
@@ -238,7 +238,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     assert 500 < len(good) < 2500
     assert [record.text.decode() for record in good] == texts[: len(good)]
     assert last.place == len(good) + 1
-    assert "the file is truncated; nothing after it was read" in last.problem
+    assert "data is truncated; nothing after it was read" in last.problem
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     [
         ("a.jsonl.gz", b"plain text", "damaged gz data"),
         ("a.jsonl.zst", b"plain text", "damaged zst data"),
-        ("a.jsonl.gz", b"", "empty file, not gz data"),
+        ("a.jsonl.gz", b"", "empty file, must be gz data"),
         ("a.parquet", b"PAR1 cut", "not readable as parquet"),
         ("a.arrow", b"ARROW1 cut", "not readable as arrow IPC"),
         ("a.h5", b"\x89HDF cut", "not readable as HDF5"),
         ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
-        ("a.json", b'[{"text": "a"}, {"text', "broken JSON"),
+        ("a.json", b'[{"text": "a"}, {"text', "invalid JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "broken row"),
@@ -310,7 +310,7 @@ def test_token_ids_in_hdf5_are_not_text(tmp_path):
     with h5py.File(tmp_path / "pile.h5", "w") as file:
         file["tokens"] = [[1, 2], [3, 4]]
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
-    assert "contains int64 of shape (2, 2), must be one-dimensional strings; token IDs" in record.problem
+    assert "contains int64 of shape (2, 2), must be one-dimensional strings; to train on token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
     assert "no dataset 'text' (at the top: tokens)" in record.problem
 
@@ -335,7 +335,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     assert "line of 1,121 bytes; the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
-    assert "more than 1,000 bytes in one piece; use --documents line or paragraph" in record.problem
+    assert "larger than 1,000 bytes; use --documents line or paragraph" in record.problem
 
 
 def test_files_are_found_once_in_order_with_names_below_their_common_folder(tmp_path):
@@ -405,11 +405,11 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     missing, folder, pipe, unknown, nameless = caught.value.problems
     assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
     assert "no such file; quote patterns" in missing
-    assert "is a folder; give its files, such as" in folder
-    assert "unknown format .doc; known: .jsonl" in unknown
+    assert "is a folder; specify its files, such as" in folder
+    assert "unknown format .doc; use .jsonl" in unknown
     assert "unknown format without a suffix" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
         find_sources([f"{tmp_path}/a.doc"], format_name="jsnol")
-    with pytest.raises(InputError, match="leaves none of the 2 input files"):
+    with pytest.raises(InputError, match="excludes all 2 input files"):
         find_sources([f"{tmp_path}/*"], exclude=["*"])
     assert texts_of([tmp_path / "a.doc"], format_name="txt") == ["x"]
