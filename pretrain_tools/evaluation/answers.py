@@ -70,7 +70,7 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
     problems = Problems()
     answers: list[Answer] = []
     question_ends, right, tasks, ranges = [], [], [], {}
-    for name, task in sorted(selected.tasks.items(), key=lambda item: item[0] in parts):  # parts of groups last
+    for name, task in sorted(selected.tasks.items(), key=lambda item: item[0] in parts):  # tasks in groups last
         first = len(right)
         for number, of_question in problems.attempt(answers_of, task, model.pairs) or []:
             answers += of_question

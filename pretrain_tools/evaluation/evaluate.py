@@ -130,7 +130,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Load tasks last, because it is slow and may download files.
+    # Load tasks last, because this is slow and may download files.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:

@@ -93,7 +93,10 @@ class Intake:
 
 
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
-    """Adds bad records to the tally. Raises InputError, without adding any, if they aren't allowed or are too many."""
+    """Adds bad records to the tally.
+
+    Raises InputError, without changing the tally, if bad records aren't allowed or there are too many.
+    """
     if problems and options.on_error == "stop":
         first = problems[0]
         raise InputError(

@@ -1,4 +1,4 @@
-"""Finds exact duplicates of earlier documents by a hash of their token IDs."""
+"""Finds exact duplicates of earlier documents by hashing their token IDs."""
 
 import hashlib
 from collections.abc import Iterable

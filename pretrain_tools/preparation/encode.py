@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "fast", "reference")
 LONG_TEXT_BYTES = 1 << 22
-# Long documents are tokenized in overlapping pieces, because tokenizers needs about 100 bytes of memory per byte.
+# Long documents are tokenized in overlapping pieces, because the tokenizers library needs about 100 bytes of memory
+# per byte of text.
 PIECE_CHARACTERS = 1 << 20
 OVERLAP_CHARACTERS = 1 << 13
 # Number of consecutive equal tokens at which two overlapping pieces are joined.
@@ -49,9 +50,9 @@ class ReferenceEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Tokenizes UTF-8 documents to uint32 arrays."""
+        """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
         arrays: list[np.ndarray] = []
-        # Use small batches, because an Encoding also stores offsets and strings and is much larger than its text.
+        # Use small batches, because Encoding objects also store offsets and strings and need a lot of memory.
         for first, stop in batches(texts):
             batch = [text.decode() for text in texts[first:stop]]
             if len(texts[first]) > LONG_TEXT_BYTES:
@@ -89,7 +90,7 @@ class FastEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Tokenizes UTF-8 documents to uint32 arrays."""
+        """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
         arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
         suspected = [number for number, ids in enumerate(arrays) if ids is None]
         for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
@@ -111,7 +112,7 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """Returns (encoder, reason). With `auto`, the reason says why gigatoken isn't used, or is None.
+    """Returns (encoder, reason why `auto` doesn't use gigatoken, or None).
 
     engine: auto, fast or reference. Raises InputError if `fast` doesn't work with this tokenizer.
     """
@@ -168,9 +169,9 @@ def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.nd
 
 
 def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, int] | None:
-    """Returns the row in `left`, at `candidate` or later, and the row in `right` at which to join them; None if none.
+    """Finds where to join two overlapping pieces: (row in `left`, row in `right`), or None.
 
-    The next AGREEING_TOKENS tokens are equal.
+    candidate: first row in `left` to try.
     """
     while candidate + AGREEING_TOKENS < len(left):
         begin = left[candidate, 1]

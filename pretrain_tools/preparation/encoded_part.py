@@ -80,7 +80,7 @@ class EncodedPart:
 
     after: Position
     counts: Tally
-    """Number of skipped documents and of bytes read."""
+    """Counts of skipped documents and bytes read."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint16))
     """Concatenated documents, with an end-of-document ID after each."""
     documents: np.ndarray = field(default_factory=lambda: np.empty(0, DOCUMENT))

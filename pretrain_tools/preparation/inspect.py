@@ -28,7 +28,7 @@ SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
-    """Describes a folder with shards. Reads all token IDs. Raises InputError if the folder contains no shards."""
+    """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder contains no shards."""
     manifest = read_manifest(folder)
     is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # False for shards from other tools
     tally = Tally.recorded(manifest.folder) if is_prepared else None

@@ -40,7 +40,7 @@ KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Pairs whose estimated similarity is more than this below the threshold are skipped without an exact comparison."""
+"""Pairs are skipped without an exact comparison if their estimated similarity is below the threshold minus this."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """File next to the manifest with counts and examples of near duplicates."""
 EXAMPLES_SHOWN = 100
@@ -216,7 +216,7 @@ def _root(parents: dict[int, int], document: int) -> int:
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
-    """Pairs each document with the first and with the previous document that has the same key."""
+    """Pairs each document with the first and the preceding document with the same key."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):

@@ -147,7 +147,7 @@ def _discard(output: Path, existed: bool) -> None:
 
 
 class _Run:
-    """Prepares an unfinished folder, whose lock this process holds."""
+    """Prepares an unfinished folder. The caller must hold its lock."""
 
     def __init__(
         self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
@@ -173,7 +173,7 @@ class _Run:
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
-            # Write the plan after the tokenizer, so that a folder with a plan always has one.
+            # Write the plan after the tokenizer, so that a folder with a plan always contains a tokenizer.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
             self.say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents")
@@ -259,7 +259,7 @@ class _Run:
     def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
-            # The limits have already been applied.
+            # The slices already respect the limits.
             options = replace(options, max_documents=None, max_tokens=None)
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()

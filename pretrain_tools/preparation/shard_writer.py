@@ -20,7 +20,7 @@ PLAIN_TEXT_SUFFIX = ".jsonl"
 
 
 def _open_to_append(path: Path, size: int = 0) -> BinaryIO:
-    """Opens a file for appending, truncated to its first `size` bytes."""
+    """Truncates a file to `size` bytes and opens it for appending."""
     if size and (not path.is_file() or path.stat().st_size < size):
         raise InputError(f"{path}: was truncated after it was written; remove {path.parent} and prepare it again")
     file = path.open("r+b" if size else "w+b")
@@ -55,7 +55,7 @@ class _OpenShard:
 class ShardWriter:
     """Writes whole documents to shards of at most `shard_tokens` tokens.
 
-    A longer document gets a shard of its own.
+    A longer document gets its own shard.
 
     Args:
         state: result of `sync`, to resume from; anything written after it is removed.

@@ -65,7 +65,7 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
 
 
 def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the slice folders to merge. Raises InputError if any of them is unfinished or was made differently."""
+    """Lists the slice folders to merge. Raises InputError if any are unfinished or don't match the request."""
     folders = []
     problems = Problems()
     for number in range(request.merge_slices or 0):
@@ -92,7 +92,7 @@ def merged_parts(
     deduplicate: bool,
     removed: np.ndarray,
 ) -> Iterator[EncodedPart]:
-    """Yields the documents in all slices in order, beginning at `start`: (slice, part of the slice).
+    """Yields the documents in all slices in order, beginning at `start`, a (slice, part) position.
 
     removed: sorted indices, across all slices, of near duplicates to remove.
     """
@@ -111,7 +111,7 @@ def merged_parts(
 def slice_parts(
     manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
-    """Yields a slice's documents in parts, in input order. The last part has the counts."""
+    """Yields a slice's documents in parts, in input order. The last part only contains counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
     text = stored_lines(manifest) if has_text(manifest) else None

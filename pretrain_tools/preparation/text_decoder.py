@@ -1,4 +1,4 @@
-"""Decodes token IDs to text quickly, to compare documents."""
+"""Decodes token IDs to text, in most cases faster than the tokenizers library."""
 
 import json
 import re

@@ -15,7 +15,7 @@ from pretrain_tools.preparation.documents.byte_stream import ByteStream, Damaged
 from pretrain_tools.preparation.documents.records import Record
 
 TEXT_FOLDER = "text"
-"""Name of the subfolder with text."""
+"""Subfolder of a prepared folder that contains the text."""
 TEXT_SUFFIX = ".jsonl.zst"
 LEVEL = 3
 LINE_BYTES_AT_ONCE = 1 << 20
@@ -55,9 +55,9 @@ def has_text(manifest: Manifest) -> bool:
 
 
 def stored_lines(manifest: Manifest) -> Iterator[bytes]:
-    """Yields one JSON line per document, in order. Raises InputError when the lines are used up.
+    """Yields one JSON line per document, in order.
 
-    Read only as many lines as there are documents in the shards.
+    Raises InputError at the end, so don't read more lines than there are documents.
     """
     folder = manifest.folder
     try:

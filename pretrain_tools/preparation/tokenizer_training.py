@@ -58,8 +58,8 @@ class Sample:
 def train_tokenizer(request: PreparationRequest) -> None:
     """Trains a tokenizer, or extends the request's tokenizer, and writes it as a Hugging Face tokenizer folder.
 
-    Trains on at most `sample_bytes` of text, sampled by hash from larger inputs. Reports bytes per token on validation
-    documents, which aren't used for training. Raises InputError.
+    Trains on a sample of at most `sample_bytes` of text. Reports bytes per token on validation documents, which aren't
+    used for training. Raises InputError.
     """
     output = request.output
     base = request.tokenizer

@@ -135,9 +135,9 @@ class PartEncoder:
         return ids
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares the fast and reference encoders on a few documents: several in the first part, then one per part.
+        """Compares the fast encoder with the reference on the first documents, and then on one document per part.
 
-        Only compares the first SAMPLE_BYTES of each document.
+        Only uses the beginning of each document.
         """
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None

@@ -50,7 +50,7 @@ def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[A
 
 
 def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yields jobs in order, and always fetches `count` later jobs first. `jobs` must start each job when fetched."""
+    """Yields jobs in order while `count` later jobs are running. Fetching a job from `jobs` must start it."""
     # The limit bounds memory, because results wait for slow earlier jobs.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:

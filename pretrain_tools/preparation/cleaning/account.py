@@ -18,11 +18,11 @@ KEPT = "kept"
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000
-"""Number of documents sampled to estimate the domains' shares. The standard error of a share is at most 0.011."""
+"""Number of documents sampled to estimate each domain's share. The standard error is at most 0.011."""
 MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
-"""File next to the manifest of a cleaned folder."""
+"""File with sample documents, next to the manifest."""
 EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
 """Maximum number of sources listed in a message."""
@@ -127,7 +127,7 @@ class CleaningAccount:
         }
 
     def add(self, other: "CleaningAccount") -> None:
-        """Adds the statistics of the documents that follow."""
+        """Adds statistics for the documents that follow."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
@@ -140,7 +140,7 @@ class CleaningAccount:
             self._add_list(name, more)
 
     def removed_whole_lines(self) -> list[str]:
-        """Describes sources of which less than 10% of the bytes were kept, with the rules that removed the rest."""
+        """Describes sources that lost more than 90% of their bytes, with the rules that removed them."""
         whole = []
         for source, rules in self.by_source.items():
             stays = rules.get(KEPT, {"bytes": 0})["bytes"]

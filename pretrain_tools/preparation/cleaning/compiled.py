@@ -244,7 +244,7 @@ def _gram(hashes, start, n):
 
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
-    """Returns the length in characters of the most frequent n-gram, times its count. The first one wins a tie."""
+    """Returns the length in characters of the most frequent n-gram, times its count. In a tie, the first one wins."""
     keys, stamps, counts, firsts = table
     best_count = np.int64(0)
     best_first = start

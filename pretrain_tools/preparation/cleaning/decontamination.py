@@ -120,7 +120,7 @@ def read_decontamination(given: Sequence[str], words: int) -> Decontamination | 
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """Formats the number of items found for one benchmark."""
+    """Formats how many of a benchmark's items were found."""
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to search for)" if short else ""
     return (
@@ -155,7 +155,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Lists the item files at a path; [] if lm-eval must load the name."""
+    """Lists the item files at a path; [] for an lm-eval task."""
     path = Path(name)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))

@@ -54,7 +54,7 @@ def read_cleaning(
 def sensible_set(is_english: bool) -> list[CleaningStage]:
     """Returns the filters for --clean: FineWeb's filters with its parameters. Only checks stop words in English.
 
-    Unlike FineWeb, checks quality before repetition, which is slower. Both orders keep the same documents.
+    Unlike FineWeb, checks quality first, because checking repetition is slower. Both orders keep the same documents.
     """
     quality = GopherQuality(max_words=None)
     return [

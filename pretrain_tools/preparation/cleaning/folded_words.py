@@ -1,4 +1,4 @@
-"""Normalizes text for the comparison of near duplicates and benchmark items.
+"""Normalizes text to compare documents with each other and with benchmark items.
 
 Folded words consist of letters and digits, without case, accents, ligatures and character width. In scripts without
 spaces, each character is a word.

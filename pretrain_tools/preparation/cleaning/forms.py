@@ -63,7 +63,7 @@ class Lines:
 
     @cached_property
     def signs(self) -> np.ndarray:
-        """(lines, len(SIGNS)) number of occurrences per line."""
+        """(lines, len(SIGNS)) number of occurrences of each of SIGNS per line."""
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1

@@ -1,7 +1,7 @@
 """Searches documents for runs of consecutive words from a list of texts, ignoring case, accents and punctuation.
 
-The 64-bit hash of a run is the sum of its word hashes, each multiplied by a random factor per position. The
-probability of any false match among a trillion words and a million runs is 5%.
+The 64-bit hash of a run is the sum of its word hashes, each multiplied by a random factor for its position. For a
+trillion words and a million runs, the probability of any false match is 5%.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
 LEAST_LETTERS = 20
-"""Minimum number of letters in a run. Shorter runs are extended or, if that isn't possible, not searched for."""
+"""Minimum number of letters in a run. Runs with fewer letters are extended, or ignored if that isn't possible."""
 ENTRIES_PER_SEED = 16
 FEWEST_BITS = 16
 
@@ -41,7 +41,7 @@ class ItemIndex:
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Returns sorted (document, text) pairs: the document contains a run of words from the text."""
+        """Finds documents that contain a run of words from a text. Returns sorted (document, text) pairs."""
         divided = folded_texts(documents)
         # Padding for runs that would extend beyond the last word.
         words = np.append(divided.hashes, np.zeros_like(self.factors))
@@ -71,7 +71,7 @@ def _is_among(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
 
 
 def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> ItemIndex:
-    """Builds an index to find runs of `words` consecutive words from the texts.
+    """Builds an index of all runs of `words` consecutive words in the texts.
 
     whole: True for each text that also matches as a whole if it has fewer than `words` words.
     """

@@ -25,7 +25,7 @@ UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Prints the items of the tasks in a JSON list: tasks, groups, tags, patterns, .yaml files or folders."""
+    """Prints the items of all tasks on the command line, a JSON list of names, patterns, .yaml files or folders."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # send the harness's own output to stderr
     for name in json.loads(sys.argv[1]):
@@ -100,9 +100,9 @@ def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Selects the fields that appear in a prompt, ignoring case and punctuation, except those inside other fields.
+    """Selects the fields that appear in a prompt, ignoring case and punctuation. Drops fields inside other fields.
 
-    Returns all fields if none appears unchanged, because the prompt may contain edited versions.
+    If none appears unchanged, selects all of them, because the prompt may contain edited versions.
     """
     if not prompt.strip():
         return []

@@ -4,8 +4,8 @@ A document is represented by its set of shingles (runs of `shingle_words` folded
 duplicates if the Jaccard similarity of their sets is at least the threshold.
 
 Signatures use one-permutation hashing (Li et al. 2012) with optimal densification (Shrivastava 2017): each shingle is
-hashed into one bin, each bin stores one byte of its minimum hash, and empty bins copy pseudorandom other bins. The
-share of equal bins estimates the similarity.
+hashed into one bin, each bin stores one byte of its minimum hash, and empty bins are filled from other bins. The share
+of equal bins estimates the similarity.
 """
 
 from collections.abc import Sequence

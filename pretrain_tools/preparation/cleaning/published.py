@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
-"""Last bytes of lines that the rule `endings` of C4 keeps."""
+"""Bytes that lines must end with (C4's rule `endings`)."""
 DOTS = (b"...", "…".encode())
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 POLICIES = (
@@ -75,7 +75,7 @@ class Rule(NamedTuple):
 
 
 def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
-    """Removes each document that violates a rule, and records the first rule that it violates."""
+    """Removes all documents that violate a rule, and records the first rule that each violates."""
     verdicts = Verdicts()
     for rule in reversed(rules):
         for number in np.flatnonzero(rule.broken).tolist():

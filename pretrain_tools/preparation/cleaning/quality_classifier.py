@@ -23,7 +23,7 @@ from pretrain_tools.preparation.documents.sources import find_sources, records_o
 
 BUCKETS = 1 << 18
 MOST_BYTES = 20_000
-"""The classifier only reads the first MOST_BYTES bytes of a document."""
+"""Maximum number of bytes per document that the classifier reads."""
 HELD_OUT = 0.1
 INVERSE_REGULARIZATION = 10.0
 MOST_STEPS = 1000

@@ -55,7 +55,7 @@ class _StrictMember(tarfile.TarInfo):
                 raise tarfile.ReadError(f"no valid header {where}: {error}") from None
         if zero_blocks == 1:
             raise tarfile.ReadError(f"the header before {_shown(member.name)} is all zeros")
-        # After two or more blocks of zeros, this may be a concatenated archive.
+        # After two or more blocks of zeros, another archive may follow.
         return member
 
 

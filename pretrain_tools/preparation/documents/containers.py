@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """Opens a seekable file. Copies it to a temporary file if it is compressed, in an archive, or can't be seeked.
+    """Opens a seekable file. Makes a temporary copy if it is compressed, in an archive, or not seekable.
 
     at_once: also copy remote files, for libraries that make many small reads.
     """
@@ -84,7 +84,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
-    """Lists the uncompressed row group sizes in bytes; [] if the file can't be seeked or is damaged."""
+    """Lists the uncompressed row group sizes in bytes; [] if the file isn't seekable or is damaged."""
     from pyarrow import parquet
 
     try:
@@ -189,7 +189,7 @@ def _string_dataset(content: Any, text_field: str) -> Any:
     name = text_field if text_field in content else text_field.replace(".", "/")
     found = content.get(name)
     if not isinstance(found, h5py.Dataset):
-        others = f"(at the top: {', '.join(list(content)[:12]) or 'nothing'})"
+        others = f"(at the top level: {', '.join(list(content)[:12]) or 'nothing'})"
         lengths = [len(other) for other in content.values() if isinstance(other, h5py.Dataset) and other.ndim]
         raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):

@@ -46,7 +46,7 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
     Raises InputError if another format already has one of the suffixes.
 
     Args:
-        place: what a record's place counts, such as "line", for messages.
+        place: unit of a record's place, such as "line", for messages.
     """
     taken = {suffix: name for name, found in FORMATS.items() for suffix in found.suffixes}
 
@@ -74,7 +74,7 @@ def format_by_name(path: str) -> str | None:
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """Splits a file between lines into blocks of about PART_BYTES. Yields (number of the first line, block).
+    """Reads a file in blocks of whole lines, about PART_BYTES each. Yields (number of the first line, block).
 
     Raises DamagedFileError if the rest of the file is unreadable or a line exceeds the maximum document size.
     """
@@ -222,8 +222,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             row = next(rows, None)
         except csv.Error as error:
             if "limit" in str(error) or "end of data" in str(error):
-                raise DamagedFileError(f"broken row that ends at line {rows.line_num:,} ({error})") from None
-            yield Record(rows.line_num, None, f"broken row ({error})")
+                raise DamagedFileError(f"malformed row that ends at line {rows.line_num:,} ({error})") from None
+            yield Record(rows.line_num, None, f"malformed row ({error})")
             continue
         if row is None:
             return

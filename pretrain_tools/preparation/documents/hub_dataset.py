@@ -96,7 +96,7 @@ class HubDataset:
     @cached_property
     def source_names(self) -> list[str]:
         """Names of the sources: the dataset itself, or each file of a streamed dataset."""
-        # A document joined from lines may continue in the next file, so this needs a single source.
+        # A document joined from lines may continue in the next file, so treat the dataset as a single source.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 

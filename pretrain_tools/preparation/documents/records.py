@@ -13,7 +13,7 @@ from pretrain.data.manifest import SPLITS
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
-"""Represents a missing field, because None represents null."""
+"""Marks a missing field, because None represents null."""
 
 
 class Record(NamedTuple):
@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for reading documents. Nested fields are written with dots.
+    """Settings for reading documents. Field names can be dotted paths to nested fields.
 
     `documents` is file, line or paragraph: what counts as a document in plain text. `only` contains (field, allowed
     values) pairs.

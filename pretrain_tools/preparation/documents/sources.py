@@ -225,7 +225,7 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the input, processed by a single worker. How the input is split depends only on the input."""
+    """Part of the input, processed by a single worker. The split into parts depends only on the input."""
 
     after: Position
     """Position to resume at after this part."""

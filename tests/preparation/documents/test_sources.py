@@ -254,7 +254,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
         ("a.json", b'[{"text": "a"}, {"text', "invalid JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
-        ("a.csv", b'text\n"never closed\n', "broken row"),
+        ("a.csv", b'text\n"never closed\n', "malformed row"),
         ("a.txt", b"caf\xe9", r"not UTF-8 \(0xe9 at byte 4\)$"),
         ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
         ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
@@ -312,7 +312,7 @@ def test_token_ids_in_hdf5_are_not_text(tmp_path):
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
     assert "contains int64 of shape (2, 2), must be one-dimensional strings; to train on token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
-    assert "no dataset 'text' (at the top: tokens)" in record.problem
+    assert "no dataset 'text' (at the top level: tokens)" in record.problem
 
 
 def test_bad_rows_of_csv(tmp_path):
@@ -322,7 +322,7 @@ def test_bad_rows_of_csv(tmp_path):
     assert [record.place for record in records] == [3, 4, 5, 6, 7]
     assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
-    assert "broken row" in records[3].problem
+    assert "malformed row" in records[3].problem
 
 
 def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
