@@ -69,7 +69,7 @@ class Session:
         return name != "quit"
 
     def generate(self, text: str) -> None:
-        """Generates and prints text as it is generated. Ctrl-C stops it."""
+        """Prints the continuation of `text` as it is generated, until Ctrl-C."""
         # If the text is too long for the model's positions, only use its end.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
