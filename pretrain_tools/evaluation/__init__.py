@@ -1,4 +1,6 @@
-"""Evaluates models (evaluate.py, docs/evaluate.md).
+"""Evaluates models, for evaluate.py.
+
+See docs/evaluate.md. The modules are:
 
     evaluate: runs all requested evaluations
     shard_loss: measures the loss on prepared shards

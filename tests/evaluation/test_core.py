@@ -126,8 +126,8 @@ def refused(names, folder):
 
 
 def test_core_needs_all_its_tasks(bundle, tmp_path):
-    assert "give --eval_bundle the folder" in refused(["core"], None)
-    assert f"{tmp_path}: has no core.yaml, eval_meta_data.csv, eval_data; give" in refused(["core"], tmp_path)
+    assert "set --eval_bundle to the folder" in refused(["core"], None)
+    assert f"{tmp_path}: does not contain core.yaml, eval_meta_data.csv, eval_data" in refused(["core"], tmp_path)
     described = yaml.safe_load((bundle / "core.yaml").read_text())
     small = tmp_path / "small"
     small.mkdir()
