@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_characters": {"help": "drop longer documents"},
         "deduplicate": {"action": "store_true", "help": "drop exact copies of earlier documents"},
         "near_duplicates": {"metavar": "JACCARD",
-                            "help": "drop near duplicates of earlier documents, at a similarity such as 0.8"},
+                            "help": "drop documents with at least this similarity to an earlier one, such as 0.8"},
         "filter": {"nargs": "+", "default": [], "metavar": "FILTER",
                    "help": "filters to apply: NAME(KEY=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "apply FineWeb's filters and drop near duplicates"},

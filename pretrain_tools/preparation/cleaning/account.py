@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pretrain.data.data_record import numbers_in
 
 KEPT = "kept"
-"""Name used in place of a rule for documents that weren't removed."""
+"""Used instead of a rule's name for documents that weren't removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000

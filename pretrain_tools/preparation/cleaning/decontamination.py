@@ -31,12 +31,12 @@ EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
-    """The texts of a benchmark item to search for."""
+    """Strings that identify a benchmark item."""
 
     whole: tuple[str, ...]
-    """Texts that also match as a whole if they are short."""
+    """Strings that also match as a whole if they are short."""
     parts: tuple[str, ...] = ()
-    """Texts that only match with a long run of words."""
+    """Strings that only match with a long run of words."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Decontamination:
 
     @cached_property
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
-        """(benchmark index, item index, text, whether it matches as a whole) for all texts, without repetition."""
+        """(benchmark index, item index, text, whether it also matches as a whole) for all items."""
         return [
             (number, item_number, text.encode(errors="replace"), text in item.whole)
             for number, benchmark in enumerate(self.benchmarks)

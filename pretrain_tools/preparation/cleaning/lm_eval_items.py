@@ -60,7 +60,7 @@ def load_tasks(name: str) -> list[Any]:
 
 
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the texts to search for: (texts that also match if they are short, texts that need a long match).
+    """Returns the strings to search for: (strings that also match if they are short, strings that need a long match).
 
     Questions are the item's fields that appear in the prompt, without the words of the prompt template. Answers are
     combined with the end of the question, because short answers alone occur in many documents.

@@ -219,7 +219,7 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
                 yield record
         except DamagedFileError as error:
             lost = f" ({error.records:,} records)" if error.records > 1 else ""
-            problem = f"{error}; nothing after it was read{lost}"
+            problem = f"{error}; the rest of the file was not read{lost}"
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
@@ -384,7 +384,7 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
                 yield Part(Position(number, part), stream.consumed - before, [(source, read)])
                 before = stream.consumed
         except DamagedFileError as error:
-            problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
+            problem = Record(line + content.count(b"\n"), None, f"{error}; the rest of the file was not read")
             yield Part(Position(number, part + 1), source.bytes - before, [(source, [problem])])
 
 

@@ -238,7 +238,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     assert 500 < len(good) < 2500
     assert [record.text.decode() for record in good] == texts[: len(good)]
     assert last.place == len(good) + 1
-    assert "data is truncated; nothing after it was read" in last.problem
+    assert "data is truncated; the rest of the file was not read" in last.problem
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
     assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' is null, must be text"
     (last,) = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))
-    assert "no column 'body' (columns: text); nothing after it was read (2 records)" in last.problem
+    assert "no column 'body' (columns: text); the rest of the file was not read (2 records)" in last.problem
 
 
 def lost_records(path, **reading):
