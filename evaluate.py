@@ -1,20 +1,19 @@
-"""Evaluates models: loss on prepared shards, lm-evaluation-harness tasks, text samples.
+"""Evaluates models: loss on prepared shards, lm-evaluation-harness tasks, and text samples.
 
     python evaluate.py --model runs/x --data data/docs                     # loss, perplexity, bits per byte
-    python evaluate.py --model runs/x@500 runs/x/final --tasks base        # benchmarks for two models, side by side
+    python evaluate.py --model runs/x@500 runs/x/final --tasks base        # compare two models
     python evaluate.py --model runs/x --tasks small                        # bits per byte, for models below 1B
     python evaluate.py --model me/llama@main --tasks my_task --include_path tasks --output results.json
-    python evaluate.py --model runs/x --interactive                        # the model continues what you type
+    python evaluate.py --model runs/x --interactive                        # continue text that you type
     python evaluate.py --model runs/x/final --prompt 'Once' --max_new_tokens 100
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 evaluate.py --model runs/x ...
 
---model accepts a run (its final/ if it has one, otherwise its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all,
+--model accepts a run (uses its final/ or, if there is none, its newest valid checkpoint), RUN@STEP, RUN@best, RUN@all,
 a Hugging Face folder, or a Hub ID, optionally with @REVISION (branch, tag or commit). Results don't depend on the
 number of processes.
 """
 
-# `import evaluate` in the harness may find this file instead of the library of that name, so the import must be cheap
-# and have no side effects.
+# The harness may import this file instead of the evaluate library, so importing it must be fast.
 import argparse
 import os
 import sys
@@ -35,7 +34,7 @@ NUMBERS = {
     "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
     "limit": (float, None), "temperature": (float, 0),
 }  # fmt: skip
-"""{setting: (type, minimum)}. None allows any number above 0."""
+"""{option: (type, minimum)}. With a minimum of None, the value must be above 0."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--document_mask", metavar="on|off", help="attend only within each document [the run's; else on]")
     sample = parser.add_argument_group("text samples")
     add = sample.add_argument
-    add("--interactive", action="store_true", help="continue what you type; also works on a live run")
+    add("--interactive", action="store_true", help="continue text that you type; also works during training")
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="maximum number of tokens to generate [100]")
     add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0: greedy decoding [0.8]")
@@ -92,16 +91,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parses the command line and checks everything that needs no file. Raises InputError listing all problems."""
+    """Parses and checks the command line, without reading files. Raises InputError listing all problems."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
-    # argparse has no public list of its options.
+    # argparse has no public API to list options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown if word.startswith("-")]
     stray = [word for word in unknown if not word.startswith("-")]
-    problems += [f"{word}: belongs to no flag; quote a prompt of several words" for word in stray]
+    problems += [f"{word}: unexpected argument; put prompts with several words in quotes" for word in stray]
     if not arguments.model:
-        problems.append("--model is missing: give a run, RUN@STEP, a Hugging Face folder or a Hub ID")
+        problems.append("--model is required: a run, RUN@STEP, a Hugging Face folder or a Hub ID")
     for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
@@ -110,13 +109,13 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
     if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
-        problems.append("--num_fewshot: the tasks of core have their own numbers of examples; leave it out")
+        problems.append("--num_fewshot: cannot be used with core, which has fixed numbers of examples; omit it")
     if arguments.interactive:
         problems += interactive_problems(arguments)
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
         problems.append(
-            "nothing to do: give --data FOLDER (loss), --tasks NAMES (benchmarks; base: the usual ones), "
-            "--prompt TEXT or --interactive"
+            "nothing to do: use --data FOLDER (loss), --tasks NAMES (benchmarks, such as base), --prompt TEXT or "
+            "--interactive"
         )
     if problems:
         raise InputError(*problems)
@@ -124,19 +123,19 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
-    """Lists conflicts with --interactive."""
+    """Lists options that conflict with --interactive."""
     problems = []
     if len(arguments.model) > 1:
-        problems.append(f"--interactive: continues text with one model, but --model has {len(arguments.model)}")
+        problems.append(f"--interactive: must be used with a single model, got {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
-        problems.append(f"--interactive: only generates text; leave out --{', --'.join(other)}")
+        problems.append(f"--interactive: only generates text; omit --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        problems.append("--interactive: needs one process; start it with python evaluate.py")
+        problems.append("--interactive: must run in a single process; start it with python evaluate.py")
     return problems
 
 
 def read_numbers(arguments: argparse.Namespace) -> list[str]:
-    """Converts numeric settings to numbers. Returns the problems."""
+    """Parses the numeric options in place. Returns a list of problems."""
     problems = Problems()
     for name in NUMBERS:
         text = getattr(arguments, name)
@@ -150,27 +149,27 @@ def read_numbers(arguments: argparse.Namespace) -> list[str]:
     given = [f"--{name}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
     if given and arguments.temperature == 0:
         problems.append(
-            f"{' and '.join(given)}: only applies to sampling, but --temperature 0 is greedy decoding; leave one out"
+            f"{' and '.join(given)}: cannot be used with --temperature 0, which is greedy decoding; omit one of them"
         )
     return problems
 
 
 def read_number(name: str, text: str) -> float:
-    """Parses a numeric setting. Raises InputError."""
+    """Parses a numeric option. Raises InputError."""
     kind, least = NUMBERS[name]
     wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
     try:
         number = kind(text)
     except ValueError:
         raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # not (a > b) instead of a <= b, because NaN must also fail
+    # Written with `not`, so that NaN also fails.
     if not (number > 0 if least is None else number >= least) or number > 1e18:
         raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
     return number
 
 
 def main(argv: list[str]) -> None:
-    arguments = read_arguments(argv)  # before importing torch, so that --help and wrong flags are fast
+    arguments = read_arguments(argv)  # before importing torch, so that --help is fast
 
     announce_loading()
     load_extensions(arguments.extensions)

@@ -1,4 +1,4 @@
-"""Tokenizes documents into shards, and trains tokenizers.
+"""Tokenizes documents and trains tokenizers.
 
     python prepare_data.py --input 'docs/*.jsonl.zst' --tokenizer gpt2 --output data/docs
     python prepare_data.py --dataset HuggingFaceFW/fineweb-edu --subset sample-10BT --streaming --max_tokens 10e9 \\
@@ -11,7 +11,7 @@
     python prepare_data.py --inspect data/docs
     python prepare_data.py --verify data/docs
 
-Run the same command again to resume after an interruption. Folders that are already complete aren't changed.
+Run the same command again to resume after an interruption. Complete folders aren't changed.
 """
 
 import os
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 def main() -> int:
     arguments = parse_arguments(__doc__)
-    # Imported after parsing, so that --help doesn't wait for numpy.
+    # Import this after parsing, so that --help is fast.
     from pretrain_tools.preparation.request import read_request
 
     for name in ("verify", "inspect"):
         folder = getattr(arguments, name)
         if folder and arguments.input:
             raise InputError(
-                f"--{name} {folder}: reads a prepared folder, not --input; prepare it first, with --output"
+                f"--{name} {folder}: reads a prepared folder, so it cannot be combined with --input; prepare the data "
+                "with --output first"
             )
     if arguments.verify:
         verify(arguments.verify)
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def carry_out(request: "PreparationRequest") -> int:
-    """Prepares shards or trains a tokenizer, as requested."""
+    """Prepares shards or trains a tokenizer. Returns the exit status."""
     destination = request.destination
     if destination:
         from pretrain_tools.preparation.slices import fetch_slices, slice_destination
@@ -82,7 +83,7 @@ def carry_out(request: "PreparationRequest") -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr, separate from the results."""
+    """Prints a line to stderr."""
     print(line, file=sys.stderr)
 
 
@@ -94,20 +95,20 @@ def verify(folder: str) -> None:
     if problems:
         raise InputError(*problems)
     shards = read_manifest(folder).shards
-    print(f"{folder}: all {len(shards)} shards verified, unchanged ({sum(s.tokens for s in shards):,} tokens)")
+    print(f"{folder}: all {len(shards)} shards verified ({sum(s.tokens for s in shards):,} tokens)")
 
 
 def train_filter(arguments: "Namespace") -> None:
-    """Trains a quality classifier on good and ordinary texts, and prints its held-out accuracy."""
+    """Trains a quality classifier and prints its accuracy on held-out documents."""
     from pretrain_tools.preparation.cleaning.quality_classifier import train_classifier
     from pretrain_tools.preparation.request import read_examples
 
     output, reading = read_examples(arguments)
     record = train_classifier(*arguments.train_classifier, reading, output)
     measured = record["held_out"]
-    print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} other texts")
+    print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} other documents")
     told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"
-    print(f"  held out         {measured['texts']:,} texts: {told}")
+    print(f"  held out         {measured['texts']:,} documents: {told}")
     print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
 
 
@@ -121,7 +122,7 @@ def train(request: "PreparationRequest") -> int:
 
 
 def prepare_shards(request: "PreparationRequest") -> int:
-    """Prepares the folder of shards, or one slice of it."""
+    """Prepares a folder of shards or one slice. Returns the exit status."""
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
@@ -135,7 +136,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
         try:
             outcome = prepare(request, say=progress.say, report=progress.update)
         except StoppedError as stop:
-            progress.say(f"stopped; run the same command again to continue {output}")
+            progress.say(f"stopped; run the same command again to resume {output}")
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
@@ -145,20 +146,20 @@ def prepare_shards(request: "PreparationRequest") -> int:
         return 0
     warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
     ids = outcome.manifest.vocabulary_size
-    print(f"Next: train a model; with vocab_size auto, as here, its vocabulary has these {ids:,} tokens")
+    print(f"Next: train a model with this vocabulary of {ids:,} tokens (vocab_size: auto in the recipe):")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
 
 
 def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
-    """Warns if a requested split is empty, and suggests a fix."""
+    """Warns if a requested split is empty."""
     for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
         if not tokens and (fraction or split == "train"):
             print(
-                f"warning: none of {tally.documents:,} documents fell into the {split} split, which should have "
-                f"{fraction if split == 'validation' else 1 - fraction:.2%} of them: a document's hash decides. "
-                "Use more documents (--documents paragraph or line splits plain text) or another "
-                "--validation_fraction, with another --output"
+                f"warning: none of the {tally.documents:,} documents are in the {split} split, which should have "
+                f"{fraction if split == 'validation' else 1 - fraction:.2%} of them, chosen by hash. Use more "
+                "documents (--documents paragraph or line splits plain text) or a different --validation_fraction, "
+                "with a new --output"
             )
 
 

@@ -131,7 +131,7 @@ def test_what_cannot_be_reached_is_named(tmp_path, run, memory, served):
         with pytest.raises(InputError, match=message):
             run("--input", given, "--output", tmp_path / "out")
     memory.pipe_file("/x/a.jsonl", as_line("one"))
-    with pytest.raises(InputError, match=r"mixes URLs and local paths"):
+    with pytest.raises(InputError, match=r"URLs and local paths cannot be mixed"):
         run("--input", tmp_path / "a.jsonl", "memory://x/a.jsonl", "--output", tmp_path / "out")
     with pytest.raises(InputError, match=r"--output http://127.*: cannot be written"):
         run("--input", tmp_path / "a.jsonl", "--output", f"{url}/out", "--staging", tmp_path / "staging")
@@ -173,7 +173,7 @@ def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, 
 
     with (
         monkeypatch.context() as failing,
-        pytest.raises(InputError, match=r"network is down; everything is prepared in .*run"),
+        pytest.raises(InputError, match=r"network is down; the complete output is in .*run"),
     ):
         failing.setattr(type(memory), "put_file", put_some)
         run(*given, *there)

@@ -1,13 +1,13 @@
-"""Evaluates models for evaluate.py, from a model's address to a table of results (docs/evaluate.md).
+"""Evaluates models, for evaluate.py.
 
-This package never trains.
+See docs/evaluate.md. The modules are:
 
-    evaluate: one or many models
-    shard_loss: loss on prepared shards
-    lm_harness: lm-eval's tasks, and bits per byte of their correct answers
-    answers: questions and answers as token IDs, for benchmarks on the training processes
-    core: DCLM's CORE
-    task_names: checks that the benchmarks exist
-    interactive: continues typed text
-    results: scores, their means and standard errors; tables and JSON
+    evaluate: runs all requested evaluations
+    shard_loss: measures the loss on prepared shards
+    lm_harness: runs lm-evaluation-harness tasks, and computes bits per byte
+    answers: tokenizes benchmark questions and answers for in-loop evaluation
+    core: computes the CORE metric from DCLM
+    task_names: checks that benchmarks exist
+    interactive: continues text that the user types
+    results: stores and prints scores
 """

@@ -1,9 +1,9 @@
-"""Writes the questions and answers of benchmarks as token IDs, for runs that score them on their training processes.
+"""Tokenizes benchmark questions and answers, so that a run can evaluate them on its training processes.
 
     python -m pretrain_tools.evaluation.answers --tasks TASK ... --tokenizer FOLDER --output FILE.npz [--limit N]
 
-train.py starts this script for `benchmarks: {where: in_loop}`. The harness builds and tokenizes the requests, as in
-evaluate.py. If the script fails, its last line of output becomes the run's warning.
+train.py runs this script for `benchmarks: {where: in_loop}`. If it fails, the run logs the last line of its output as
+a warning.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, qu
 Pair = tuple[list[int], list[int]]
 """Token IDs of (question, answer)."""
 Answer = tuple[list[int], int, int, int]
-"""(token IDs of question and answer, number of tokens in the answer, number of characters, number of bytes)."""
+"""(token IDs of question and answer, then the number of tokens, characters and bytes in the answer)."""
 
 
 def encoder(folder: Path) -> Any:
-    """Returns a harness model that computes nothing and stores the token IDs of every request in `pairs`."""
+    """Returns a dummy harness model that only stores the token IDs of all requests in `pairs`."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
@@ -57,7 +57,7 @@ def encoder(folder: Path) -> Any:
 
 
 def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, limit: float | None) -> Requests:
-    """Builds the requests. Raises InputError for tasks that aren't scored by the likelihood of one correct answer."""
+    """Builds the requests. Raises InputError for tasks that don't score the likelihood of a single correct answer."""
     from lm_eval import simple_evaluate
 
     selected = select_tasks(names, include_path)
@@ -70,7 +70,7 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
     problems = Problems()
     answers: list[Answer] = []
     question_ends, right, tasks, ranges = [], [], [], {}
-    for name, task in sorted(selected.tasks.items(), key=lambda item: item[0] in parts):  # parts of groups last
+    for name, task in sorted(selected.tasks.items(), key=lambda item: item[0] in parts):  # tasks in groups last
         first = len(right)
         for number, of_question in problems.attempt(answers_of, task, model.pairs) or []:
             answers += of_question
@@ -79,7 +79,7 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
         ranges[name] = (first, len(right))
         given = {key.removesuffix(",none") for key in results["results"].get(name, {})}
         measures = tuple(m for m in MEASURES if m in given or m == "bits_per_byte")
-        if task.OUTPUT_TYPE == "loglikelihood":  # acc in this task tests if each token is the most likely one
+        if task.OUTPUT_TYPE == "loglikelihood":  # here, acc means that each token is the most likely one
             measures = ("bits_per_byte",)
         is_part = name in parts and name not in names
         tasks.append(Task(name, measures, (ranges[name],), results["n-shot"].get(name), is_part))
@@ -100,9 +100,9 @@ def requests_of(tokenizer: Path, names: list[str], include_path: Path | None, li
 
 
 def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int, list[Answer]]]:
-    """Lists (number of the correct answer, all answers) for each of a task's questions.
+    """Lists (index of the correct answer, all answers) for each question in a task.
 
-    Raises InputError for a task that isn't scored by the likelihood of one correct answer.
+    Raises InputError if the task doesn't score the likelihood of a single correct answer.
     """
     found = []
     for right, instances in questions_of(task):
@@ -113,13 +113,14 @@ def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int,
         answers = []
         for instance in sorted(instances, key=lambda instance: instance.idx):
             question, answer = pairs[instance.args]
-            # As in the harness, the space before an answer counts in its bytes but not in its characters.
+            # As in the harness, the space before an answer counts as a byte, but not as a character.
             sizes = max(1, len(choices[instance.idx])), len(instance.args[1].encode())
             answers.append((question + answer, len(answer), *sizes))
         found.append((right, answers))
     if not found:
         raise InputError(
-            f"--tasks {task.task_name}: is not scored by the likelihood of one correct answer; use where: blocking"
+            f"--tasks {task.task_name}: where: in_loop only supports tasks with a single correct answer, scored by "
+            "likelihood; use where: blocking"
         )
     return found
 

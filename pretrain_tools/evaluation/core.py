@@ -1,7 +1,7 @@
-"""Computes CORE from DataComp-LM (arXiv 2406.11794): the mean accuracy over 22 tasks, each centered on chance.
+"""Computes CORE from DataComp-LM (arXiv 2406.11794): the mean centered accuracy over 22 tasks.
 
-The items come from DCLM's bundle. Prompts, examples, answers and the mean follow nanochat (nanochat/core_eval.py,
-scripts/base_eval.py), so scores are comparable with its published ones. The harness's model computes the likelihoods.
+The implementation follows nanochat (nanochat/core_eval.py, scripts/base_eval.py), so scores are comparable with its
+published ones.
 """
 
 import itertools
@@ -23,10 +23,10 @@ FIELDS = {
     "schema": ("continuation", "context_options"),
     "language_modeling": ("context", "continuation"),
 }
-"""{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the number
+"""{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the index
 of the correct choice."""
 ITEMS_AT_ONCE = 2000
-"""Number of items whose tokens are in memory together."""
+"""Number of items that are tokenized at the same time."""
 
 Item = dict[str, Any]
 
@@ -34,11 +34,11 @@ Item = dict[str, Any]
 def score_core(
     model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
 ) -> list[TaskScore]:
-    """Scores each task as core/LABEL, and also CORE if it is in `names`. A collective call of all ranks.
+    """Scores each task as core/LABEL, and CORE itself if it is in `names`. Must be called on all ranks.
 
     Args:
-        model: lm_harness's model.
-        limit: items per task, or a fraction below 1.
+        model: model from lm_harness.
+        limit: number of items per task, or a fraction below 1.
     """
     scores = []
     for task in tasks:
@@ -56,7 +56,7 @@ def score_core(
         is_part = CORE in names and name not in names
         scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part))
     if CORE in names:
-        # The two HellaSwag tasks share their items, so the error is slightly underestimated.
+        # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
         samples = sum(score.samples for score in scores)
         scores.append(TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None))
     return scores
@@ -72,15 +72,14 @@ def read_items(task: BundleTask) -> list[Item]:
                 _check(task, item)
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
-                    f"--eval_bundle {task.file}:{number}: is not an item of type {task.kind} ({error}); unpack the "
-                    "bundle again"
+                    f"--eval_bundle {task.file}:{number}: invalid {task.kind} item ({error}); unpack the bundle again"
                 ) from error
             items.append(item)
     if len(items) <= task.few_shots:
         raise InputError(
-            f"--eval_bundle {task.file}: {len(items)} items are too few for {task.few_shots} examples and a question"
+            f"--eval_bundle {task.file}: contains {len(items)} items, too few for {task.few_shots} few-shot examples"
         )
-    # With --limit, the first items in this order are scored, as in nanochat.
+    # As in nanochat, --limit selects the first items in this order.
     random.Random(ORDER_SEED).shuffle(items)
     return items
 
@@ -94,18 +93,17 @@ def _check(task: BundleTask, item: Item) -> None:
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
-    """Returns True for each item that the model answers correctly.
+    """Returns whether the model answers each item correctly.
 
-    With choices, the model's answer is the choice with the lowest mean loss per token. In language modeling, an answer
-    is correct if each of its tokens is the most likely one.
+    If there are choices, the model's answer is the choice with the lowest mean loss per token. In language modeling,
+    each token of the answer must be the most likely one.
     """
     mine: dict[int, bool] = {}
-    # Every rank has all items, because few-shot examples are drawn from all of them.
     numbers = range(ranks.rank, len(items), ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
         of_items = {number: spans(model, task, items, number) for number in numbers[first : first + ITEMS_AT_ONCE]}
         requests = [(None, ids[:start], ids[start:]) for found in of_items.values() for ids, start in found]
-        # CORE's prompts are tokenized as in nanochat, and HFLM has no public method that scores tokens.
+        # HFLM has no public method to score token IDs.
         likelihoods = iter(model._loglikelihood_tokens(requests))
         for number, found in of_items.items():
             answers = list(itertools.islice(likelihoods, len(found)))
@@ -121,35 +119,37 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
 
 
 def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[tuple[list[int], int]]:
-    """Returns (tokens of prompt and answer, start of the scored tokens) for every choice of an item, or for the single
-    answer in language modeling."""
+    """Returns (token IDs of prompt and answer, index of the first scored token) for each choice of an item.
+
+    In language modeling, the answer is the only choice.
+    """
     prompts = prompts_of(task, items[number], examples_for(number, items, task.few_shots))
     start_token = _start_token(model.tokenizer)
     tokens = [[start_token, *model.tokenizer(prompt, add_special_tokens=False)["input_ids"]] for prompt in prompts]
     shortest = min(map(len, tokens))
-    if task.kind == "schema":  # the same end after different beginnings
+    if task.kind == "schema":  # different contexts, same continuation
         common = _common(ids[::-1] for ids in tokens)
         found = [(ids, len(ids) - min(common, shortest - 1)) for ids in tokens]
     else:
         start = min(_common(tokens), shortest - 1) if task.kind == "multiple_choice" else _common(tokens)
-        # tokens[0] is only the context. It isn't scored, but shows where the answer begins.
+        # tokens[0] is the context alone, which shows where the answer begins.
         found = [(ids, start) for ids in (tokens if task.kind == "multiple_choice" else tokens[1:])]
     return [_cropped(ids, start, model.max_length, task) for ids, start in found]
 
 
 def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tuple[list[int], int]:
-    """Keeps the last `most` tokens."""
+    """Truncates a sequence on the left to `most` tokens. Raises InputError if the answer is too long."""
     cut = max(0, len(tokens) - most)
     if start - cut < 1:
         raise InputError(
-            f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens leaves no room for its "
-            f"question in the model's {most:,} positions; leave out the task and {CORE}"
+            f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens is too long for the model's "
+            f"{most:,} positions; omit this task and {CORE}"
         )
     return tokens[cut:], start - cut
 
 
 def _common(sequences: Any) -> int:
-    """Counts the leading tokens shared by all sequences."""
+    """Returns the length of the longest common prefix."""
     columns = zip(*sequences, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -158,17 +158,17 @@ def _start_token(tokenizer: Any) -> int:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return token
-    raise InputError(f"--tasks {CORE}: the tokenizer has no token to begin text with; add bos_token to its files")
+    raise InputError(f"--tasks {CORE}: the tokenizer has no beginning-of-text token; add bos_token to its files")
 
 
 def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
-    """Draws an item's few-shot examples from the other items, seeded by its number."""
+    """Samples an item's few-shot examples from the other items, with a seed per item."""
     drawn = random.Random(EXAMPLES_SEED + number).sample(range(len(items) - 1), count)
     return [items[other + (other >= number)] for other in drawn]
 
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
-    """Formats a prompt per choice, or for language modeling the prompt without and with its answer."""
+    """Formats a prompt per choice. For language modeling, formats the prompt without and with the answer."""
     between = task.delimiter
 
     def shots(parts: Callable[[Item], tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""Evaluates the models on the command line: finds all inputs, then measures the models one by one."""
+"""Runs evaluate.py: checks all inputs, then evaluates the models one by one."""
 
 import argparse
 import gc
@@ -49,7 +49,7 @@ from pretrain_tools.runs.status import is_training
 
 @dataclass
 class Job:
-    """A model and everything needed to measure it."""
+    """A model to evaluate, with all inputs."""
 
     address: ModelAddress
     config: PreTrainedConfig
@@ -60,24 +60,24 @@ class Job:
 
 
 def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], Strategy]:
-    """Runs evaluate.py's command line. Returns the results, which are the same on all ranks, and the strategy.
+    """Evaluates all models. Returns (results, strategy).
 
-    Raises InputError listing all problems before it measures anything.
+    Checks all inputs first, and raises InputError listing all problems.
     """
     jobs, tasks = find_everything(arguments)
-    # Not earlier, because a wrong flag must fail before all processes start.
-    strategy = evaluation_strategy()  # each model has its own precision; see measure_shards
+    # Not earlier, so that mistakes are reported before the processes are set up.
+    strategy = evaluation_strategy()  # precision is set per model in measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
     if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
-        print(f"warning: {problem}; give --precision fp32", file=sys.stderr, flush=True)
+        print(f"warning: {problem}; use --precision fp32", file=sys.stderr, flush=True)
     evaluations: list[ModelResults] = []
     for job in jobs:
         evaluation = measure(job, tasks, arguments, strategy)
         evaluations.append(evaluation)
         if strategy.ranks.is_main:
-            # Save after each model, because the next ones may take hours or crash.
+            # Save after each model, because the next one may take hours or crash.
             append_to_run(evaluation)
             track(evaluation)
             if arguments.output:
@@ -87,31 +87,31 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     if strategy.ranks.is_main and (arguments.data or arguments.tasks):
         print_table(evaluations)
     if strategy.ranks.is_main and arguments.output:
-        print(f"All results are in {arguments.output}.")
+        print(f"All results were written to {arguments.output}.")
     return evaluations, strategy
 
 
 def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
-    """Returns True if any loss or score is computed in bf16. Without --precision, tasks use the saved dtype."""
+    """Returns True if any evaluation runs in bf16. With --precision auto, tasks use the saved dtype."""
     on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
     saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
     return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
 
 
 def track(evaluation: ModelResults) -> None:
-    """Sends the scores to the trackers of the model's run. An active run fetches them itself."""
+    """Logs the scores to the trackers of the model's run, unless the run is active and does so itself."""
     run = evaluation.address.run
     if run is None or is_training(run) or evaluation.address.weights != "raw":
         return
     try:
         config = run_config_of(evaluation.address)
     except InputError:
-        return  # the recipe is from another version; metrics.jsonl has the scores
+        return  # an unreadable recipe, such as one from another version
     if not config.trackers:
         return
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
     last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
-    # Log at the run's last step, because wandb rejects earlier steps. `evaluation/step` is the evaluated step.
+    # wandb rejects steps before the run's last one, so log the evaluated step as a value.
     trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
     trackers.finish()
 
@@ -130,7 +130,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
             problems.attempt(add_sources, job, arguments)
         if arguments.tasks or arguments.prompt is not None:
             problems.attempt(add_tokenizer, job, arguments)
-    # Load tasks last and only if nothing else is wrong, because this takes seconds and may download files.
+    # Load tasks last, because this is slow and may download files.
     tasks = None
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
@@ -141,7 +141,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
 
 
 def job_of(address: ModelAddress, arguments: argparse.Namespace) -> Job:
-    """Returns a model's job without its data. Raises InputError for an unusable config.json."""
+    """Creates a job without data. Raises InputError if config.json is unusable."""
     config = load_model_config(str(address.folder), trust_remote_code=arguments.trust_remote_code)
     return Job(address, config)
 
@@ -153,12 +153,12 @@ def averaged_address(address: ModelAddress) -> ModelAddress:
 
 
 def weights_of(address: ModelAddress) -> AbstractContextManager[Path]:
-    """Returns a context manager that yields a model folder with the address's weights."""
+    """Returns a context manager that yields a model folder with the requested weights."""
     return average_folder(address.folder) if address.weights == "average" else nullcontext(address.folder)
 
 
 def add_sources(job: Job, arguments: argparse.Namespace) -> None:
-    """Adds the shards and the measurement settings. Raises InputError."""
+    """Adds the shards and their settings to a job. Raises InputError."""
     job.settings = settings_for(job.address, job.config, arguments)
     job.readers = open_evaluation_shards(arguments.data, arguments.split, job.settings.window, arguments.tokenizer)
     problems = Problems()
@@ -168,7 +168,7 @@ def add_sources(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
-    """Adds the tokenizer and the prompt. Raises InputError if the tokenizer is missing or the prompt is too long."""
+    """Adds the tokenizer and the prompt to a job. Raises InputError."""
     try:
         job.tokenizer = AutoTokenizer.from_pretrained(
             str(job.address.folder), trust_remote_code=arguments.trust_remote_code
@@ -176,8 +176,8 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise InputError(
-            f"--model {job.address.name}: cannot load its tokenizer, which --tasks and --prompt need ({reason}); "
-            "put the tokenizer's files into the model folder"
+            f"--model {job.address.name}: --tasks and --prompt need its tokenizer, which cannot be loaded ({reason}); "
+            "copy the tokenizer files to the model folder"
         ) from error
     if arguments.prompt is not None:
         job.prompt_ids_BT = encode_prompt(
@@ -189,12 +189,12 @@ def add_tokenizer(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace, strategy: Strategy) -> ModelResults:
-    """Runs all requested measurements of one model."""
+    """Runs all requested evaluations for a model."""
     started = time.perf_counter()
     result = ModelResults(job.address, parameters=0)
     with weights_of(job.address) as folder:
         measure_loss(folder, job, result, arguments, strategy)
-        # The harness loads the model again, in its saved dtype, so free this copy first.
+        # Free this copy, because the harness loads the model again.
         gc.collect()
         if strategy.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -217,7 +217,7 @@ def measure(job: Job, tasks: TaskSelection | None, arguments: argparse.Namespace
 def measure_loss(
     folder: Path, job: Job, result: ModelResults, arguments: argparse.Namespace, strategy: Strategy
 ) -> None:
-    """Adds the parameter count, the sample, the losses and the scores of extensions for the weights in a folder."""
+    """Adds the parameter count, the sample, the losses and the scores of extension tasks to `result`."""
     model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
     model.eval()
     result.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -226,7 +226,7 @@ def measure_loss(
             model.to(strategy.device), job.tokenizer, job.prompt_ids_BT, sampling_of(arguments)
         )
     for name in arguments.tasks:
-        if name in TASKS:  # every process runs the whole task, so the result doesn't depend on their number
+        if name in TASKS:  # every rank runs the whole task
             result.tasks.append(own_score(name, model.to(strategy.device), job.tokenizer))
     if job.readers:
         result.sources = measure_shards(model, job.readers, strategy, job.settings)
@@ -235,18 +235,18 @@ def measure_loss(
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
-    """Scores the model with an extension's task. Raises InputError if the task doesn't return numbers."""
+    """Scores a model with a task from an extension. Raises InputError if the result isn't {measure: number}."""
     evaluation = TASKS[name]
     with torch.no_grad():
         measures = evaluation(model, tokenizer)
     if not isinstance(measures, dict) or not all(isinstance(value, int | float) for value in measures.values()):
-        raise InputError(f"--tasks {name}: returned {shortened(repr(measures))}; it must return {{measure: number}}")
+        raise InputError(f"--tasks {name}: must return {{measure: number}}, but returned {shortened(repr(measures))}")
     code = digest_of([Path(sys.modules[evaluation.__module__].__file__)])
     return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code)
 
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
-    """Returns the sampling settings. Temperature 0 is greedy decoding, with which small models repeat themselves."""
+    """Returns the sampling settings. Temperature 0 means greedy decoding."""
     if not arguments.temperature:
         return Sampling(arguments.max_new_tokens, seed=arguments.seed)
     top_k = 50 if arguments.top_k is None else arguments.top_k or None
@@ -254,13 +254,13 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def talk_to_model(arguments: argparse.Namespace) -> None:
-    """Runs `evaluate.py --interactive` until the user ends it. Raises InputError."""
+    """Runs `evaluate.py --interactive` until the user quits. Raises InputError."""
     device = torch.device(device_type())
 
     def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
         address, *others = find_models(arguments.model[0])
         if others:
-            raise InputError(f"--interactive: continues text with one model, not {arguments.model[0]}")
+            raise InputError(f"--interactive: must be used with a single model, not {arguments.model[0]}")
         if arguments.weights == "average":
             address = averaged_address(address)
         job = job_of(address, arguments)

@@ -1,7 +1,6 @@
-"""Continues text typed at a prompt. A base model completes text but doesn't answer questions.
+"""Continues text that the user types, or each line of standard input if it isn't a terminal.
 
-A line that begins with a colon is a command (`:help`). Text appears as it is generated. Ctrl-C stops the text, and
-Ctrl-D ends the session. If standard input isn't a terminal, the model continues each of its lines.
+Lines that begin with a colon are commands (`:help`). Ctrl-C stops generation, and Ctrl-D ends the session.
 """
 
 import dataclasses
@@ -16,22 +15,22 @@ from pretrain.errors import InputError, did_you_mean
 from pretrain.hardware import emulation_of_bf16
 from pretrain.training.samples import Sampling, encode_prompt, generation_arguments
 
-HELP = """Type a beginning and press Enter; \\n is a new line. The model continues your text like a document.
-  :more     continue the last text        :again    sample another continuation of the last beginning
+HELP = """Type some text and press Enter; \\n is a new line. The model continues your text like a document.
+  :more     continue the last text        :again    sample another continuation of your text
   :reload   load the newest checkpoint    :help     show this help
-  :quit     or Ctrl-D. Ctrl-C stops a text. Set sampling by --temperature, --top_k, --top_p and --max_new_tokens"""
+  :quit     or Ctrl-D. Ctrl-C stops generation. See also --temperature, --top_k, --top_p and --max_new_tokens"""
 COMMANDS = ("more", "again", "reload", "help", "quit")
 
 LoadModel = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, str]]
-"""Loads a model, its tokenizer and its name from disk."""
+"""Loads a model. Returns (model, tokenizer, name)."""
 
 
 class Session:
-    """A session with one model.
+    """An interactive session.
 
     Args:
         load: loads the model; called again for `:reload`.
-        sampling: sampling settings. The seed increases by 1 with each text.
+        sampling: sampling settings. The seed is increased by 1 after each generation.
     """
 
     def __init__(self, load: LoadModel, sampling: Sampling, device: torch.device):
@@ -50,7 +49,7 @@ class Session:
         print(f"{self.name} · :help lists the commands", flush=True)
 
     def answer(self, line: str) -> bool:
-        """Processes a line. Returns False at the end of the session. Raises InputError for an unknown command."""
+        """Processes a line of input. Returns False for `:quit`. Raises InputError for an unknown command."""
         if not line.startswith(":"):
             if line:
                 self.beginning = line.replace("\\n", "\n")
@@ -61,7 +60,7 @@ class Session:
             raise InputError(f":{name}: unknown{did_you_mean(name, COMMANDS)}")
         if name in ("more", "again"):
             if not self.text:
-                raise InputError(f":{name}: no text yet; type a beginning")
+                raise InputError(f":{name}: no text yet; type some text first")
             self.generate(self.text if name == "more" else self.beginning)
         elif name == "reload":
             self.reload()
@@ -70,31 +69,31 @@ class Session:
         return name != "quit"
 
     def generate(self, text: str) -> None:
-        """Prints `text` and its continuation token by token, until Ctrl-C."""
-        # Keep only the newest tokens, because a text may exceed the model's positions.
+        """Prints the continuation of `text` as it is generated, until Ctrl-C."""
+        # If the text is too long for the model's positions, only use its end.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
-            raise InputError(f"--max_new_tokens {room}: this model has {positions:,} positions")
+            raise InputError(f"--max_new_tokens {room}: must be less than the model's {positions:,} positions")
         ids_BT = encode_prompt(self.tokenizer, text, max_new_tokens=room, max_positions=None)[:, room - positions :]
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
         with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
-            # Fork and seed the random state, because loading a model must not change the next sample.
+            # Use a separate random state, so that samples only depend on the seed.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
             )
         if not printed.ended:
             printed.end()
-        # Keep the part of a long text that the model no longer sees.
+        # Also keep the beginning of a long text, which the model no longer sees.
         seen = self.tokenizer.decode(ids_BT[0], skip_special_tokens=True)
         self.text = text.removesuffix(seen) + "".join(printed.parts)
         self.sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + 1)
 
 
 class Collector(TextStreamer):
-    """Prints text word by word, and stores it."""
+    """Prints text as it is generated, and stores it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         super().__init__(tokenizer, skip_special_tokens=True)
@@ -108,10 +107,10 @@ class Collector(TextStreamer):
 
 
 def lines() -> Iterator[str]:
-    """Yields the typed lines. A terminal has editing and history."""
+    """Yields lines from standard input. In a terminal, lines can be edited and there is a history."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        with suppress(ImportError):  # arrow keys and history; some Pythons lack it
+        with suppress(ImportError):  # not available in every Python
             import readline  # noqa: F401
     while True:
         try:
@@ -125,7 +124,7 @@ def lines() -> Iterator[str]:
 
 
 def interact(load: LoadModel, sampling: Sampling, device: torch.device, first: str | None = None) -> None:
-    """Runs a session until `:quit` or the end of the input. `first` is optional text to continue first."""
+    """Runs a session until `:quit` or the end of the input. first: optional prompt."""
     session = Session(load, sampling, device)
     if first is not None:
         session.answer(first)

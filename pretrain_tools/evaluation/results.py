@@ -1,4 +1,4 @@
-"""Reports evaluation scores as a table, as JSON, and in the run's metrics.jsonl."""
+"""Stores evaluation results, and writes them as a table, as JSON and to the run's metrics.jsonl."""
 
 import json
 import math
@@ -22,26 +22,26 @@ SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Scores for one task or group."""
+    """Scores of a task or group."""
 
     task: str
     measures: dict[str, float | None]
-    """{name in the harness: value}, such as acc and acc_stderr, or exact_match,strict-match and its _stderr."""
+    """{name in the harness: value}, such as acc and acc_stderr."""
     few_shots: int | None
     samples: int | None
     version: str | None
     is_part: bool = False
-    """True for a task in a group with its own score, unless the task was requested by name."""
+    """True for a task in a scored group, unless the task was requested by name."""
 
 
 def mean_and_error(name: str, values: list[float]) -> dict[str, float | None]:
-    """Computes {name: mean, name_stderr: standard error} like the harness. The error of a single value is None."""
+    """Computes {name: mean, name_stderr: standard error}, like the harness. The error is None for a single value."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {name: statistics.fmean(values), f"{name}_stderr": error}
 
 
 def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str, float | None]:
-    """Computes the unweighted mean over tasks and its standard error, assuming that tasks share no items."""
+    """Computes the unweighted mean over tasks and its standard error, assuming independent tasks."""
     errors = [score.measures[f"{measure}_stderr"] for score in scores]
     error = None if None in errors else math.hypot(*errors) / len(scores)
     return {name: statistics.fmean(score.measures[measure] for score in scores), f"{name}_stderr": error}
@@ -49,7 +49,7 @@ def mean_of_means(name: str, scores: list[TaskScore], measure: str) -> dict[str,
 
 @dataclass
 class ModelResults:
-    """All measurements for one model."""
+    """All results for one model."""
 
     address: ModelAddress
     parameters: int
@@ -58,12 +58,12 @@ class ModelResults:
     source_settings: dict[str, Any] | None = None
     tasks: list[TaskScore] = field(default_factory=list)
     limit: float | None = None
-    """Number of documents per task; None for all."""
+    """--limit: number of documents per task, or a fraction below 1; None for all."""
     sample: str | None = None
     seconds: float = 0.0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Returns an event for metrics.jsonl for each source and task."""
+        """Returns one event per source and task for metrics.jsonl."""
         address = self.address
         about = {"event": "evaluation", "step": address.step, "tokens": address.tokens, "model": address.name}
         now = {"time": round(time.time(), 3)}
@@ -78,11 +78,11 @@ class ModelResults:
         return lines
 
     def scores(self) -> list[Score]:
-        """Returns all scores, without parts of groups."""
+        """Returns all scores, except those of tasks in groups."""
         return [score for line in self.lines() for score in scores_of(line)]
 
     def numbers(self) -> dict[str, float]:
-        """Returns {'evaluation/acc/arc_easy': 0.31, ...} for trackers, without parts of groups."""
+        """Returns {'evaluation/acc/arc_easy': 0.31, ...} for trackers, except for tasks in groups."""
         measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
         return {
             f"evaluation/{metric}/{name}": value
@@ -109,34 +109,31 @@ class ModelResults:
 
 
 def append_to_run(evaluation: ModelResults) -> None:
-    """Appends the events to metrics.jsonl if the model belongs to a run.
-
-    Skips averaged weights' scores, because the run's curve shows the raw weights.
-    """
+    """Appends the scores to metrics.jsonl if the model belongs to a run. Skips scores of averaged weights."""
     run = evaluation.address.run
     if run is None or evaluation.address.weights != "raw":
         return
     try:
         append_events(run, map(finite, evaluation.lines()))
-    except OSError as error:  # a full disk must not lose hours of evaluation; the table comes later
+    except OSError as error:  # a full disk must not abort a long evaluation
         print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
 def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns [problem] if a file can't be written, otherwise []. Call it before hours of evaluation."""
+    """Returns [problem] if a file can't be written, otherwise []."""
     if path is None:
         return []
     if path.is_dir():
-        return [f"{flag} {path}: is a folder; give a file"]
-    # Missing folders are created later.
+        return [f"{flag} {path}: is a folder; it must be a file"]
+    # Missing parent folders are created later.
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [f"{flag} {path}: {existing} is not writable; choose another path"]
+        return [f"{flag} {path}: {existing} is not writable; use another path"]
     return []
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
-    """Writes the results so far, atomically."""
+    """Writes all results so far to a JSON file."""
     contents = {
         "format": "groundwork-evaluation",
         "version": 1,
@@ -150,7 +147,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
 
 
 def print_table(evaluations: list[ModelResults]) -> None:
-    """Prints a row per measure and a column per model. Omits parts of groups, which are in the JSON."""
+    """Prints a table with one row per metric and one column per model. Omits tasks in groups."""
     from rich.console import Console
     from rich.table import Table
 
@@ -171,7 +168,7 @@ def print_table(evaluations: list[ModelResults]) -> None:
         console = Console(width=max(120, 40 + 30 * len(evaluations)))
     console.print(table)
     if parts := sum(score.is_part for score in evaluations[0].tasks):
-        console.print(f"{parts} parts of groups are not shown; --output FILE.json includes them.")
+        console.print(f"{parts} tasks in groups are not shown; use --output FILE.json to save all scores.")
 
 
 def _heading(evaluation: ModelResults) -> str:
@@ -182,7 +179,7 @@ def _heading(evaluation: ModelResults) -> str:
 
 
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
-    """Formats {(source or task, measure): value ± standard error}."""
+    """Formats the table cells of a model: {(source or task, metric): value ± standard error}."""
     cells = {}
     for score in evaluation.scores():
         if score.metric in SOURCE_MEASURES and score.task in evaluation.sources:

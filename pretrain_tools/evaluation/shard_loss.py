@@ -1,4 +1,4 @@
-"""Measures loss, perplexity and bits per byte of any model on prepared shards, as a training run does."""
+"""Measures a model's loss, perplexity and bits per byte on prepared shards, like validation during training."""
 
 import argparse
 import hashlib
@@ -31,13 +31,13 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """Settings of a measurement. A run's model uses the run's settings, so the numbers agree."""
+    """Evaluation settings. For a model from a run, they default to the run's settings."""
 
     window: WindowSpec
     precision: str
-    """Precision of arithmetic with fp32 weights: fp32, bf16 or fp16."""
+    """Compute precision: fp32, bf16 or fp16. The weights are in fp32."""
     attention: str
-    """The model's attn_implementation; see pretrain/model/attention.py."""
+    """attn_implementation; see pretrain/model/attention.py."""
     loss_backend: str
     sequences_per_micro_batch: int
     sequences: int | None
@@ -45,22 +45,22 @@ class ShardSettings:
 
 
 class CheckedReader(ShardReader):
-    """Raises InputError for an ID outside the vocabulary. On a GPU, it would trigger an assert without a file name."""
+    """Raises InputError for token IDs outside the vocabulary. A GPU would only report an assert."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)
         if (largest := int(out.max())) >= self.manifest.vocabulary_size:
             raise InputError(
-                f"{self.manifest.place}: split {self.split} has token ID {largest:,} between tokens {start:,} and "
-                f"{start + len(out):,}, but its vocabulary is 0 to {self.manifest.vocabulary_size - 1:,}; the shards "
-                "are damaged: restore or prepare them again"
+                f"{self.manifest.place}: split {self.split} contains token ID {largest:,} (between tokens {start:,} "
+                f"and {start + len(out):,}), must be from 0 to {self.manifest.vocabulary_size - 1:,}; the shards are "
+                "damaged: restore them or prepare them again"
             )
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
-    """Returns settings from the command line, otherwise from the model's run, otherwise the defaults.
+    """Returns settings from the command line, from the model's run, or defaults, in this order.
 
-    Raises InputError if the run's config.yaml is unreadable, or if sequences are longer than the model's positions.
+    Raises InputError if the run's config.yaml is unreadable or the sequence length exceeds the model's positions.
     """
     run = run_config_of(address)
     positions = getattr(config, "max_position_embeddings", None)
@@ -69,17 +69,17 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
         length = min(LONGEST_DEFAULT_SEQUENCE, positions or LONGEST_DEFAULT_SEQUENCE)
     if positions is not None and length > positions:
         raise InputError(
-            f"--sequence_length {length:,}: {address.name} has {positions:,} positions; give at most "
+            f"--sequence_length {length:,}: {address.name} only has {positions:,} positions; use at most "
             f"--sequence_length {positions}"
         )
     precision = run.precision if run and arguments.precision == "auto" else arguments.precision
     if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
-        precision = "fp32"  # the run was trained on a GPU; the CPU has no fp16 arithmetic
+        precision = "fp32"  # the CPU doesn't support fp16
     if precision == "fp8":
         precision = "bf16"  # fp8 is only for training
     document_mask = {"on": True, "off": False}.get(arguments.document_mask, run.data.document_mask if run else None)
     resolved = resolve_precision(precision)
-    # A model trained in bf16 may exceed fp16's range.
+    # A model trained in bf16 may exceed the range of fp16.
     precision = "fp32" if precision == "auto" and resolved == "fp16" else resolved
     attention, document_mask = _attention(config, run.attention if run else "auto", precision, length, document_mask)
     return ShardSettings(
@@ -96,10 +96,10 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
 def _attention(
     config: PreTrainedConfig, requested: str, precision: str, length: int, document_mask: bool | None
 ) -> tuple[str, bool]:
-    """Chooses (attention, document_mask): the run's kernel, or an equivalent one on this machine.
+    """Chooses (attention, document_mask): the run's kernel, or an equivalent one if this machine doesn't support it.
 
-    If document_mask is None, it is on if the architecture can keep documents apart. Models with custom code aren't
-    probed.
+    If document_mask is None, turns it on if the architecture supports it. Models with custom code use eager attention
+    without a document mask.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "eager", False
@@ -117,14 +117,14 @@ def _attention(
 
 
 def run_config_of(address: ModelAddress) -> RunConfig | None:
-    """Reads the resolved recipe of a model's run; None if the model doesn't belong to a run."""
+    """Reads the recipe of the model's run; None if the model doesn't belong to a run. Raises InputError."""
     if address.run is None:
         return None
     try:
         return read_run_config(address.run / "config.yaml", loads_extensions=False)
     except InputError as error:
         raise InputError(
-            *error.problems, f"{address.name}: copy the model folder out of its run to evaluate it without the above"
+            *error.problems, f"{address.name}: to evaluate it without its recipe, copy the model folder out of the run"
         ) from error
 
 
@@ -133,7 +133,7 @@ def open_evaluation_shards(
 ) -> dict[str, ShardReader]:
     """Opens shards as {name: reader}. Raises InputError listing all unusable folders.
 
-    tokenizer: name of the tokenizer, for files prepared by other tools.
+    tokenizer: name of the tokenizer, for shards from other tools.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
@@ -144,8 +144,8 @@ def open_evaluation_shards(
         reader = CheckedReader(shards.manifest, split)
         if not window.count_in(reader.tokens):
             problems.append(
-                f"--data {folder}: {reader.tokens:,} {split} tokens are fewer than one sequence of "
-                f"{window.sequence_length:,} + 1; give at most --sequence_length {reader.tokens - 1}"
+                f"--data {folder}: contains {reader.tokens:,} {split} tokens, fewer than one sequence of "
+                f"{window.sequence_length:,} + 1; use at most --sequence_length {reader.tokens - 1}"
             )
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
@@ -153,14 +153,14 @@ def open_evaluation_shards(
 
 
 def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest: Manifest) -> list[str]:
-    """Returns [problem] if the tokenizers of model and shards don't match, otherwise []."""
+    """Returns [problem] if the model and the shards have different tokenizers, otherwise []."""
     own_file = address.folder / "tokenizer.json"
     shards_file = manifest.tokenizer_folder / "tokenizer.json"
     shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} IDs)"
     if config.vocab_size < manifest.vocabulary_size:
         return [
             f"--data {shards_text}, but {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data "
-            "with the model's own tokenizer"
+            "with the model's tokenizer"
         ]
     if not own_file.is_file():
         return []
@@ -173,13 +173,13 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
         return []
     own = load_tokenizer(address.folder)
     return [
-        f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}; {address.name} has another tokenizer "
+        f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}; {address.name} has a different tokenizer "
         f"({own.vocabulary_size:,} IDs, sha256 {own.sha256[:12]}): prepare the data with --tokenizer {address.folder}"
     ]
 
 
 def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
-    """Returns the parts that determine the IDs of plain text, normalized because libraries write them differently."""
+    """Returns the parts of tokenizer.json that affect the token IDs of plain text, normalized for comparison."""
     from tokenizers import Tokenizer
 
     parts = json.loads(Tokenizer.from_buffer(tokenizer_json).to_str())
@@ -189,17 +189,17 @@ def _ids_of(tokenizer_json: bytes) -> dict[str, Any]:
 def measure_shards(
     causal_lm: PreTrainedModel, readers: dict[str, ShardReader], strategy: Strategy, settings: ShardSettings
 ) -> dict[str, dict[str, Any]]:
-    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}} like validation.
+    """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}. Must be called on all ranks.
 
-    A collective call of all ranks. Each rank has the whole model in fp32, and computes in settings.precision.
+    Each rank has the whole model in fp32.
     """
-    # The run's kernel and loss backend, so that the numbers match the run's to the last digit.
+    # Use the run's kernels, so that the results match the run exactly.
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     results = {}
     for name, reader in readers.items():
-        # A window is a sequence and the token after it.
+        # A window contains a sequence and the token after it.
         windows = settings.window.count_in(reader.tokens)
         sequences = min(settings.sequences or windows, windows)
         autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)

@@ -1,9 +1,9 @@
-"""Checks that a recipe's benchmarks exist in the harness, the user's folder or CORE's bundle.
+"""Checks that benchmarks exist in the harness, the user's folder or DCLM's bundle.
 
     python -m pretrain_tools.evaluation.task_names --tasks TASK ... [--include_path FOLDER] [--eval_bundle FOLDER] \
         [--extensions FILE ...]
 
-prints the problems of a recipe's `benchmarks`, one per line. train.py runs this before training.
+Prints one problem per line. train.py runs this script before training.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pretrain.registry import TASKS, load_extensions
 
 BASE_TASKS = ("hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande")
 BASE_TASKS += ("lambada_openai", "boolq", "sciq", "openbookqa", "blimp")
-"""The tasks of `base`, which distinguish base models of this size without chat or code."""
+"""Tasks in the set `base`, for base models."""
 SMALL_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande", "piqa", "social_iqa", "sciq", "lambada_openai")
-"""The tasks of `small`, from the base-easy suite of OLMo 3 (arXiv 2512.13961). The harness scores their answers as
-continuations. Bits per byte of the correct answer fall smoothly long before a model chooses it."""
+"""Tasks in the set `small`, from the base-easy suite of OLMo 3 (arXiv 2512.13961). Bits per byte of the correct answer
+decrease smoothly long before a model chooses it."""
 TASK_SETS = {"base": BASE_TASKS, "small": SMALL_TASKS}
 
 CORE = "core"
@@ -36,14 +36,14 @@ CORE_SHOTS = {
     "bigbench_cs_algorithms": 10, "bigbench_operators": 10, "bigbench_repeat_copy_logic": 10, "squad": 10, "coqa": 0,
     "boolq": 10, "bigbench_language_identification": 10,
 }  # fmt: skip
-"""{task of DCLM's CORE: examples in its prompt} (arXiv 2406.11794; low_variance_datasets of DCLM's
-eval/additional_aggregation.json, with the shots of nanochat's core.yaml)."""
+"""{CORE task: number of few-shot examples} (arXiv 2406.11794). The tasks are low_variance_datasets in DCLM's
+eval/additional_aggregation.json, and the numbers are from nanochat's core.yaml."""
 CORE_KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 @dataclass(frozen=True)
 class BundleTask:
-    """A task of a bundle in DCLM's and nanochat's format: core.yaml, eval_meta_data.csv, eval_data/."""
+    """A task in an evaluation bundle of DCLM or nanochat (core.yaml, eval_meta_data.csv, eval_data/)."""
 
     label: str
     kind: str
@@ -52,7 +52,7 @@ class BundleTask:
     delimiter: str
     """Text between question and answer."""
     baseline: float
-    """Accuracy of random guesses, from 0 to 1."""
+    """Accuracy of random guessing, from 0 to 1."""
 
 
 def task_problems(
@@ -61,10 +61,7 @@ def task_problems(
     bundle: Path | None = None,
     settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
 ) -> list[str]:
-    """Lists problems with task names and with the user's task folders.
-
-    settings: the names of the three settings in messages.
-    """
+    """Lists problems with task names and task folders. settings: names of the three settings, for messages."""
     tasks_are, folder_is, _ = settings
     problems = Problems()
     core, tasks = core_names(tasks)
@@ -73,26 +70,26 @@ def task_problems(
     if core and not tasks:
         return list(problems)
     if importlib.util.find_spec("lm_eval") is None:
-        return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or leave the tasks out"]
+        return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or omit the tasks"]
     if include_path is not None and not include_path.is_dir():
-        return [*problems, f"{folder_is} {include_path}: no such folder; give a folder with task .yaml files"]
+        return [*problems, f"{folder_is} {include_path}: no such folder; use a folder with task .yaml files"]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"{folder_is} {include_path} contains no .yaml file with a task or a group")
-    # Building the harness's index takes 10 seconds. The tasks in `base` and `small` don't need it.
+    # Skip known tasks, because building the harness's index takes 10 seconds.
     questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
     manager = manager_of(names, include_path) if names else None
     for name in questioned:
         if not (Path(name).is_file() if is_file(name) else manager.match_tasks([name])):
             near = did_you_mean(name, [*manager.all_tasks, *TASK_SETS] if manager else ())
-            # The harness has 14,000 names, too many to list.
+            # The harness has 14,000 names, too many to list all of them.
             near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
             problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
     return list(problems)
 
 
 def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
-    """Returns the lm_eval TaskManager for these tasks. Omits the harness's tasks if the user's folder has them all."""
+    """Returns an lm_eval TaskManager, without the harness's tasks if the user's folder contains all of `names`."""
     if include_path is not None:
         local = task_manager(include_path, include_defaults=False)
         if all(is_complete(name, local) for name in names):
@@ -102,7 +99,7 @@ def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
 
 @functools.cache
 def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
-    """Returns an lm_eval TaskManager for the user's tasks and, with include_defaults, for all harness tasks."""
+    """Returns an lm_eval TaskManager for the user's tasks and, with include_defaults, the harness's tasks."""
     from lm_eval.tasks import TaskManager
 
     folder = None if include_path is None else str(include_path)
@@ -110,7 +107,7 @@ def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
 
 
 def is_complete(name: str, manager: Any) -> bool:
-    """Returns True if a manager has the task, or the group with all its tasks. A tag may have more tasks elsewhere."""
+    """Returns True if a manager contains a task, or a group and all its tasks."""
     if name not in manager.all_groups:
         return name in manager.all_subtasks
     parts = (manager.task_index[name].cfg or {}).get("task")
@@ -118,7 +115,7 @@ def is_complete(name: str, manager: Any) -> bool:
 
 
 def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Splits names into (core and core/LABEL, all others)."""
+    """Splits names into (CORE tasks, all others)."""
     tasks = list(tasks)
     core = [name for name in tasks if name == CORE or name.startswith(f"{CORE}/")]
     return core, [name for name in tasks if name not in core]
@@ -127,20 +124,20 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """Returns the bundle tasks with these names: `core` means all 22 tasks, `core/LABEL` a single one.
+    """Returns the tasks with these names in a bundle: all 22 for `core`, one for `core/LABEL`.
 
-    Raises InputError listing everything that is missing, because CORE over fewer tasks would be a different measure.
+    Raises InputError if any of them are missing, because CORE is only defined over all tasks.
     """
     tasks_are, _, bundle_is = settings
     if bundle is None:
         raise InputError(
-            f"{tasks_are} {CORE}: needs DCLM's bundle, as in nanochat; give {bundle_is} the folder with core.yaml, "
+            f"{tasks_are} {CORE}: requires DCLM's evaluation bundle; set {bundle_is} to the folder with core.yaml, "
             "eval_meta_data.csv and eval_data/ (docs/benchmarks.md, CORE)"
         )
     absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
     if absent:
         raise InputError(
-            f"{bundle_is} {bundle}: has no {', '.join(absent)}; give the unpacked folder of DCLM's CORE bundle"
+            f"{bundle_is} {bundle}: does not contain {', '.join(absent)}; use the unpacked folder of DCLM's bundle"
         )
     known, problems, wanted = _tasks_in(bundle, bundle_is), Problems(), {}
     for name in names:
@@ -151,15 +148,15 @@ def bundle_tasks(
         if missing and name == CORE:
             problems.append(
                 f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks: "
-                f"{', '.join(missing)}; the mean over the others is not CORE; {CORE}/LABEL scores a single task"
+                f"{', '.join(missing)}; CORE is only defined over all tasks; use {CORE}/LABEL for a single task"
             )
         elif missing:
             problems.append(f"{tasks_are} {name}: no such task in {bundle}{did_you_mean(labels[0], known)}")
         changed = [label for label, task in found.items() if name == CORE and task.few_shots != CORE_SHOTS[label]]
         if changed:
             problems.append(
-                f"{bundle_is} {bundle}/core.yaml: has other few-shot numbers than CORE ({', '.join(changed)}); use "
-                "the published bundle"
+                f"{bundle_is} {bundle}/core.yaml: the number of few-shot examples differs from CORE "
+                f"({', '.join(changed)}); use the published bundle"
             )
     for label, task in wanted.items():
         if not task.file.is_file():
@@ -169,7 +166,7 @@ def bundle_tasks(
 
 
 def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
-    """Reads a bundle as {label: task}. Raises InputError."""
+    """Reads all tasks in a bundle: {label: task}. Raises InputError."""
     try:
         with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
             percent = {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in csv.DictReader(file)}
@@ -194,10 +191,10 @@ def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
     for task in tasks.values():
         if task.kind not in CORE_KINDS:
             near = did_you_mean(str(task.kind), CORE_KINDS)
-            problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} is of type {task.kind}{near}")
+            problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} has unknown type {task.kind}{near}")
         if not 0 <= task.baseline < 1:
             problems.append(
-                f"{bundle_is} {bundle}/eval_meta_data.csv: {task.label} needs a Random baseline from 0 to below 100"
+                f"{bundle_is} {bundle}/eval_meta_data.csv: Random baseline of {task.label} must be from 0 to below 100"
             )
     problems.stop_if_any()
     return tasks

@@ -1,20 +1,19 @@
-"""Turns raw documents into shards, for prepare_data.py.
+"""Converts raw documents to token shards (prepare_data.py).
 
-The same input gives the same bytes for any number of workers and interruptions. The module plan defines everything
-that affects them.
+The output is deterministic: it doesn't depend on the number of workers or on interruptions.
 
-    arguments, request: the command line, and the request that it makes
-    plan: the request, and its differences from an earlier one
-    prepare, progress: the resumable preparation
-    validation_split: held-out documents, or the held-out tail of one
-    encode: encodes texts to token IDs
-    worker: encodes parts
-    workers, ray_workers: run jobs in local processes or on a cluster
-    encoded_part: results from workers, and counts
-    collector, deduplicate, shard_writer, text_files: write encoded parts to shards, and their documents as text
-    near_duplicate_search: finds near duplicates in prepared folders, on disk
-    text_decoder: decodes token IDs for that search
-    slices, upload: preparation on several machines; outputs at URLs
-    inspect: shows a prepared folder's content and removed documents
+    arguments, request: parse the command line
+    plan: the preparation request, and checks against the request of an existing folder
+    prepare, progress: run and resume a preparation, and show its progress
+    validation_split: chooses validation documents
+    encode: tokenizes text
+    worker: reads, cleans and tokenizes one part of the input
+    workers, ray_workers: run jobs in local processes or on a Ray cluster
+    encoded_part: results and counts from workers
+    collector, deduplicate, shard_writer, text_files: remove exact duplicates and write shards and text
+    near_duplicate_search: finds near duplicates in prepared folders
+    text_decoder: decodes token IDs to text
+    slices, upload: split work across machines, and upload outputs to URLs
+    inspect: describes a prepared folder
     tokenizer_training, tokenizer_extension: train and extend tokenizers
 """

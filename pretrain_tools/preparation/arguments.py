@@ -1,4 +1,4 @@
-"""Defines prepare_data.py's command line. Imports nothing heavy, so that --help is fast."""
+"""Defines the command line of prepare_data.py. Avoids slow imports, so that --help is fast."""
 
 import argparse
 from typing import Any
@@ -8,8 +8,8 @@ COUNTS = (
     *("max_documents", "max_tokens", "max_errors", "shard_tokens", "workers", "merge_slices"),
     *("train_tokenizer", "tokenizer_sample_bytes"),
 )
-"""Options that are counts, such as 10e9, 100M, 10B or 2k."""
-# argparse leaves counts and fractions as text, so that one error can report all problems.
+"""Options that accept counts such as 10e9, 100M, 10B or 2k."""
+# Counts and fractions are parsed in request.py, which reports all problems in a single error.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "documents": {
         "input": {"nargs": "+", "metavar": "GLOB", "help": "files or URLs (jsonl, csv, txt, parquet, .gz, ...)"},
@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_characters": {"help": "drop longer documents"},
         "deduplicate": {"action": "store_true", "help": "drop exact copies of earlier documents"},
         "near_duplicates": {"metavar": "JACCARD",
-                            "help": "drop near duplicates of earlier documents, at a similarity such as 0.8"},
+                            "help": "drop documents with at least this similarity to an earlier one, such as 0.8"},
         "filter": {"nargs": "+", "default": [], "metavar": "FILTER",
                    "help": "filters to apply: NAME(KEY=VALUE) or FILE.py:F"},
         "clean": {"action": "store_true", "help": "apply FineWeb's filters and drop near duplicates"},
@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "other modes": {
         "train_tokenizer": {"metavar": "SIZE", "help": "train a byte-level BPE tokenizer, or extend --tokenizer"},
-        "pre_tokenizer": {"metavar": "NAME", "help": "how to split words: gpt4 (default), qwen2 or gpt2"},
+        "pre_tokenizer": {"metavar": "NAME", "help": "how to split text into words: gpt4 (default), qwen2 or gpt2"},
         "special_tokens": {"nargs": "+", "default": [], "metavar": "TOKEN", "help": "additional special tokens"},
         "tokenizer_sample_bytes": {"default": "200M", "help": "maximum bytes of text to train the tokenizer on"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB",

@@ -1,4 +1,4 @@
-"""Writes encoded documents to the shards of both splits. Drops duplicates, enforces limits and counts."""
+"""Writes tokenized documents to shards, removes exact duplicates and enforces limits."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -24,22 +24,22 @@ PROBLEMS_NAMED_IN_MANIFEST = 20
 
 
 class DisagreementError(Exception):
-    """Raised if the fast path gives different token IDs than the reference."""
+    """Raised if the fast encoder returns different token IDs than the reference."""
 
 
 class Intake:
-    """Writes encoded parts one after another to the shards of a folder, and records its progress.
+    """Writes encoded parts to a folder's shards, and records the progress.
 
     Args:
-        plan: the folder's plan.
-        progress: the record of an earlier process to continue, or NO_PROGRESS.
+        plan: result of PreparationRequest.plan.
+        progress: recorded progress to resume from, or NO_PROGRESS.
     """
 
     def __init__(self, folder: Path, plan: dict[str, Any], options: PreparationOptions, progress: dict[str, Any]):
         self.tally = Tally.from_progress(progress["tally"])
         self.position = Position(*progress["position"])
         self.is_complete: bool = progress["complete"]
-        """True once a limit has been reached."""
+        """True if max_documents or max_tokens has been reached."""
         state_folder = folder / UNFINISHED_FOLDER
         self._progress_path = state_folder / PROGRESS_FILE
         self._options = options
@@ -49,14 +49,14 @@ class Intake:
         self._source_numbers = {source["path"]: number for number, source in enumerate(plan["sources"])}
 
     def commit(self) -> None:
-        """Makes all added parts durable, then records them. A later process truncates unrecorded data."""
+        """Flushes all data to disk, then records the progress."""
         state = {"position": self.position, "complete": self.is_complete, "tally": asdict(self.tally)}
         write_durably(self._progress_path, as_json({**state, "writer": self.writer.sync()}))
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""
         if encoded.disagreement is not None:
-            raise DisagreementError(f"gigatoken gives different IDs than tokenizers for {encoded.disagreement}")
+            raise DisagreementError(f"gigatoken and tokenizers return different token IDs for {encoded.disagreement}")
         tally = self.tally
         read = len(encoded.documents)
         if self._seen is not None:
@@ -65,10 +65,10 @@ class Intake:
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
         if not is_complete:
-            # Before all other changes to the tally. If this raises an error, `commit` must not record any of the part.
+            # This may raise InputError, so do it before any other change to the tally.
             count_problems(encoded.problems, tally, self._options)
         tally.duplicate_documents += copies
-        # The index uses the plan's source numbers, not the part's.
+        # Replace the part's source numbers with the plan's.
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
         documents = part.documents.copy()
         numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
@@ -93,11 +93,14 @@ class Intake:
 
 
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
-    """Counts unusable records. If it raises InputError, it hasn't counted any of them."""
+    """Adds bad records to the tally.
+
+    Raises InputError, without changing the tally, if bad records aren't allowed or there are too many.
+    """
     if problems and options.on_error == "stop":
         first = problems[0]
         raise InputError(
-            f"{first.place}: {first.reason}; fix the input, or use --on_error skip, which counts skipped records"
+            f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip and count bad records"
         )
     bad_records = tally.bad_records
     for problem in problems:
@@ -105,8 +108,8 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
         if bad_records > options.max_errors:
             more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, more"
             raise InputError(
-                f"{problem.place}: {problem.reason}; that is {more} than --max_errors {options.max_errors:,} bad "
-                "records; fix the input, or run again with a larger --max_errors, which continues from here"
+                f"{problem.place}: {problem.reason}; the number of bad records is {more} than --max_errors "
+                f"{options.max_errors:,}; fix the input, or run again with a larger --max_errors to resume from here"
             )
     tally.bad_records = bad_records
     room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)

@@ -1,4 +1,4 @@
-"""Finds exact copies of earlier documents by a hash of their token IDs."""
+"""Finds exact duplicates of earlier documents by hashing their token IDs."""
 
 import hashlib
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ HASH_BYTES = 8
 
 
 def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Hashes the concatenated documents in `ids` with 8-byte BLAKE2b: (documents,) uint64."""
+    """Hashes each document with 8-byte BLAKE2b: (documents,) uint64. ends: end offsets in `ids`."""
     content = memoryview(np.ascontiguousarray(ids)).cast("B")
     bounds = [0, *(ends * ids.itemsize).tolist()]
     digests = b"".join(
@@ -24,20 +24,20 @@ def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 class SeenDocuments:
-    """The hashes of all documents so far. Needs 8 bytes per document, and up to 16 during a merge.
+    """Set of document hashes. Needs 8 bytes of memory per document, and up to 16 during a merge.
 
-    With 64 bits, the probability that any of a billion documents is mistaken for a copy is 3%.
+    The probability of any hash collision among a billion documents is 3%.
     """
 
     def __init__(self) -> None:
-        # Sorted arrays, each at least twice as long as the next, so that an addition takes logarithmic time.
+        # Sorted arrays, each at least twice as long as the next, so that adding a hash takes logarithmic time.
         self._arrays: list[np.ndarray] = []
 
     def __len__(self) -> int:
         return sum(map(len, self._arrays))
 
     def add(self, hashes: np.ndarray) -> np.ndarray:
-        """Adds hashes. Returns (documents,) bool: True for new hashes, and only for the first of equal ones."""
+        """Adds hashes. Returns (documents,) bool: True for the first occurrence of each new hash."""
         new = np.zeros(len(hashes), bool)
         distinct, first = np.unique(hashes, return_index=True)
         unseen = ~np.logical_or.reduce([_contains(array, distinct) for array in self._arrays], initial=False)
@@ -62,7 +62,7 @@ def _contains(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDocuments:
-    """Collects the documents of existing shards."""
+    """Returns the hashes of all documents in existing shards."""
     seen = SeenDocuments()
     for shard in shards:
         path = folder / shard.file

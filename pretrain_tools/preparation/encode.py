@@ -1,7 +1,6 @@
-"""Encodes texts to token IDs, with tokenizers (reference path) or gigatoken (fast path), and checks that both agree.
+"""Tokenizes text with the tokenizers library (reference) or with gigatoken (fast), and checks that both agree.
 
-Both paths encode plain text. The text of a special token inside a document never becomes that token. No token is added
-before or after a document, and nothing is truncated or padded.
+Documents are plain text: special tokens in them are tokenized as ordinary text. Nothing is added, truncated or padded.
 """
 
 import json
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "fast", "reference")
 LONG_TEXT_BYTES = 1 << 22
-# Long texts are encoded in overlapping pieces, because the library needs about 100 bytes per byte: 24 GB for 200 MB of
-# text.
+# Long documents are tokenized in overlapping pieces, because the tokenizers library needs about 100 bytes of memory
+# per byte of text.
 PIECE_CHARACTERS = 1 << 20
 OVERLAP_CHARACTERS = 1 << 13
-# Two pieces are joined at a run of this many equal tokens, far from both cuts.
+# Number of consecutive equal tokens at which two overlapping pieces are joined.
 AGREEING_TOKENS = 64
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
@@ -38,7 +37,7 @@ AGREEMENT_TEXTS = (
 
 
 class ReferenceEncoder:
-    """Encodes with the tokenizers library, whose token IDs are the reference."""
+    """Tokenizes with the tokenizers library."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         self._tokenizer = tokenizer
@@ -51,9 +50,9 @@ class ReferenceEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each UTF-8 text to a uint32 array of token IDs."""
+        """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
         arrays: list[np.ndarray] = []
-        # Encode small batches, because encodings keep offsets and strings, many times the size of the text.
+        # Use small batches, because Encoding objects also store offsets and strings and need a lot of memory.
         for first, stop in batches(texts):
             batch = [text.decode() for text in texts[first:stop]]
             if len(texts[first]) > LONG_TEXT_BYTES:
@@ -65,7 +64,7 @@ class ReferenceEncoder:
 
 
 def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
-    """Marks the end-of-document token as special in tokenizer.json, so that text never contains it."""
+    """Returns tokenizer.json with the end-of-document token marked as special, so that text never encodes to it."""
     fields = json.loads(tokenizer.json)
     for added in fields.get("added_tokens") or []:
         if added.get("content") == tokenizer.end_of_document and not added.get("special"):
@@ -75,7 +74,7 @@ def _with_special_end(tokenizer: LoadedTokenizer) -> bytes:
 
 
 class FastEncoder:
-    """Encodes with gigatoken. Texts that contain a special token's text use the reference path."""
+    """Tokenizes with gigatoken. Falls back to the reference for documents that contain special tokens as text."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         import gigatoken
@@ -83,7 +82,7 @@ class FastEncoder:
         self._tokenizer = tokenizer
         self.reference = ReferenceEncoder(tokenizer)
         self._encode = gigatoken.Tokenizer.from_json(tokenizer.json).backend.encode
-        # Searching for a few short prefixes is faster than for hundreds of whole tokens, and misses none.
+        # Search for a few short prefixes first, which is faster than searching for hundreds of tokens.
         self._suspects = sorted({token.encode()[:4] for token in tokenizer.special_tokens})
         self._specials = re.compile(b"|".join(re.escape(token.encode()) for token in tokenizer.special_tokens))
 
@@ -91,7 +90,7 @@ class FastEncoder:
         return type(self), (self._tokenizer,)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Encodes each UTF-8 text to a uint32 array of token IDs, equal to the reference's."""
+        """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
         arrays = [None if self._has_special(text) else self._encode(text) for text in texts]
         suspected = [number for number, ids in enumerate(arrays) if ids is None]
         for number, ids in zip(suspected, self.reference.encode([texts[n] for n in suspected]), strict=True):
@@ -102,7 +101,7 @@ class FastEncoder:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
     def disagreement(self, texts: Sequence[bytes]) -> str | None:
-        """Returns the first text (shortened) whose IDs differ from the reference's; None if all agree."""
+        """Returns the beginning of the first document whose token IDs differ from the reference; None if all agree."""
         for text, expected in zip(texts, self.reference.encode(texts), strict=True):
             if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
                 return repr(text[:60].decode(errors="replace"))
@@ -113,17 +112,16 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """Returns (encoder for `engine`, reason why auto uses the reference path).
+    """Returns (encoder, reason why `auto` doesn't use gigatoken, or None).
 
-    engine: auto, fast or reference. Raises InputError for `fast` if gigatoken can't load this tokenizer or gives
-    different IDs.
+    engine: auto, fast or reference. Raises InputError if `fast` doesn't work with this tokenizer.
     """
     if engine == "reference":
         return ReferenceEncoder(tokenizer), None
     try:
         encoder = FastEncoder(tokenizer)
         disagreement = encoder.disagreement([text.encode() for text in AGREEMENT_TEXTS])
-        reason = f"gigatoken gives different IDs than tokenizers for {disagreement}" if disagreement else None
+        reason = f"gigatoken and tokenizers return different token IDs for {disagreement}" if disagreement else None
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust code is a BaseException
@@ -136,9 +134,9 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
 
 
 def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
-    """Encodes a long text to uint32 token IDs, without special tokens. The IDs equal those from a single call.
+    """Tokenizes a long document in overlapping pieces. Returns the same uint32 token IDs as a single call.
 
-    If two pieces can't be joined, as inside one endless word, they are encoded together.
+    Pieces that can't be joined, such as parts of one very long word, are tokenized together.
     """
     kept: list[np.ndarray] = []
     start = 0
@@ -164,18 +162,21 @@ def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
 
 
 def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.ndarray:
-    """Encodes text[start:stop] to (tokens, 3): token ID, start and end as character positions in `text`."""
+    """Tokenizes text[start:stop] to (tokens, 3): token ID, and start and end as character offsets in `text`."""
     encoding = backend.encode(text[start:stop], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
     return np.column_stack([np.array(encoding.ids, dtype=np.int64), spans])
 
 
 def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, int] | None:
-    """Finds the first rows of left (from `candidate` on) and right with equal tokens."""
+    """Finds where to join two overlapping pieces: (row in `left`, row in `right`), or None.
+
+    candidate: first row in `left` to try.
+    """
     while candidate + AGREEING_TOKENS < len(left):
         begin = left[candidate, 1]
         other = int(np.searchsorted(right[:, 1], begin))
-        # Several tokens may share one character. Cut only before the first of them.
+        # If several tokens share a character, only join before the first of them.
         is_first = candidate == 0 or left[candidate - 1, 2] <= begin
         tokens = left[candidate : candidate + AGREEING_TOKENS]
         if is_first and np.array_equal(tokens, right[other : other + AGREEING_TOKENS]):

@@ -1,4 +1,4 @@
-"""Encoded parts of the documents, and their counts."""
+"""Tokenized documents and their counts, as returned by workers."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents"
 
 @dataclass
 class Tally:
-    """Counts over both splits, in JSON types."""
+    """Counts for both splits together. JSON serializable."""
 
     documents: int = 0
     tokens: int = 0
@@ -31,12 +31,12 @@ class Tally:
     bad_records: int = 0
     first_bad_records: list[str] = field(default_factory=list)
     unread_members: dict[str, int] = field(default_factory=dict)
-    """{suffix: archive members without documents}."""
+    """{suffix: number of archive members that were not read}."""
     input_bytes: int = 0
     cleaning: CleaningAccount = field(default_factory=CleaningAccount)
 
     def add(self, other: Self) -> None:
-        """Adds the counts of a part, except `first_bad_records`."""
+        """Adds another tally's counts, except `first_bad_records`."""
         for name, value in vars(other).items():
             if isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)
@@ -44,7 +44,7 @@ class Tally:
         self.cleaning.add(other.cleaning)
 
     def skipped(self) -> dict[str, Any]:
-        """Returns the counts of skipped documents for the manifest."""
+        """Returns the manifest entry for skipped documents."""
         counts = {name: getattr(self, name) for name in SKIPPED_COUNTS}
         some = {
             "near_duplicate_documents": self.near_duplicate_documents,
@@ -55,18 +55,18 @@ class Tally:
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:
-        """Reads the skipped and cleaning counts from a finished folder's manifest."""
+        """Reads the counts of skipped and cleaned documents from a prepared folder."""
         made = json.loads((folder / MANIFEST_FILE).read_bytes())
         return cls(**made["skipped"], cleaning=recorded_account(folder, made))
 
     @classmethod
     def from_progress(cls, fields: dict[str, Any]) -> Self:
-        """Reads the tally from a preparation's progress record."""
+        """Reads the tally from a progress file."""
         return cls(**fields | {"cleaning": CleaningAccount(**fields.get("cleaning", {}))})
 
 
 class Problem(NamedTuple):
-    """An unusable record. `place` is for messages, and `name`, without folders, for the manifest."""
+    """An unusable record. `place` is its full location for messages, `name` its location for the manifest."""
 
     place: str
     name: str
@@ -76,15 +76,15 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """A part's documents in order, and its counts."""
+    """Tokenized documents from one part of the input, in order."""
 
     after: Position
     counts: Tally
-    """Counts of skipped documents, and the bytes read."""
+    """Counts of skipped documents and bytes read."""
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint16))
-    """Concatenated documents, each followed by the end-of-document ID."""
+    """Concatenated documents, with an end-of-document ID after each."""
     documents: np.ndarray = field(default_factory=lambda: np.empty(0, DOCUMENT))
-    """(documents,) DOCUMENT. Ends are offsets in `ids`, and sources are indices in `source_names`."""
+    """(documents,) DOCUMENT. Ends are offsets in `ids`; sources are indices in `source_names`."""
     source_names: tuple[str, ...] = ()
     is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
     hashes: np.ndarray | None = None
@@ -92,13 +92,13 @@ class EncodedPart:
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None without --near_duplicates."""
     lines: list[bytes] | None = None
-    """The documents as text_files.document_line; None without --write_text."""
+    """One JSON line per document (text_files.document_line); None without --write_text."""
     problems: tuple[Problem, ...] = ()
     disagreement: str | None = None
-    """A text for which the fast path gives wrong token IDs, if any."""
+    """A document for which the fast encoder returned wrong token IDs, if any."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
-        """Returns the part with only the kept documents. kept: (documents,) bool."""
+        """Returns a copy with only some of the documents. kept: (documents,) bool."""
         if kept.all():
             return self
         tokens = tokens_of(self.documents)

@@ -1,4 +1,4 @@
-"""Describes a prepared folder for --inspect: counts, samples of removed documents, lengths, vocabulary, text."""
+"""Describes a prepared folder for --inspect: counts, removed documents, document lengths, vocabulary and samples."""
 
 import json
 from collections import Counter
@@ -23,14 +23,14 @@ FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
 LISTED_SOURCES = 10
 WORDS_OF = 200
-"""Number of documents per source whose words, split at spaces, are counted."""
+"""Number of documents per source for the tokens-per-word ratio."""
 SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
-    """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder has no shards."""
+    """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder contains no shards."""
     manifest = read_manifest(folder)
-    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # shards from other tools have no manifest
+    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # False for shards from other tools
     tally = Tally.recorded(manifest.folder) if is_prepared else None
     readers = [ShardReader(manifest, split) for split in _splits(manifest)]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
@@ -60,7 +60,7 @@ def _splits(manifest: Manifest) -> tuple[str, ...]:
 
 
 def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
-    """Describes a folder's content and the skipped documents. tally: None for shards from other tools."""
+    """Formats the counts in a folder. tally: None for shards from other tools."""
     lines = _count_lines(manifest)
     if tally is None:
         return lines
@@ -88,7 +88,10 @@ def skipped_text(tally: Tally) -> str:
 
 
 def _source_lines(manifest: Manifest, decoder) -> list[str]:
-    """Lists compression and fertility of the largest sources. Fertility uses at most WORDS_OF documents of each."""
+    """Formats bytes per token and tokens per word for the largest sources.
+
+    Tokens per word are estimated from about WORDS_OF documents per source.
+    """
     shards = []
     for shard in manifest.shards:
         path = manifest.folder / shard.file
@@ -123,7 +126,7 @@ def _source_lines(manifest: Manifest, decoder) -> list[str]:
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:
-    """Shows the stages' measurements, and samples of kept documents and of those removed by each rule."""
+    """Formats the cleaning statistics, and samples of kept and removed documents."""
     measures = {**account.histograms, "domain (sampled)": Counter(account.domains.values())}
     lines = [f"{name}: {_shares_text(values)}" for name, values in measures.items() if values]
     for rule, drawn in account.samples.items():
@@ -135,14 +138,14 @@ def _cleaning_lines(account: CleaningAccount) -> list[str]:
 
 
 def _shares_text(values: Mapping[str, int]) -> str:
-    """Describes the most frequent values. Sorts ties by name, so that the order of parts doesn't matter."""
+    """Formats the most frequent values with their shares. Ties are sorted by name."""
     total = sum(values.values())
     most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
 
 
 def _near_duplicate_lines(path: Path) -> list[str]:
-    """Shows pairs of near duplicates; [] without --near_duplicates."""
+    """Formats examples of near duplicates; [] without --near_duplicates."""
     examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
     lines = []
     for example in examples[:SAMPLED_DOCUMENTS]:
@@ -152,12 +155,12 @@ def _near_duplicate_lines(path: Path) -> list[str]:
 
 
 def _quoted(text: str) -> list[str]:
-    """Formats the beginning of a text as quoted lines."""
+    """Formats the beginning of a document as quoted lines."""
     return [f"    | {line}" for line in text[:SAMPLE_CHARACTERS].splitlines()]
 
 
 def _ids(reader: ShardReader, start: int, most: int) -> np.ndarray:
-    """Reads up to `most` token IDs of a split."""
+    """Reads up to `most` token IDs from a split."""
     ids = np.empty(min(most, reader.tokens - start), id_dtype(reader.manifest.dtype))
     reader.read(start, ids)
     return ids
@@ -184,7 +187,7 @@ def _count_lines(manifest: Manifest) -> list[str]:
 
 
 def lengths_text(lengths: np.ndarray) -> str:
-    """Describes lengths by their extremes, percentiles and mean."""
+    """Formats the minimum, percentiles, maximum and mean of lengths."""
     if not len(lengths):
         return "no documents"
     share = [np.percentile(lengths, p) for p in (50, 90, 99)]
@@ -209,13 +212,13 @@ def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[s
 
 
 def _sample_lines(reader: ShardReader, decoder) -> list[str]:
-    """Shows documents at the beginning, a third and two thirds of a split."""
+    """Formats SAMPLED_DOCUMENTS documents, evenly spaced over a split."""
     lines = []
     for number in range(SAMPLED_DOCUMENTS if reader.tokens else 0):
         start = reader.tokens * number // SAMPLED_DOCUMENTS
         ids = _ids(reader, start, READ_IDS)
         if start:
-            # `start` is inside a document, so skip to the next one.
+            # Skip to the beginning of the next document.
             skipped = int(np.argmax(ids == reader.manifest.end_of_document_id)) + 1
             ids = ids[skipped:]
             start += skipped

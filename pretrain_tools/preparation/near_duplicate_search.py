@@ -1,14 +1,13 @@
-"""Searches prepared folders for near duplicates: on disk, deterministic, and resumable after a kill.
+"""Finds near duplicates in prepared folders. The search is deterministic and can be resumed.
 
-The search has three stages of independent tasks. Each task writes a file that is complete or absent. Any process with
-access to the folders can run any task and writes the same bytes:
+It runs in three stages. Each stage consists of independent tasks that write one file each and need about 300 MB of
+memory:
 
-    keys        sorts the keys of RUN_DOCUMENTS documents in each band: 8 bytes per document and band
-    candidates  finds pairs of documents with equal keys, in a range of one band's keys
-    pairs       finds the near duplicates among the candidates of RUN_DOCUMENTS documents, by exact similarity
+    keys        compute and sort the band keys of RUN_DOCUMENTS documents (8 bytes per document and band)
+    candidates  find pairs of documents with equal keys, in one range of one band's keys
+    pairs       compute the exact similarity of the candidates of RUN_DOCUMENTS documents
 
-One process then merges the pairs, and keeps the first document of each connected component, in input order. A task
-needs about 300 MB of memory.
+Finally, one process merges the pairs into connected components and keeps the first document of each.
 """
 
 import hashlib
@@ -30,28 +29,28 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 from pretrain_tools.preparation.text_decoder import text_decoder
 
 SIGNATURES_SUFFIX = ".signatures"
-"""Suffix of the file next to each shard with a signature per document."""
+"""Suffix of the signature file next to each shard."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""{stage: unit of its tasks}, in order."""
+"""{stage: unit of work for progress messages}, in order."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
-"""A removed document and the first document of its component, which is kept. Both are numbers in the input."""
+"""A removed document and the document kept instead, as indices in input order."""
 MOST_DOCUMENTS = 1 << 32
 RUN_DOCUMENTS = 1 << 19
 KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Documents are only read if their signatures agree in at least the threshold minus this margin."""
+"""Pairs are skipped without an exact comparison if their estimated similarity is below the threshold minus this."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
-"""File next to the manifest with the number of components, and examples."""
+"""File next to the manifest with counts and examples of near duplicates."""
 EXAMPLES_SHOWN = 100
 EXCERPT_TOKENS = 200
 
 
 class DuplicateSearch:
-    """A search over prepared folders, with its files in `work`. Picklable, so that other processes can run its tasks.
+    """A near-duplicate search over prepared folders. Picklable, so that workers can run its tasks.
 
-    Files are stored under a hash of the manifests, so that a search never reuses files from other folders.
+    Temporary files are in a subfolder of `work` named after a hash of the manifests.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class DuplicateSearch:
         self._work = work / digest.hexdigest()[:16]
         if self.order.documents >= MOST_DOCUMENTS:
             raise InputError(
-                f"--near_duplicates: {self.order.documents:,} documents are more than {MOST_DOCUMENTS:,}; prepare "
-                "them in several folders"
+                f"--near_duplicates: there are {self.order.documents:,} documents, but the search supports fewer than "
+                f"{MOST_DOCUMENTS:,}; prepare them in several folders"
             )
-        # The fewest partitions that fit in memory. Keys are compared by their partition and 32 more of their 40 bits.
+        # Use as few partitions as fit in memory. Keys match if their partition and 32 more of their 40 bits are equal.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
         documents = range(self.order.documents)
@@ -75,7 +74,7 @@ class DuplicateSearch:
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space for the missing keys, in bytes."""
+        """Disk space for the remaining key files, in bytes."""
         return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
 
     @property
@@ -90,31 +89,31 @@ class DuplicateSearch:
         return self._work.absolute() / stage / f"{task:05d}"
 
     def missing(self, stage: str) -> list[tuple[str, int]]:
-        """Lists a stage's unfinished tasks as (stage, task)."""
+        """Lists the unfinished tasks in a stage as (stage, task)."""
         if self._duplicates_path.is_file():
             return []
         return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
     def perform(self, job: tuple[str, int]) -> None:
-        """Runs a (stage, task) and writes its file. The previous stage must be complete."""
+        """Runs one task, given as (stage, task). The previous stage must be complete."""
         stage, task = job
         found = {"keys": self._keys, "candidates": self._candidates, "pairs": self._pairs}[stage](task)
         path = self._path(stage, task)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Two processes may run the same task at the same time, so each writes its own temporary file.
+        # Two processes may run the same task, so each writes its own temporary file.
         own = path.with_name(f"{path.name}-{socket.gethostname()}-{os.getpid()}")
         write_durably(own, found)
         own.rename(path)
 
     def duplicates(self) -> np.ndarray:
-        """Returns (duplicates,) DUPLICATE, sorted by number. All tasks must be complete."""
+        """Returns (duplicates,) DUPLICATE, sorted by removed document. All tasks must be complete."""
         if not self._duplicates_path.is_file():
             self._work.mkdir(parents=True, exist_ok=True)
             write_durably(self._duplicates_path, self._united().tobytes())
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
     def _keys(self, run: int) -> bytes:
-        """Computes (bands, documents) uint64, sorted in each band: 40 bits of key, 24 bits of number in the run."""
+        """Computes (bands, documents) uint64, sorted in each band: a 40-bit key and the document's 24-bit index."""
         documents = np.array(self._runs[run])
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         entries = np.empty((self._settings.bands, len(documents)), "<u8")
@@ -125,7 +124,7 @@ class DuplicateSearch:
         return entries.tobytes()
 
     def _entries(self, band: int, partition: int) -> np.ndarray:
-        """Reads the sorted entries of all runs: key in the upper 32 bits, document in the lower 32 bits."""
+        """Reads and sorts the entries of a partition, with the key in the upper and the document in the lower half."""
         shift = 64 - (self._partitions.bit_length() - 1)
         smallest = np.uint64(partition << shift)
         largest = np.uint64((partition + 1 << shift) - 1)
@@ -140,11 +139,14 @@ class DuplicateSearch:
         return entries
 
     def _candidates(self, task: int) -> bytes:
-        """Computes sorted uint64 pairs: later document in the upper 32 bits, earlier one in the lower 32 bits."""
+        """Computes sorted uint64 pairs, with the later document in the upper and the earlier one in the lower half."""
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
     def _pairs(self, run: int) -> bytes:
-        """Computes (pairs, 2) uint32: near duplicates that connect a run's documents, also with earlier ones."""
+        """Computes (pairs, 2) uint32: pairs of near duplicates whose later document is in the run.
+
+        Skips pairs that earlier pairs already connect.
+        """
         bounds = np.array([self._runs[run].start, self._runs[run].stop], np.uint64) << np.uint64(32)
         pieces = [np.empty(0, "<u8")]
         for task in range(self.tasks("candidates")):
@@ -167,7 +169,7 @@ class DuplicateSearch:
         return np.array(found, "<u4").tobytes()
 
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
-        """Returns (pairs,) bool: True if the signatures agree closely enough to compare the documents."""
+        """Returns (pairs,) bool: True if the signatures are similar enough for an exact comparison."""
         documents, inverse = np.unique(pairs, return_inverse=True)
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         inverse = inverse.reshape(-1, 2)
@@ -180,7 +182,7 @@ class DuplicateSearch:
 
     @cached_property
     def _words(self) -> Callable[[int], np.ndarray]:
-        # Cache only two documents, because pairs are sorted and a document may be large.
+        # Cache only two documents, because documents can be large and pairs are sorted.
         return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
 
     @cached_property
@@ -191,7 +193,7 @@ class DuplicateSearch:
         return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
 
     def text(self, number: int, most_tokens: int | None = None) -> bytes:
-        """Decodes the text of a document, or its beginning, from its token IDs."""
+        """Decodes a document's text from its token IDs, optionally only the first `most_tokens`."""
         return self._decode(self.order.ids(number)[:most_tokens])
 
     def _united(self) -> np.ndarray:
@@ -205,7 +207,7 @@ class DuplicateSearch:
 
 
 def _root(parents: dict[int, int], document: int) -> int:
-    """Finds the first document of a component, with path compression."""
+    """Finds the first document of a connected component (union-find with path compression)."""
     while document in parents:
         above = parents[document]
         parents[document] = parents.get(above, above)
@@ -214,7 +216,7 @@ def _root(parents: dict[int, int], document: int) -> int:
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
-    """Pairs each document with the first and the previous document that have the same key."""
+    """Pairs each document with the first and the preceding document with the same key."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):
@@ -229,9 +231,9 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Reports up to EXAMPLES_SHOWN removed documents, evenly spaced over the input, and the documents kept instead.
+    """Returns counts and up to EXAMPLES_SHOWN examples of near duplicates, evenly spaced over the input.
 
-    Decodes their texts from the first EXCERPT_TOKENS token IDs.
+    Each excerpt has up to EXCERPT_TOKENS tokens.
     """
 
     def described(number: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The request for a preparation, and its differences from the request that made a folder."""
+"""Defines the preparation request, and compares it with the request that an existing folder was made from."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -21,25 +21,25 @@ SHOWN_DIFFERENCES = 8
 
 
 class Documents(Protocol):
-    """A source of documents: local files or a dataset. Unknown sizes are None."""
+    """Input documents: files or a dataset. Unknown sizes are None."""
 
     total_bytes: int | None
     expected_text_bytes: int | None
     maximum_documents: int | None
 
     def description(self) -> list[dict[str, Any]]:
-        """Identifies the documents for the manifest, without absolute paths."""
+        """Returns the manifest's list of sources, without absolute paths."""
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the parts in order, from a position on."""
+        """Yields the parts in order, beginning at `start`."""
 
     def sliced(self, number: int, count: int) -> "Documents":
-        """Returns slice `number` of `count`, a run of parts. Raises InputError if the documents can't be sliced."""
+        """Returns slice `number` of `count`. Raises InputError if the documents can't be sliced."""
 
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """Options that affect the folder's bytes, apart from documents and tokenizer. None means no limit."""
+    """Options that affect the output, apart from the documents and the tokenizer. None means no limit."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None
@@ -55,38 +55,38 @@ class PreparationOptions:
     write_text: bool = False
     slice: str | None = None
     extensions: tuple[str, ...] = ()
-    """Python files with formats."""
+    """Python files that define file formats."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loads the extensions, which only a forked worker inherits."""
+        """Loads the extensions, because a worker that wasn't forked doesn't have them."""
         load_extensions(state["extensions"])
         self.__dict__.update(state)
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the manifest's record of the options."""
-        # asdict would copy the stages, which may have a large index.
+        """Returns the manifest entry for the options."""
+        # Leave out the stages, because asdict would copy their large indices.
         fields = asdict(replace(self, cleaning=None))
         fields["extensions"] = {Path(file).name: digest_of([Path(file)]) for file in self.extensions} or None
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
-        # Null when off, so that folders from before the option existed are recognized.
+        # None if off, so that folders made before these options existed still match.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
-        """Returns these options with the documents' own limit, if they have one."""
+        """Returns a copy that also respects the documents' own limit."""
         limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
         return replace(self, max_documents=min(limits, default=None))
 
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """A request to prepare the local folder `output` and, if `destination` is given, to copy it there.
+    """A request to prepare the folder `output` and upload it to `destination`, if given.
 
-    `vocabulary_size`: trains a tokenizer of this size on at most `sample_bytes` of the text, or extends `tokenizer` to
-    it. `slice`: prepares only this (number, count). `workers`: None for one per core of the Ray cluster.
+    With `vocabulary_size`, trains a tokenizer instead, or extends `tokenizer`, on at most `sample_bytes` of text.
+    `slice` is (number, count). `workers` is None for one worker per CPU core in the Ray cluster.
     """
 
     documents: Documents
@@ -107,7 +107,7 @@ class PreparationRequest:
 
     @cached_property
     def split(self) -> ValidationSplit:
-        """The validation split. With few long plain-text files, it is the tail of one of them."""
+        """The validation split. With few plain-text files, it may be the tail of one of them."""
         fraction = self.options.validation_fraction
         reading = self.options.reading
         if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
@@ -115,7 +115,7 @@ class PreparationRequest:
         return ValidationSplit(fraction)
 
     def plan(self) -> dict[str, Any]:
-        """Returns the manifest's record of everything that affects the folder's bytes."""
+        """Returns the manifest entries for everything that affects the output."""
         return {
             "tokenizer": {"name": self.tokenizer.name, "sha256": self.tokenizer.sha256},
             "vocabulary_size": self.tokenizer.vocabulary_size,
@@ -128,28 +128,28 @@ class PreparationRequest:
 
 
 def refuse_other_files(output: Path, ours: str) -> None:
-    """Raises InputError if `output` is a file, or a folder with content but without the file or folder `ours`."""
+    """Raises InputError if `output` is a file, or a nonempty folder that doesn't contain `ours`."""
     if output.is_file():
-        raise InputError(f"--output {output}: is a file; give a folder")
+        raise InputError(f"--output {output}: is a file; it must be a folder")
     others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if others and ours not in others:
         shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
-        raise InputError(f"--output {output}: already contains other files ({shown}); give a new or empty folder")
+        raise InputError(f"--output {output}: already contains other files ({shown}); use a new or empty folder")
 
 
 def refuse_differences(
     output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
 ) -> None:
-    """Raises InputError with the differences between `plan` and the plan that made the folder.
+    """Raises InputError if `plan` differs from the plan that the folder was made from.
 
-    free: options that may change, because they don't affect existing data.
+    free: options that are allowed to differ.
     """
     differences = []
     for key, now in plan.items():
         before = made_from.get(key)
         if key == "options":
             now = {name: value for name, value in now.items() if name not in free}
-            # Ignore options that only the other version has.
+            # Ignore options that this version doesn't have.
             before = {name: (before or {}).get(name) for name in now}
         if key != "sources":
             differences += _differences(key, before, now)
@@ -163,7 +163,7 @@ def refuse_differences(
 
 
 def _differences(name: str, before: Any, now: Any) -> list[str]:
-    """Describes the differences in an option, including nested ones. Compares lists of stages by name."""
+    """Describes the differences between two values of an option, including nested ones."""
     if before == now:
         return []
     old = _by_name(before)
@@ -173,20 +173,20 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
         within = [text for key in keys for text in _differences(f"{name}.{key}", old.get(key), new.get(key))]
         if within or not isinstance(before, list) or [*old] == [*new]:
             return within
-        # The order of stages also matters.
+        # Only the order of the stages differs.
         return [f"{name} was in the order {', '.join(old)}, is now {', '.join(new)}"]
     return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
 
 
 def _by_name(value: Any) -> Any:
-    """Indexes a list of stages or benchmarks by name. Returns anything else unchanged."""
+    """Converts a list of named entries to a dict by name. Returns anything else unchanged."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
         return {str(item["name"]): item for item in value}
     return value
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Describes new, missing and changed sources."""
+    """Describes sources that were added, removed or changed."""
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
     return [

@@ -1,7 +1,7 @@
-"""Prepares a folder of shards from documents, and resumes after a kill.
+"""Tokenizes documents to a folder of shards. An interrupted preparation can be resumed.
 
-An unfinished folder has `.unfinished/` with the plan (the request), the progress (the valid extent of the shards) and
-the lock. The manifest is written last. A folder without a manifest is incomplete.
+Until the folder is complete, `.unfinished/` contains the plan, the progress and a lock file. The manifest is written
+last.
 """
 
 import json
@@ -51,18 +51,18 @@ from pretrain_tools.preparation.worker import PartEncoder
 from pretrain_tools.preparation.workers import Perform, performed
 
 FIRST_PASS = "documents"
-"""Folder in `.unfinished` with all documents, before near duplicates are removed."""
+"""Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
 PLAN_LAYOUT = 6
 COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
-"""Time between progress lines of the near-duplicate search."""
+"""Interval between progress lines in the near-duplicate search."""
 COMPILING_SECONDS = 10
-"""Compile time of --clean in seconds, on two cores that are a few years old."""
+"""Approximate time to compile the filters of --clean, on two older CPU cores."""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """Result of a preparation. `already_done`: the folder was already complete."""
+    """Result of a preparation. `already_done` is True if the folder was already complete."""
 
     manifest: Manifest
     tally: Tally
@@ -70,7 +70,7 @@ class PreparationOutcome:
 
 
 class StoppedError(Exception):
-    """Raised after a stop signal, whose number is the argument. Finished work is kept."""
+    """Raised after a stop signal, with the signal number as its argument. Finished work is saved."""
 
 
 Say = Callable[[str], None]
@@ -78,10 +78,10 @@ Report = Callable[[Tally], None]
 
 
 def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
-    """Prepares the folder `request.output`, continues it, or recognizes it as complete.
+    """Prepares the folder `request.output`, or resumes it. Does nothing if the folder is already complete.
 
-    Raises InputError for unusable input or a folder from a different request. Raises StoppedError after a signal; call
-    it again to continue.
+    Raises InputError if the input is unusable or the folder was made from a different request. Raises StoppedError
+    after a signal.
     """
     output = request.output
     plan = request.plan()
@@ -95,10 +95,10 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
     try:
         state_folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {output}: cannot be created: {error.strerror}; give a writable folder") from None
+        raise InputError(f"--output {output}: cannot be created: {error.strerror}; use a writable folder") from None
     try:
         with folder_lock(state_folder / "lock"):
-            # Another process may have finished the folder before this one got the lock, or died before this cleanup.
+            # Another process may have finished the folder in the meantime, or died before this cleanup.
             finished = _finished(output, plan)
             if finished is not None:
                 shutil.rmtree(state_folder, ignore_errors=True)
@@ -108,15 +108,15 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             try:
                 return run.complete()
             except InputError:
-                # Keep an earlier process's work, and work committed since.
+                # Keep work from earlier processes, and work committed by this one.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
                     _discard(output, existed)
                 raise
     except OSError as error:
         name = f" ({error.filename})" if error.filename else ""
         raise InputError(
-            f"{output}: {error.strerror or error}{name}; free space or fix permissions, then run the same command "
-            "again: it continues where it stopped"
+            f"{output}: {error.strerror or error}{name}; free up space or fix permissions, then run the same command "
+            "again to resume"
         ) from error
 
 
@@ -135,7 +135,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
 
 
 def _discard(output: Path, existed: bool) -> None:
-    """Removes the files of a preparation without a result, and nothing else."""
+    """Removes all files that a failed preparation wrote."""
     for path in shard_files(output):
         path.unlink()
     for name in (SAMPLES_FILE, NEAR_DUPLICATES_FILE):
@@ -147,7 +147,7 @@ def _discard(output: Path, existed: bool) -> None:
 
 
 class _Run:
-    """One process's work on an unfinished folder, while it holds the lock."""
+    """Prepares an unfinished folder. The caller must hold its lock."""
 
     def __init__(
         self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
@@ -159,7 +159,7 @@ class _Run:
         self.report = report
         self.output = request.output
         self.removed = np.empty(0, np.uint32)
-        """Sorted numbers of near duplicates."""
+        """Sorted indices of the near duplicates to remove."""
         self.options = request.options
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
@@ -173,14 +173,14 @@ class _Run:
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
             sync_files(self.output / TOKENIZER_FOLDER)
-            # Written after the tokenizer. A folder with a plan is complete except for the shards.
+            # Write the plan after the tokenizer, so that a folder with a plan always contains a tokenizer.
             write_durably(self.plan_path, as_json({"layout": PLAN_LAYOUT, **self.plan}))
         else:
-            self.say(f"{self.output}: continuing after {progress['tally']['documents']:,} documents")
+            self.say(f"{self.output}: resuming after {progress['tally']['documents']:,} documents")
         if self.options.near_duplicates is not None and self.options.slice is None:
             self._find_near_duplicates()
         encoder = None
-        if not self.slices:  # slices are already tokenized
+        if not self.slices:  # documents in slices are already tokenized
             self._say_what_is_compiled()
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
@@ -196,7 +196,7 @@ class _Run:
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
 
     def _find_near_duplicates(self) -> None:
-        """Finds the near duplicates that `_tokenize` removes. Prepares all documents first if there are no slices."""
+        """Finds the near duplicates to remove. If there are no slices, first prepares a folder with all documents."""
         options = self.options
         if not self.slices:
             self.slices = [self.state_folder / FIRST_PASS]
@@ -212,8 +212,8 @@ class _Run:
             free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
             if free < needed:
                 raise InputError(
-                    f"{self.output}: {free:,} bytes are free, but removing near duplicates needs {needed:,}; free up "
-                    "space, then run the same command again: it continues here"
+                    f"{self.output}: removing near duplicates needs {needed:,} bytes of disk space, but only {free:,} "
+                    "are free; free up space, then run the same command again to resume"
                 )
             for stage, unit in STAGES.items():
                 jobs = search.missing(stage)
@@ -232,7 +232,7 @@ class _Run:
         self.removed = duplicates["document"]
 
     def _say_what_is_compiled(self) -> None:
-        """Announces the compilation of the filters, which is slow on first use."""
+        """Prints a message if the filters must be compiled, which is slow on first use."""
         cleaning = self.options.cleaning
         if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
             return
@@ -248,7 +248,9 @@ class _Run:
             earlier = json.loads(self.plan_path.read_bytes())
             progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else NO_PROGRESS
         except ValueError as error:
-            raise InputError(f"{self.output}: its progress is damaged ({error}); remove it and start over") from None
+            raise InputError(
+                f"{self.output}: its progress file is damaged ({error}); remove the folder and start over"
+            ) from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
             raise InputError(f"{self.output}: was started by another version; remove it and prepare it again")
         refuse_differences(self.output, earlier, self.plan, "was started", free=("on_error", "max_errors"))
@@ -257,7 +259,7 @@ class _Run:
     def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:
         options = self.options
         if self.slices:
-            # The slices already respect the limits, so don't apply them again.
+            # The slices already respect the limits.
             options = replace(options, max_documents=None, max_tokens=None)
         intake = Intake(self.output, self.plan, options, progress)
         committed = time.monotonic()
@@ -276,7 +278,7 @@ class _Run:
                 raise InputError(self._nothing_found(intake.tally))
             return intake.tally, intake.writer.finish()
         except (InputError, StoppedError):
-            # Keep the work before the bad record or the signal.
+            # Save the work done before the bad record or the signal.
             if intake.tally.documents:
                 intake.commit()
             raise
@@ -292,14 +294,14 @@ class _Run:
         whole = tally.cleaning.removed_whole_lines()
         limit = self.request.options.max_tokens
         if limit is not None:
-            skipped += f", and --max_tokens {limit:,} is less than the first document"
+            skipped += f", and the first document is longer than --max_tokens {limit:,}"
         if whole:
-            advice = "--filter with other parameters replaces the filter of the same name"
-            return "\n  ".join([f"no document is left ({skipped}); nothing was written; {advice}", *whole])
-        return f"the input contains no documents ({skipped}); nothing was written; give files that contain text"
+            advice = "use --filter to change a filter's parameters"
+            return "\n  ".join([f"no documents are left ({skipped}); nothing was written; {advice}", *whole])
+        return f"the input contains no documents ({skipped}); nothing was written; use files that contain text"
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
-        """Yields encoded parts from a position on, from slices, a Ray cluster or local processes."""
+        """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""
         request = self.request
         documents = request.documents
         reading = self.options.reading
@@ -309,15 +311,15 @@ class _Run:
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         parts = documents.parts
         if not request.on_ray:
-            # Compile before the fork. Otherwise each worker would compile separately.
+            # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()
         elif isinstance(documents, Files):
-            # The cluster reads files. A dataset may exist only on this machine, which then reads it.
+            # The cluster reads files itself. A dataset may only exist on this machine, so it is read here.
             parts = documents.pieces
         return self._performed(part_encoder.encode, parts(reading, start))
 
     def _performed(self, perform: Perform, jobs: Iterable[Any]) -> Iterator[Any]:
-        """Yields the results of jobs in order, from local processes or a Ray cluster."""
+        """Runs jobs in local processes or on a Ray cluster, and yields the results in order."""
         request = self.request
         if request.on_ray:
             from pretrain_tools.preparation.ray_workers import performed_on_ray
@@ -329,8 +331,8 @@ class _Run:
         changed = source_differences(self.plan["sources"], self.request.documents.description())
         if changed:
             raise InputError(
-                f"{self.output}: the input changed while it was read: {'; '.join(changed[:8])}; "
-                "prepare it again into a new --output"
+                f"{self.output}: the input changed while it was being read: {'; '.join(changed[:8])}; "
+                "prepare it again with a new --output"
             )
         manifest = {**SHARDS_FORMAT, **self.plan}
         sources = manifest.pop("sources")
@@ -341,7 +343,7 @@ class _Run:
             manifest["cleaning"] = tally.cleaning.as_manifest()
             write_durably(self.output / SAMPLES_FILE, as_json(tally.cleaning.samples))
         manifest["sources"] = sources
-        # Written last, because a folder without a manifest is incomplete.
+        # Write the manifest last, because it marks the folder as complete.
         sync_folder(self.output)
         write_durably(self.output / MANIFEST_FILE, as_json(manifest))
         shutil.rmtree(self.state_folder, ignore_errors=True)
@@ -350,9 +352,9 @@ class _Run:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], None]]:
-    """Catches SIGINT and SIGTERM, so that work stops between parts. A second signal acts immediately.
+    """Defers SIGINT and SIGTERM. Yields a function that raises StoppedError if a signal has arrived.
 
-    Yields a function that raises StoppedError after a signal.
+    A second signal takes effect immediately.
     """
     received: list[int] = []
 

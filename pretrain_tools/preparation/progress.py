@@ -1,4 +1,4 @@
-"""Shows a preparation's progress on stderr: a live line on a terminal, otherwise a line every 10 seconds."""
+"""Shows progress on stderr: a live line on a terminal, otherwise a new line every 10 seconds."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ SECONDS_ON_A_TERMINAL = 0.2
 
 
 class DocumentProgress:
-    """Shows bytes of input read, MB/s, Mtok/s and the time left."""
+    """Shows how much input has been read, the throughput and the remaining time."""
 
     def __init__(self, total_bytes: int | None):
         self._total_bytes = total_bytes
@@ -25,7 +25,7 @@ class DocumentProgress:
         say(line, sys.stderr)
 
     def close(self) -> None:
-        """Removes the live line."""
+        """Clears the live line."""
         LIVE_LINE.clear()
 
     def update(self, tally: Tally) -> None:
@@ -33,7 +33,7 @@ class DocumentProgress:
         is_new = self._first is None or tally.input_bytes < self._last_bytes
         self._last_bytes = tally.input_bytes
         if is_new:
-            # An earlier process's or pass's work must not count toward this one's speed.
+            # Measure throughput from here, without earlier processes or passes.
             self._first = (now, tally.input_bytes, tally.tokens)
         if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return

@@ -1,4 +1,4 @@
-"""Runs workers on a Ray cluster whose machines share their files."""
+"""Runs workers on a Ray cluster with a shared file system."""
 
 import itertools
 import sys
@@ -11,16 +11,17 @@ from pretrain_tools.preparation.workers import JOBS_AHEAD_PER_WORKER, Perform, a
 
 PARTS_AHEAD_PER_READER = 16
 WORKERS_PER_READER = 4
-"""Number of workers that one reader of a large file can keep busy."""
+"""Number of workers that one reader process can keep busy."""
 
 
 def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None, address: str | None) -> Iterator[Any]:
-    """Yields the result of each job in order, from `workers` actors (None: one per core of the cluster).
+    """Runs jobs on Ray actors and yields the results in order. Large files are split into one job per part.
 
-    Each part of a large file is a job. The cluster reads the file, so its content never reaches this process.
+    Args:
+        workers: number of actors; None for one per CPU core in the cluster.
+        address: as in ray.init; None starts Ray on this machine.
 
-    address: as in ray.init. None starts Ray on this machine, until `stop_ray`. Raises InputError if Ray isn't
-    installed, is unreachable, or permanently loses an actor.
+    Raises InputError if Ray isn't installed or can't be reached, or if an actor keeps dying.
     """
     ray = _started(address, workers)
     count = workers or int(ray.cluster_resources().get("CPU", 1))
@@ -32,16 +33,16 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
         results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), single, strict=False))
         yield from map(ray.get, ahead(results, count * JOBS_AHEAD_PER_WORKER))
     except ray.exceptions.RayTaskError as error:
-        # Raise the same error as on one machine.
+        # Raise the original error, as local workers do.
         raise error.cause if isinstance(error.cause, InputError | OSError) else error from None
     except ray.exceptions.RayError as error:
         raise InputError(
-            f"--engine ray: an actor was lost ({type(error).__name__}); run the same command again: it continues"
+            f"--engine ray: an actor died ({type(error).__name__}); run the same command again to resume"
         ) from None
 
 
 class _Actor:
-    """Runs jobs in one of the cluster's processes."""
+    """Ray actor that runs jobs."""
 
     def __init__(self, perform: Perform):
         self._perform = perform
@@ -52,12 +53,15 @@ class _Actor:
 
 def _read(file: LargeFile) -> Iterator[Part]:
     for part in file.parts():
-        _ = yield part  # Ray sends a value, which `yield from` would pass to an iterator without `send`
+        _ = yield part  # not `yield from`: Ray calls send(), which not every iterator supports
 
 
 def _with_parts(ray: Any, jobs: Iterable[Any], others: int) -> Iterator[Any]:
-    """Yields the jobs in order, with a reference for each part of a large file. Reads `others` files ahead."""
-    # Readers reserve no cores, because they mostly wait and would take cores from the workers.
+    """Yields the jobs in order, replacing each large file with references to its parts.
+
+    Reads up to `others` later files at the same time.
+    """
+    # Readers mostly wait for I/O, so they don't reserve a core.
     read = ray.remote(_read).options(
         num_cpus=0,
         max_retries=3,
@@ -67,11 +71,11 @@ def _with_parts(ray: Any, jobs: Iterable[Any], others: int) -> Iterator[Any]:
     )
     reads = (read.remote(job) if isinstance(job, LargeFile) else (job,) for job in jobs)
     for parts in ahead(reads, others):
-        yield from itertools.chain(parts)  # chain hides `close`, which a reader lacks
+        yield from itertools.chain(parts)  # `yield from` would call close(), which Ray's generator lacks
 
 
 def stop_ray() -> None:
-    """Disconnects from the cluster, or stops Ray on this machine."""
+    """Disconnects from the cluster, or stops Ray if it was started on this machine."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
 
@@ -86,9 +90,9 @@ def _started(address: str | None, workers: int | None):
     here = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
-    except Exception as error:  # Ray raises plain Exception when a node takes long to start
+    except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         ray.shutdown()
-        failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start it: ray start"
+        failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start the cluster with ray start"
         if address is None:
             failed = f"--engine ray: Ray failed to start ({one_line(error)}); run it again, or use --workers"
         raise InputError(failed) from None

@@ -1,4 +1,4 @@
-"""Reads the request from prepare_data.py's command line, and reports all problems in one error."""
+"""Converts prepare_data.py's command line to a request, and reports all problems in a single error."""
 
 import argparse
 import os
@@ -27,13 +27,13 @@ from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD
 from pretrain_tools.preparation.upload import destination_of
 
 CLEAN_NEAR_DUPLICATES = "0.8"
-"""Similarity threshold of --clean for near duplicates."""
+"""Near-duplicate threshold for --clean."""
 SMALLEST_COUNTS = {"max_errors": 0, "decontaminate_words": SHORTEST_RUN_WORDS}
-"""Minimum values of COUNTS, if they differ from 1."""
+"""Minimum values for COUNTS; 1 for all others."""
 
 
 def read_request(arguments: argparse.Namespace) -> PreparationRequest:
-    """Reads the request. Raises InputError listing all problems."""
+    """Creates the request from parsed arguments. Raises InputError listing all problems."""
     problems = Problems()
     _read_counts(arguments, problems)
     problems += _contradictions(arguments)
@@ -51,11 +51,11 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be {_either(ENGINES)}, or ray, or both, such as fast,ray")
+        problems.append(f"--engine {engine}: must be {_either(ENGINES)}, or ray, or a combination such as fast,ray")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
-        problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; give at most {most:,}")
+        problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; use at most {most:,}")
     request = PreparationRequest(
         documents,
         options.within(documents) if documents else options,
@@ -80,12 +80,12 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
 
 
 def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
-    """Reads (output, reading) for --train_classifier. Raises InputError listing all problems."""
+    """Returns (output folder, reading settings) for --train_classifier. Raises InputError listing all problems."""
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
-        problems.append("give --output FOLDER, a local folder for the classifier")
+        problems.append("--output FOLDER is required: a local folder for the classifier")
     if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
-        problems.append("--train_classifier GOOD OTHER: names its own texts; leave out --input and --tokenizer")
+        problems.append("--train_classifier GOOD OTHER: only reads these files; omit --input and --tokenizer")
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
     problems.stop_if_any()
@@ -93,7 +93,7 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
 
 
 def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
-    """Converts COUNTS from text to numbers, in place. None stays None. Adds invalid counts to `problems`."""
+    """Parses COUNTS in place. Adds invalid counts to `problems`."""
     for name in COUNTS:
         text = getattr(arguments, name)
         if text is None:
@@ -109,41 +109,41 @@ def _read_counts(arguments: argparse.Namespace, problems: list[str]) -> None:
 
 
 def _contradictions(arguments: argparse.Namespace) -> list[str]:
-    """Lists missing and conflicting command-line options."""
+    """Lists problems with missing or conflicting options."""
     cleaning = arguments.filter or arguments.language or arguments.clean or arguments.decontaminate
     limits = {"max_documents": arguments.max_documents, "max_tokens": arguments.max_tokens}
     limits = [f"--{name} {value:,}" for name, value in limits.items() if value is not None]
     has_parts = [arguments.slice is not None, arguments.merge_slices is not None]
     checks = {
-        "give either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
-        "give --output FOLDER, the folder to create": not arguments.output,
-        "give either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
+        "use either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
+        "--output FOLDER is required: the folder to create": not arguments.output,
+        "use either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
             not arguments.tokenizer and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer, --special_tokens: only for training a tokenizer; also give --train_tokenizer SIZE": (
+        "--pre_tokenizer, --special_tokens: only for training a tokenizer; also use --train_tokenizer SIZE": (
             (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer: an extended --tokenizer keeps its own; leave one out": (
+        "--pre_tokenizer: an extended --tokenizer keeps its own pre-tokenizer; omit one of them": (
             arguments.pre_tokenizer and arguments.tokenizer
         ),
         f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
             arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
         ),
-        "--special_tokens: a token without text cannot be special": "" in arguments.special_tokens,
-        "--write_text: writes documents next to shards, but --train_tokenizer makes no shards; leave one out": (
+        "--special_tokens: a special token cannot be empty": "" in arguments.special_tokens,
+        "--write_text: writes text next to shards, but --train_tokenizer does not create shards; omit one of them": (
             arguments.train_tokenizer and arguments.write_text
         ),
-        "--filter, --language, --clean, --decontaminate: --train_tokenizer uses unchanged text; leave them out": (
+        "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
             arguments.train_tokenizer and cleaning
         ),
-        f"--slice: slices are independent of each other; leave out {' and '.join(limits)}": (
+        f"--slice: slices are independent and cannot share a limit; omit {' and '.join(limits)}": (
             any(has_parts) and limits
         ),
-        "give either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
-        "--slice and --merge_slices: one machine trains a tokenizer, on a sample; leave them out": (
+        "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
+        "--slice and --merge_slices: a tokenizer is trained on one machine; omit them": (
             any(has_parts) and arguments.train_tokenizer
         ),
-        "--deduplicate: --near_duplicates also removes exact copies; give one of them": (
+        "--deduplicate: --near_duplicates also removes exact duplicates; omit one of them": (
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
@@ -161,7 +161,7 @@ def _either(allowed: Sequence[str]) -> str:
 
 
 def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOptions:
-    """Reads the options that affect the output's bytes. Adds invalid ones to `problems`."""
+    """Creates the options that affect the output. Adds invalid ones to `problems`."""
     for name, allowed in {"documents": DOCUMENT_UNITS, "on_error": ("stop", "skip")}.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}: must be {_either(allowed)}")
@@ -186,7 +186,7 @@ def _options(arguments: argparse.Namespace, problems: Problems) -> PreparationOp
 
 
 def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | None:
-    """Reads filters and decontamination. Adds invalid ones to `problems`."""
+    """Creates the cleaning stages. Adds invalid options to `problems`."""
     has_urls = arguments.url_field is not None
     filters = problems.attempt(read_cleaning, arguments.filter, arguments.language, arguments.clean, has_urls)
     decontamination = problems.attempt(read_decontamination, arguments.decontaminate, arguments.decontaminate_words)
@@ -195,10 +195,10 @@ def _cleaning(arguments: argparse.Namespace, problems: Problems) -> Cleaning | N
 
 
 def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
-    """Reads the settings for text fields and document selection. Adds invalid ones to `problems`."""
+    """Creates the settings for reading documents. Adds invalid options to `problems`."""
     template = arguments.template
     if template is not None:
-        # In single quotes, a shell passes \n as two characters.
+        # In single quotes, the shell doesn't interpret escapes.
         template = template.replace("\\n", "\n").replace("\\t", "\t")
         if problem := template_problem(template):
             problems.append(f"--template {arguments.template}: {problem}")
@@ -212,7 +212,7 @@ def _reading(arguments: argparse.Namespace, problems: list[str]) -> Reading:
     shortest = arguments.min_characters
     longest = arguments.max_characters
     if shortest and longest and shortest > longest:
-        problems.append(f"--min_characters {shortest:,} is more than --max_characters {longest:,}: nothing matches")
+        problems.append(f"--min_characters {shortest:,} is greater than --max_characters {longest:,}")
     return Reading(
         arguments.text_field,
         arguments.documents,

@@ -1,4 +1,4 @@
-"""Writes shards that a later process can continue after a kill: first the data, then the record of its extent."""
+"""Writes shards so that an interrupted preparation can resume."""
 
 import os
 from dataclasses import asdict, dataclass, field
@@ -20,9 +20,9 @@ PLAIN_TEXT_SUFFIX = ".jsonl"
 
 
 def _open_to_append(path: Path, size: int = 0) -> BinaryIO:
-    """Opens a file for appending. size: bytes of existing content to keep."""
+    """Truncates a file to `size` bytes and opens it for appending."""
     if size and (not path.is_file() or path.stat().st_size < size):
-        raise InputError(f"{path}: is shorter than when it was written; remove {path.parent} and prepare it again")
+        raise InputError(f"{path}: was truncated after it was written; remove {path.parent} and prepare it again")
     file = path.open("r+b" if size else "w+b")
     file.truncate(size)
     file.seek(size)
@@ -36,30 +36,30 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass
 class _OpenShard:
-    """An unfinished shard."""
+    """A shard that isn't full yet."""
 
     number: int
     tokens: int = 0
     documents: int = 0
     text_bytes: int = 0
     files: dict[str, BinaryIO] = field(default_factory=dict)
-    """{suffix: file} for token IDs and index, and optionally for signatures and lines."""
+    """{suffix: open file}: token IDs, document index and, if enabled, signatures and text."""
 
     def state(self) -> dict[str, Any]:
-        """Returns the state from which ShardWriter reopens it."""
+        """Returns the shard's state, from which ShardWriter can reopen it."""
         sizes = {suffix: file.tell() for suffix, file in self.files.items()}
         counts = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
         return {"number": self.number, **counts, "sizes": sizes}
 
 
 class ShardWriter:
-    """Appends whole documents to each split's shards. Starts a new shard before one exceeds `shard_tokens`.
+    """Writes whole documents to shards of at most `shard_tokens` tokens.
 
-    A shard is only longer if it has a single longer document.
+    A longer document gets its own shard.
 
     Args:
-        state: from `sync`, to continue earlier work. Later data is truncated.
-        plain_text: folder for unfinished shards' text, needed until the manifest is written; None for no text.
+        state: result of `sync`, to resume from; anything written after it is removed.
+        plain_text: temporary folder for the uncompressed text of open shards; None to write no text.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ShardWriter:
         state = state or {"finished": [], "open": {}, "counts": {}}
         self._finished = [Shard(**shard) for shard in state["finished"]]
         self._counts: dict[str, int] = state["counts"]
-        """{split: number of shards so far}."""
+        """{split: number of shards, including the open one}."""
         self._remove_unknown_files(state["open"])
         self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
 
@@ -94,7 +94,7 @@ class ShardWriter:
         return _OpenShard(number, **counts, files=files)
 
     def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
-        """Removes files started after the state. Raises InputError if files in the state have changed."""
+        """Removes shard files that aren't in the state. Raises InputError if a finished shard has changed."""
         known = {self._folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
         for split, fields in opened.items():
             known |= {self._path(split, fields["number"], suffix) for suffix in fields["sizes"]}
@@ -117,9 +117,13 @@ class ShardWriter:
         signatures: np.ndarray | None = None,
         lines: list[bytes] | None = None,
     ) -> None:
-        """Appends documents: concatenated token IDs, and DOCUMENT records whose ends are offsets in `ids`.
+        """Appends documents to the shards of a split.
 
-        signatures: (documents, signature_bytes) uint8. lines: from text_files.document_line.
+        Args:
+            ids: token IDs of the concatenated documents.
+            documents: (documents,) DOCUMENT, with ends relative to `ids`.
+            signatures: (documents, signature_bytes) uint8.
+            lines: one JSON line per document (text_files.document_line).
         """
         ends = documents["end"].astype(np.int64)
         tokens = tokens_of(documents)
@@ -130,7 +134,7 @@ class ShardWriter:
             stop = max(first + 1, int(np.searchsorted(ends, first_id + room, side="right")))
             stop_id = int(ends[stop - 1])
             entries = documents[first:stop].copy()
-            # Ends count from the start of the shard file.
+            # In the file, ends are relative to the start of the shard.
             entries["end"] = ends[first:stop] - first_id + shard.tokens
             contents = {
                 IDS_SUFFIX: np.ascontiguousarray(ids[first_id:stop_id], self._dtype).data.cast("B"),
@@ -185,8 +189,8 @@ class ShardWriter:
         self._finished.append(self._as_shard(split, shard, sha256_of(ids), beside))
 
     def sync(self) -> dict[str, Any]:
-        """Makes all data durable, and returns the state to continue from."""
-        # The previous state is recorded, so no process can continue from before these files were compressed.
+        """Flushes all data to disk and returns the state to resume from."""
+        # The last recorded state already contains the compressed files, so their sources are no longer needed.
         for path in self._to_remove:
             path.unlink(missing_ok=True)
         self._to_remove = self._compressed
@@ -194,7 +198,7 @@ class ShardWriter:
         for shard in self._open.values():
             for file in shard.files.values():
                 _sync(file)
-        # Also sync folders, because a crash could lose the name of a synced file.
+        # Also sync the folders. Otherwise a crash could lose the directory entries of new files.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)
@@ -205,24 +209,24 @@ class ShardWriter:
         }
 
     def written(self) -> list[Shard]:
-        """Returns the shards so far. Open ones have no hash yet."""
+        """Returns all shards so far. Open shards have no hash yet."""
         return [*self._finished, *(self._as_shard(split, shard, "", {}) for split, shard in self._open.items())]
 
     def finish(self) -> list[Shard]:
-        """Closes the open shards and returns all shards, train before validation."""
+        """Finishes the open shards and returns all shards, with training before validation."""
         for split in list(self._open):
             self._finish(split)
         return sorted(self._finished, key=lambda shard: shard.split)
 
     def close(self) -> None:
-        """Closes the files without finishing anything."""
+        """Closes all open files without finishing the shards."""
         for shard in self._open.values():
             for file in shard.files.values():
                 file.close()
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Lists all shard files in a folder: token IDs, the files next to them, and text."""
+    """Lists all files in a folder that belong to shards, including text."""
     suffixes = (IDS_SUFFIX, DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX, BLOCKS_SUFFIX)
     names = [f"{split}-*{suffix}" for split in (*SPLITS, UNDIVIDED) for suffix in suffixes]
     names += [f"{TEXT_FOLDER}/*{TEXT_SUFFIX}"]

@@ -1,7 +1,7 @@
-"""Splits a preparation into slices for machines that don't communicate, and merges the slices.
+"""Splits a preparation into slices for independent machines, and merges them.
 
-Slice i of n is a run of consecutive parts of the input, prepared in FOLDER.slices/i-of-n. The merge reads the slices'
-documents in input order, and writes the same bytes as a single machine.
+Slice i of n contains consecutive documents and is prepared in FOLDER.slices/i-of-n. The merged folder is identical to
+one prepared on a single machine.
 """
 
 import itertools
@@ -29,16 +29,16 @@ DOCUMENTS_PER_PART = 1 << 16
 
 
 def parse_slice(text: str) -> tuple[int, int]:
-    """Parses '3/16' as (3, 16). Raises InputError for invalid text."""
+    """Parses '3/16' to (3, 16). Raises InputError."""
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 0 <= int(number) < int(count)):
-        raise InputError(f"--slice {text}: must be i/n with i from 0 to n - 1, such as 0/16 to 15/16")
+        raise InputError(f"--slice {text}: must be I/N with I from 0 to N - 1, such as 0/16")
     return int(number), int(count)
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
     """Returns the request for slice `number` of `count`. Raises InputError if the documents can't be sliced."""
-    # Only the merge sees all documents, so it removes the copies.
+    # Duplicates are removed when the slices are merged.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False)
     output = slices_folder(request) / f"{number}-of-{count}"
@@ -50,14 +50,14 @@ def slices_folder(request: PreparationRequest) -> Path:
 
 
 def slice_destination(request: PreparationRequest, number: int, count: int) -> Destination:
-    """Returns the destination of a slice for an output at a URL: URL.slices/I-of-N."""
+    """Returns the upload destination of a slice: URL.slices/I-of-N."""
     destination = request.destination
     local = slices_folder(request) / f"{number}-of-{count}"
     return replace(destination, url=f"{destination.url}.slices/{number}-of-{count}", local=local)
 
 
 def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> None:
-    """Downloads the slices that other machines have finished, for the merge. Raises InputError."""
+    """Downloads all finished slices for the merge. Raises InputError."""
     problems = Problems()
     for number in range(request.merge_slices):
         problems.attempt(slice_destination(request, number, request.merge_slices).fetch, say)
@@ -65,7 +65,7 @@ def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> Non
 
 
 def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the folders to merge. Raises InputError listing all slices that are unfinished or made differently."""
+    """Lists the slice folders to merge. Raises InputError if any are unfinished or don't match the request."""
     folders = []
     problems = Problems()
     for number in range(request.merge_slices or 0):
@@ -73,7 +73,7 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Pa
         folder = of_slice.output
         if not (folder / MANIFEST_FILE).is_file():
             command = f"--slice {number}/{request.merge_slices}"
-            problems.append(f"{folder}: is not complete; run the same command with {command}")
+            problems.append(f"{folder}: is incomplete; run the same command with {command}")
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
@@ -92,9 +92,9 @@ def merged_parts(
     deduplicate: bool,
     removed: np.ndarray,
 ) -> Iterator[EncodedPart]:
-    """Yields the documents of all slices in order, from `start` on: (slice, number of its next part).
+    """Yields the documents in all slices in order, beginning at `start`, a (slice, part) position.
 
-    removed: sorted numbers, over all slices, of near duplicates to remove.
+    removed: sorted indices, across all slices, of near duplicates to remove.
     """
     first_of_slice = 0
     for number, folder in enumerate(folders):
@@ -102,7 +102,7 @@ def merged_parts(
         if number >= start.source:
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
-            # Read again up to `first`, because the text can only be read from its beginning.
+            # Skip parts by reading them, because the text files don't support seeking.
             parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
@@ -111,7 +111,7 @@ def merged_parts(
 def slice_parts(
     manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
-    """Yields a slice's documents in parts, in input order. The last part has the counts."""
+    """Yields a slice's documents in parts, in input order. The last part only contains counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
     text = stored_lines(manifest) if has_text(manifest) else None
@@ -153,13 +153,13 @@ def slice_parts(
 
 
 def _counts_of(folder: Path, number: int) -> EncodedPart:
-    """Returns a part without documents that adds the slice's counts of skipped documents."""
+    """Returns a part without documents, which only contains the slice's counts of skipped documents."""
     counts = Tally.recorded(folder)
     named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
-        # A slice lists as many bad records as the merged folder can. The last one also represents the rest.
+        # A slice only lists its first bad records, so the last one listed also stands for the others.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
-    # The merge counts bad records by their problems.
+    # Bad records are counted again from `problems`.
     counts.bad_records = 0
     return EncodedPart(Position(number + 1, 0), counts, hashes=np.empty(0, np.uint64), problems=tuple(problems))

@@ -1,4 +1,4 @@
-"""Decodes a document's token IDs to text, for code that compares documents."""
+"""Decodes token IDs to text, in most cases faster than the tokenizers library."""
 
 import json
 import re
@@ -10,9 +10,9 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 
 
 def text_decoder(tokenizer: LoadedTokenizer) -> Callable[[np.ndarray], bytes]:
-    """Returns a function that decodes a document's token IDs to text. Spaces dropped by the tokenizer may differ.
+    """Returns a function that decodes a document's token IDs to UTF-8. Spaces may differ from the original text.
 
-    If each token ID always decodes to the same bytes, it uses a table, which is many times as fast as tokenizers.
+    For byte-level and Metaspace tokenizers, it uses a lookup table, which is much faster than the tokenizers library.
     """
     backend = backend_of(tokenizer.json, tokenizer.name)
     decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))
@@ -30,7 +30,7 @@ def text_decoder(tokenizer: LoadedTokenizer) -> Callable[[np.ndarray], bytes]:
 
 
 def _bytes_of_byte_level(token: str) -> bytes:
-    """Decodes byte-level characters. Bytes without a printable Latin-1 character are encoded in order from U+0100."""
+    """Decodes a byte-level BPE token. Bytes that aren't printable in Latin-1 are stored as U+0100, U+0101, ..."""
     hidden = [*range(0x21), *range(0x7F, 0xA1), 0xAD]
     if any(ord(letter) >= 256 + len(hidden) for letter in token):  # a token stored as plain text
         return token.encode()

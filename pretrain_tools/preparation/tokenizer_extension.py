@@ -1,4 +1,4 @@
-"""Extends a byte-level BPE tokenizer: keeps its merges and IDs, and appends merges of frequent pairs in new text."""
+"""Extends a byte-level BPE tokenizer with merges learned from new text. Existing merges and token IDs don't change."""
 
 import heapq
 import itertools
@@ -11,35 +11,35 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 
 LONGEST_WORD = 256
-"""Maximum number of characters in a word. Longer words are skipped."""
+"""Maximum word length in characters. Longer words are skipped."""
 STALE_FILES = ("vocab.json", "merges.txt", "added_tokens.json")
-"""Files next to tokenizer.json with the old vocabulary."""
+"""Tokenizer files that contain the old vocabulary."""
 
 Pair = tuple[str, str]
 
 
 def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tokens: Sequence[str]) -> LoadedTokenizer:
-    """Returns the tokenizer extended to `size` tokens: its own, then the special tokens, then merges by frequency.
+    """Extends a tokenizer to `size` tokens: first adds the special tokens, then the most frequent merges.
 
-    The result is smaller if the text has no more pairs that occur twice. Raises InputError if the tokenizer is of a
-    different kind, or isn't smaller than `size`.
+    Adds fewer tokens if no remaining pair occurs twice. Raises InputError if the tokenizer isn't byte-level BPE, or
+    `size` is too small.
     """
     tokenizer = json.loads(base.json)
     model = tokenizer["model"]
     steps = json.dumps(tokenizer.get("pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or '"ByteLevel"' not in steps:
         raise InputError(
-            f"--tokenizer {base.name}: only byte-level BPE can be extended, but this is {model.get('type')}; leave "
-            "out --tokenizer to train a new one"
+            f"--tokenizer {base.name}: must be byte-level BPE to be extended, got {model.get('type')}; omit "
+            "--tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(
             f"--train_tokenizer {size:,}: --tokenizer {base.name} already has {base.vocabulary_size:,} tokens, and "
-            f"{len(special_tokens)} special tokens are new; give a larger size"
+            f"{len(special_tokens)} special tokens are new; use a larger size"
         )
-    # An added token keeps its ID if it is in the model's vocabulary.
+    # Put added tokens into the model's vocabulary, so that they keep their IDs.
     vocabulary = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     next_id = base.vocabulary_size
@@ -67,7 +67,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
 
 
 def words_of(base: LoadedTokenizer, texts: Iterable[str]) -> tuple[list[list[str]], list[int]]:
-    """Returns (tokens of each distinct word, its count in the texts)."""
+    """Splits the text into words. Returns (tokens of each distinct word, count of each distinct word)."""
     backend = backend_of(base.json, base.name)
     counts: Counter[str] = Counter()
     for text in texts:
@@ -79,14 +79,14 @@ def words_of(base: LoadedTokenizer, texts: Iterable[str]) -> tuple[list[list[str
 
 
 def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
-    """Yields the most frequent adjacent pair and merges it in `words`, until no pair occurs twice."""
+    """Repeatedly yields the most frequent adjacent pair and merges it in `words`, until no pair occurs twice."""
     number_of: Counter[Pair] = Counter()
     places: defaultdict[Pair, set[int]] = defaultdict(set)
     for place, parts in enumerate(words):
         for pair in itertools.pairwise(parts):
             number_of[pair] += counts[place]
             places[pair].add(place)
-    # Counts in the heap may be stale, so each is compared with the current one. The pair itself breaks ties.
+    # Counts in the heap may be stale, so check them when they are popped. Ties are broken by the pair itself.
     heap = [(-number, pair) for pair, number in number_of.items()]
     heapq.heapify(heap)
     while heap:
@@ -114,7 +114,7 @@ def frequent_pairs(words: list[list[str]], counts: list[int]) -> Iterator[Pair]:
 
 
 def _merged(parts: list[str], pair: Pair) -> list[str]:
-    """Joins each occurrence of the pair in a word's tokens, from the left, as BPE does."""
+    """Merges all occurrences of a pair in a word's tokens, from left to right."""
     merged = []
     place = 0
     while place < len(parts):

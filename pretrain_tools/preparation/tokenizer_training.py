@@ -1,4 +1,4 @@
-"""Trains and extends byte-level BPE tokenizers. Any text decodes back exactly, and equal input gives equal bytes."""
+"""Trains and extends byte-level BPE tokenizers. The result is deterministic."""
 
 import hashlib
 import json
@@ -24,30 +24,30 @@ from pretrain_tools.preparation.worker import read_part
 
 SMALLEST_VOCABULARY = 257
 HELD_OUT_BYTES = 2 << 20
-# The pre-tokenizer needs many times the memory of its text. Cuts in long documents don't affect the counts.
+# Split long documents, because the pre-tokenizer needs many times the memory of its input.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
-# GPT-4's splitting (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
+# Pattern of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
 # three digits, runs of punctuation, line ends, and spaces except the one before a word.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"gpt4": SPLIT_PATTERN, "qwen2": SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), "gpt2": None}
-"""{name on the command line: pattern that splits text into words}. None: the tokenizers library's pattern, GPT-2's.
-llama.cpp supports all of them."""
+"""{value of --pre_tokenizer: pattern that splits text into words}. None uses the built-in pattern of the tokenizers
+library, which is GPT-2's. llama.cpp supports all of them."""
 
 
 @dataclass
 class Sample:
-    """Counts the sampled training text, and stores the held-out text that measures the result."""
+    """Size of the training sample, and held-out text to evaluate the tokenizer on."""
 
     fraction: float
     limit_bytes: int
     documents: int = 0
     text_bytes: int = 0
     skipped: Tally = field(default_factory=Tally)
-    """Counts of bad records."""
+    """Number of bad records."""
     held_out: tuple[bytes, ...] = ()
 
     @property
@@ -56,10 +56,10 @@ class Sample:
 
 
 def train_tokenizer(request: PreparationRequest) -> None:
-    """Trains on at most `sample_bytes` of the documents' text and writes a Hugging Face tokenizer folder.
+    """Trains a tokenizer, or extends the request's tokenizer, and writes it as a Hugging Face tokenizer folder.
 
-    Extends the request's tokenizer, if any. Samples larger inputs by the hash of each document's text. Never trains on
-    validation documents, but measures bytes per token on them. If it raises InputError, it leaves no files.
+    Trains on a sample of at most `sample_bytes` of text. Reports bytes per token on validation documents, which aren't
+    used for training. Raises InputError.
     """
     output = request.output
     base = request.tokenizer
@@ -70,9 +70,9 @@ def train_tokenizer(request: PreparationRequest) -> None:
     if size < smallest and base is None:
         more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise InputError(
-            f"--train_tokenizer {size}: must be at least {smallest}: the 256 bytes and {USUAL_END_OF_DOCUMENT}{more}"
+            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes and {USUAL_END_OF_DOCUMENT}{more})"
         )
-    # Only explicit choices, so that folders from before these options existed are recognized.
+    # Leave out defaults, so that folders made before these options existed still match.
     chosen = {
         "pre_tokenizer": request.pre_tokenizer,
         "special_tokens": special_tokens,
@@ -92,7 +92,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         print(f"{output}: already complete")
         return
     started = time.monotonic()
-    # If the amount of text is unknown, use all documents.
+    # If the input size is unknown, use all documents.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
     if base is None:
@@ -100,8 +100,8 @@ def train_tokenizer(request: PreparationRequest) -> None:
     else:
         trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
-        held_out = "; all of them are for validation, so use --validation_fraction 0" if sample.held_out else ""
-        raise InputError(f"the input contains no documents to train on{held_out}; give files that contain text")
+        held_out = "; all are in the validation split, so use --validation_fraction 0" if sample.held_out else ""
+        raise InputError(f"the input contains no documents to train on{held_out}; use files that contain text")
     temporary = output.with_name(output.name + ".tmp")
     try:
         trained.save(temporary)
@@ -110,7 +110,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
             output.rmdir()
         os.replace(temporary, output)
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with free space") from None
+        raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
@@ -139,12 +139,12 @@ def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
 
 
 def _is_drawn(text: bytes, fraction: float) -> bool:
-    """Samples by different bytes of the hash than the validation split, so that the two are independent."""
+    """Returns True for a random fraction of the documents, chosen by hash independently of the validation split."""
     return int.from_bytes(hashlib.sha256(text).digest()[8:16], "big") < fraction * 2.0**64
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
-    """Yields the documents in the way a preparation reads them."""
+    """Yields the documents that a preparation would read."""
     options = request.options
     left = options.max_documents
     for part in request.documents.parts(options.reading, BEGINNING):
@@ -181,7 +181,7 @@ def _trained(
         "eos_token": USUAL_END_OF_DOCUMENT,
         "pad_token": USUAL_END_OF_DOCUMENT,
         "add_prefix_space": False,
-        # True would drop spaces before punctuation when decoding.
+        # True would remove spaces before punctuation when decoding.
         "clean_up_tokenization_spaces": False,
     }
     return LoadedTokenizer(
@@ -201,9 +201,9 @@ def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> fl
 
 
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
-    print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes of {sample.documents:,} documents")
+    print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes from {sample.documents:,} documents")
     if size < asked:
-        print(f"  The text has no more pairs to merge: {size:,} tokens instead of {asked:,}. Use more text.")
+        print(f"  The text contains too few pairs to merge: {size:,} tokens instead of {asked:,}. Use more text.")
     if sample.skipped.bad_records:
         print(f"  {sample.skipped.bad_records:,} bad records were skipped.")
     if sample.held_out:

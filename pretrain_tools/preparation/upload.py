@@ -1,4 +1,4 @@
-"""Uploads outputs to URLs. Prepares them in a local folder, which survives a kill, and copies file by file."""
+"""Uploads outputs to URLs, file by file, from a local staging folder."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ UNFINISHED_FILE = ".unfinished"
 
 @dataclass(frozen=True)
 class Destination:
-    """A folder at a URL, and its local source folder. A folder is complete if it contains the file `last`."""
+    """An output folder at a URL, and its local copy. A folder is complete once it contains the file `last`."""
 
     url: str
     local: Path
@@ -34,13 +34,13 @@ class Destination:
 
     @property
     def shown(self) -> str:
-        """The URL, without secrets."""
+        """The URL without credentials."""
         return shown(self.url)
 
     def open(self) -> None:
-        """Checks, before hours of work, that the URL is empty or has this output. Raises InputError.
+        """Checks that the URL is writable and doesn't contain other files. Call it before preparing any data.
 
-        If only the folder at the URL is complete, downloads its `last` file, so that the output is recognized.
+        If the output there is already complete, downloads `last`. Raises InputError.
         """
         with self._errors_named(f"--output {self.shown}: cannot be written"):
             held = self._store.sizes("")
@@ -51,29 +51,29 @@ class Destination:
                 return
             if held and UNFINISHED_FILE not in held:
                 others = ", ".join(sorted(held)[:5])
-                raise InputError(f"--output {self.shown}: already contains other files ({others}); give a new folder")
+                raise InputError(f"--output {self.shown}: already contains other files ({others}); use a new folder")
             self._store.write(UNFINISHED_FILE, b"")
 
     @contextmanager
     def _errors_named(self, problem: str, remedy: str = "") -> Iterator[None]:
-        """Converts any file-system error to an InputError."""
+        """Converts file-system errors to InputError."""
         try:
             yield
         except InputError:
             raise
-        except Exception as error:  # each file system has its own errors
+        except Exception as error:  # each file system raises its own exceptions
             raise InputError(f"{problem}: {one_line(error)}{remedy}") from None
 
     def fill(self, say: Callable[[str], None]) -> int:
-        """Uploads missing files, `last` after all others, and returns their number.
+        """Uploads missing files, verifies their hashes, and returns the number of uploaded files.
 
-        Reads every file back and compares its hash. Raises InputError if it fails. A second call continues.
+        After a failure (InputError), call it again to resume.
         """
         names = [str(path.relative_to(self.local)) for path in self.local.rglob("*") if path.is_file()]
-        # A reader considers the folder complete once `last` exists.
+        # `last` marks the folder as complete, so upload it last.
         names.sort(key=lambda name: (name == self.last, name))
         number = 0
-        remedy = f"; everything is prepared in {self.local}: run the same command again to copy the rest"
+        remedy = f"; the complete output is in {self.local}: run the same command again to copy the remaining files"
         with self._errors_named(f"--output {self.shown}", remedy):
             held = self._store.sizes("")
             if self.last in held and len(names) == 1:
@@ -88,18 +88,18 @@ class Destination:
         return number
 
     def fetch(self, say: Callable[[str], None]) -> None:
-        """Downloads the folder if it is complete at the URL and not yet here.
+        """Downloads the folder if it is complete at the URL but not locally. Call it again to resume.
 
-        A second call continues after a kill. Raises InputError if the folder is unreadable or damaged.
+        Raises InputError if the folder is unreadable or damaged.
         """
         if (self.local / self.last).is_file():
             return
-        with self._errors_named(f"{self.shown}: cannot be copied here", "; run the same command again"):
+        with self._errors_named(f"{self.shown}: download failed", "; run the same command again"):
             held = self._store.sizes("")
             if self.last not in held:
                 return
             self.local.mkdir(parents=True, exist_ok=True)
-            # Remove unfinished work on this machine, because another machine has finished the folder.
+            # Another machine has finished the folder, so discard unfinished local work.
             shutil.rmtree(self.local / UNFINISHED_FILE, ignore_errors=True)
             for name in sorted(held, key=lambda name: (name == self.last, name)):
                 path = self.local / name
@@ -111,15 +111,15 @@ class Destination:
         if problems := verify_shards(self.local):
             (self.local / self.last).unlink()
             raise InputError(
-                *problems, f"{self.local}: differs from the data written to {self.shown}; remove it to copy it again"
+                *problems, f"{self.local}: differs from the data at {self.shown}; remove it to download it again"
             )
         say(f"copied {self.shown} to {self.local}")
 
 
 def destination_of(url: str, staging: Path, last: str) -> Destination:
-    """Returns the destination for a URL. Its local folder is in `staging`, named after the parts of the URL."""
+    """Returns the destination for a URL, with a local folder in `staging` named after the URL."""
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:
-        raise InputError(f"--output {shown(url)}: is not a folder; give one, such as {shown(url).rstrip('/')}/data")
+        raise InputError(f"--output {shown(url)}: is not a folder; use one, such as {shown(url).rstrip('/')}/data")
     return Destination(url.rstrip("/"), staging.joinpath(protocol, *parts), last)

@@ -1,4 +1,7 @@
-"""Chooses validation documents by the hash of their text, or the tail of one document if there are too few."""
+"""Splits documents into training and validation by a hash of their text.
+
+With too few documents, holds out the tail of the largest one instead.
+"""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,21 +10,21 @@ from dataclasses import dataclass
 from pretrain_tools.preparation.documents.records import Record
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-"""Preferred places to cut a text: between paragraphs, otherwise between lines, otherwise between words."""
+"""Where to split a document, in order of preference: between paragraphs, lines or words."""
 
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Assigns every document by its text only, so that workers, order and other documents make no difference."""
+    """Assigns each document to a split, based only on its text."""
 
     fraction: float
     divided_sha256: str | None = None
-    """Hash of the text whose tail is held out; None if no text is split."""
+    """Hash of the document whose tail is held out; None if no document is divided."""
     tail_from: int = 0
-    """First byte of the tail."""
+    """Byte offset of the tail."""
 
     def pieces(self, record: Record) -> list[Record]:
-        """Returns the document with its split, or its head for training and its tail for validation."""
+        """Returns the document with its split. If it is the divided one, returns its head and its tail instead."""
         text = record.text
         if record.is_validation is not None:
             return [record]
@@ -35,22 +38,21 @@ class ValidationSplit:
         ]
 
     def as_plan(self) -> dict:
-        """Returns the manifest's record, without the fraction; {} if no text is split."""
+        """Returns the manifest entry; {} if no document is divided."""
         tail = {"document_sha256": self.divided_sha256, "first_byte": self.tail_from}
         return {"held_out_tail": tail} if self.divided_sha256 else {}
 
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
-    """Returns True for a validation document, by the first 8 bytes of its text's SHA-256."""
-    # Never change this, because all folders must agree on a document's split.
+    """Returns True if a document is in the validation split, based on the first 8 bytes of its SHA-256."""
+    # Never change this: a document must be in the same split in all prepared folders.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
-    """Splits by hash if both splits then have documents. Otherwise, holds out the tail of the largest document.
+    """Splits by hash, or holds out the tail of the largest document if one split would be empty.
 
-    The tail has this fraction of all bytes, but at most about half of its document. Reads until both splits have a
-    document, on average 1 / fraction documents.
+    The tail has `fraction` of all bytes, but at most about half of the document.
     """
     largest = b""
     total = 0
@@ -68,12 +70,15 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
 
 
 def cut_before(text: bytes, end: int) -> int:
-    """Finds a place to cut a UTF-8 text: after the last divider before `end`, otherwise at the character at `end`."""
+    """Returns the byte offset at which to split a document: after the last divider before `end`, otherwise at `end`.
+
+    Never splits a UTF-8 character.
+    """
     first = end - (len(text) - end) // 2
     for divider in DIVIDERS:
         found = text.rfind(divider, first, end)
         if found >= 0:
             return found + len(divider)
-    while text[end] & 0xC0 == 0x80:  # inside a character
+    while text[end] & 0xC0 == 0x80:  # a UTF-8 continuation byte
         end -= 1
     return end

@@ -1,4 +1,4 @@
-"""Turns the records of parts into token IDs, and assigns each document to training or validation."""
+"""Reads, cleans and tokenizes documents, and assigns them to the training or validation split."""
 
 import os
 from dataclasses import dataclass, field
@@ -27,21 +27,21 @@ FIRST_DOCUMENTS = 4
 
 @dataclass
 class Documents:
-    """A part's documents, counts and problems."""
+    """Documents read from one part of the input."""
 
     counts: Tally
     records: list[Record] = field(default_factory=list)
-    """Records with text, assigned to splits."""
+    """Records with text and an assigned split."""
     sources: list[str] = field(default_factory=list)
-    """The name of each document's source."""
+    """Source name of each record."""
     problems: list[Problem] = field(default_factory=list)
 
     def of_each(self, name: str) -> list[Any]:
-        """Lists a field of every record."""
+        """Returns one field of all records."""
         return [getattr(record, name) for record in self.records]
 
     def clean(self, cleaning: Cleaning) -> None:
-        """Cleans the documents and stores the account."""
+        """Cleans the documents and adds the cleaning statistics to the counts."""
         texts, urls, places = map(self.of_each, ("text", "url", "place"))
         kept, texts, self.counts.cleaning = cleaning.clean(texts, urls, self.sources, places)
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
@@ -49,7 +49,7 @@ class Documents:
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
-    """Reads a part's documents, up to a record that stops the preparation."""
+    """Reads the documents in one part of the input. With on_error=stop, stops at the first bad record."""
     found = Documents(Tally(input_bytes=part.input_bytes))
     for source, record in part.records(options.reading):
         if record.text:
@@ -60,7 +60,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(*where, record.problem, record.problem_records))
             if options.on_error == "stop":
-                # Earlier documents are valid, and the next process continues after them.
+                # Keep the documents before it, so that the next process can resume there.
                 break
         elif record.not_read is not None:
             add_numbers(found.counts.unread_members, record.not_read)
@@ -73,7 +73,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
 
 @dataclass
 class PartEncoder:
-    """Encodes parts one after another in one process."""
+    """Reads and tokenizes parts of the input. Each worker process has its own."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder | None
@@ -82,7 +82,7 @@ class PartEncoder:
     _has_compared: bool = field(default=False, init=False)
 
     def compile(self) -> None:
-        """Compiles the necessary kernels, so that forked workers share them."""
+        """Compiles the numba kernels before workers are forked, so that they share the compiled code."""
         near_duplicates = self.options.near_duplicates
         if near_duplicates is not None:
             near_duplicates.signatures(*near_duplicates.words([b"compiled once"]))
@@ -90,8 +90,8 @@ class PartEncoder:
             _ = self.options.cleaning.opened
 
     def encode(self, part: Part) -> EncodedPart:
-        """Reads, cleans, splits and encodes one part."""
-        # One worker per core, because threads of the tokenizers library would compete for the same cores.
+        """Reads, cleans and tokenizes one part of the input."""
+        # There is already one worker per core.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         options = self.options
         found = read_part(part, options, self.split)
@@ -119,7 +119,7 @@ class PartEncoder:
         )
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
-        """Concatenates documents, each followed by the end-of-document ID."""
+        """Concatenates the documents, with an end-of-document ID after each."""
         end = self.tokenizer.end_of_document_id
         ids = np.full(tokens, end, dtype=dtype_for(self.tokenizer.vocabulary_size))
         first = 0
@@ -135,10 +135,12 @@ class PartEncoder:
         return ids
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares both paths on the beginnings of the first documents, then of one document per part."""
+        """Compares the fast encoder with the reference on the first documents, and then on one document per part.
+
+        Only uses the beginning of each document.
+        """
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None
         compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
-        # Once per process, because checking the first texts of every part would cost as much as the fast path saves.
         self._has_compared = True
         return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])

@@ -1,4 +1,4 @@
-"""Runs jobs in order, in this process or in local processes that end with it."""
+"""Runs jobs in this process or in a pool of local processes."""
 
 import collections
 import gc
@@ -16,26 +16,25 @@ from typing import Any
 from pretrain.errors import InputError
 
 JOBS_AHEAD_PER_WORKER = 2
-# Forked workers start in milliseconds, but forking is only safe on Linux.
+# Forking starts workers in milliseconds, but is only safe on Linux.
 POOL_CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 PARENT_CHECK_SECONDS = 0.5
 
 Perform = Callable[[Any], Any]
-"""Runs a job and returns its result. Picklable."""
+"""Function that runs a job and returns its result. Must be picklable."""
 _perform: Perform | None = None
-"""A pool process's function, set only in that process."""
+"""The function to run, set only in worker processes."""
 
 
 def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[Any]:
-    """Yields the result of each job in order, from `workers` processes, or from this process if `workers` is 1.
+    """Runs jobs in `workers` processes, or in this process if `workers` is 1, and yields the results in order.
 
-    Raises InputError if a process dies.
+    Raises InputError if a worker dies.
     """
     if workers == 1:
         yield from map(perform, jobs)
         return
-    # Freeze existing objects. Garbage collection in a worker would otherwise copy their pages into the worker's
-    # memory.
+    # Otherwise, garbage collection in a forked worker would copy the parent's memory pages.
     gc.freeze()
     pool = ProcessPoolExecutor(workers, POOL_CONTEXT, initializer=_start_worker, initargs=(os.getpid(), perform))
     try:
@@ -43,16 +42,16 @@ def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[A
         yield from map(Future.result, ahead(started, workers * JOBS_AHEAD_PER_WORKER))
     except BrokenProcessPool:
         raise InputError(
-            "a worker process died, most likely out of memory; run the same command again with fewer --workers: it "
-            "continues where it stopped"
+            "a worker process died, probably because it ran out of memory; run the same command again with fewer "
+            "--workers to resume"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yields jobs in order, each after fetching `count` later ones, which starts them."""
-    # Bounded, because jobs and results wait in memory, and one slow job delays all later ones.
+    """Yields jobs in order while `count` later jobs are running. Fetching a job from `jobs` must start it."""
+    # The limit bounds memory, because results wait for slow earlier jobs.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:
         waiting.append(job)
@@ -71,7 +70,7 @@ def _start_worker(parent: int, perform: Perform) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ends a worker after its parent was killed. It would wait forever on a pipe that its siblings keep open."""
+    """Exits when the parent process dies. Otherwise the worker would wait forever on a pipe its siblings hold open."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
     os._exit(1)

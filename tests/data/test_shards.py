@@ -223,5 +223,5 @@ def test_a_writer_refuses_to_continue_what_was_cut(tmp_path):
     state = writer.sync()
     writer.close()
     (tmp_path / "train-00000.bin").write_bytes(b"12")
-    with pytest.raises(InputError, match=r"train-00000\.bin: is shorter than when it was written; remove"):
+    with pytest.raises(InputError, match=r"train-00000\.bin: was truncated after it was written; remove"):
         ShardWriter(tmp_path, "uint16", 100, state)

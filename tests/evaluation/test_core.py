@@ -126,8 +126,8 @@ def refused(names, folder):
 
 
 def test_core_needs_all_its_tasks(bundle, tmp_path):
-    assert "give --eval_bundle the folder" in refused(["core"], None)
-    assert f"{tmp_path}: has no core.yaml, eval_meta_data.csv, eval_data; give" in refused(["core"], tmp_path)
+    assert "set --eval_bundle to the folder" in refused(["core"], None)
+    assert f"{tmp_path}: does not contain core.yaml, eval_meta_data.csv, eval_data" in refused(["core"], tmp_path)
     described = yaml.safe_load((bundle / "core.yaml").read_text())
     small = tmp_path / "small"
     small.mkdir()
@@ -137,14 +137,15 @@ def test_core_needs_all_its_tasks(bundle, tmp_path):
     kept[0]["num_fewshot"] = [5]
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core"], small)
-    assert "lacks 2 of its 22 tasks: coqa, boolq; the mean over the others is not CORE" in text
-    assert "other few-shot numbers than CORE (hellaswag_zeroshot)" in text
+    assert "lacks 2 of its 22 tasks: coqa, boolq; CORE is only defined over all tasks" in text
+    assert "few-shot examples differs from CORE (hellaswag_zeroshot)" in text
     assert [task.label for task in bundle_tasks(["core/copa", "core/squad"], small)] == ["copa", "squad"]
     assert "core/coqa: no such task" in refused(["core/coqa"], small)
     kept[1]["icl_task_type"], kept[2]["label"] = "schemata", "unknown"
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core/copa"], small)
-    assert "jeopardy is of type schemata; did you mean schema?" in text and "unknown needs a Random baseline" in text
+    assert "jeopardy has unknown type schemata; did you mean schema?" in text
+    assert "Random baseline of unknown must be" in text
     (problem,) = task_problems(["core"], None)  # as a recipe is checked
     assert problem.startswith("benchmarks.tasks: core: ") and "benchmarks.eval_bundle:" in problem
 
@@ -156,7 +157,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
         (broken / name).symlink_to(bundle / name)
     copa = broken / "eval_data/some/copa.jsonl"
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(InputError, match=r"copa.jsonl:1: is not an item of type multiple_choice \(gold is 2 of 2\)"):
+    with pytest.raises(InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold is 2 of 2\)"):
         score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy())
 
 

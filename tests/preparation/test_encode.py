@@ -275,4 +275,4 @@ def test_bad_training_input_leaves_nothing_behind(tmp_path):
 def test_too_little_text_for_the_vocabulary_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the the the")
     train(tmp_path, tmp_path / "one", size=1000)
-    assert "no more pairs to merge: 260 tokens instead of 1,000" in capsys.readouterr().out
+    assert "too few pairs to merge: 260 tokens instead of 1,000" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
     def change(tally):
         write_jsonl(tmp_path / "a.jsonl", texts(10))
 
-    with pytest.raises(InputError, match=r"the input changed while it was read: source a\.jsonl has changed"):
+    with pytest.raises(InputError, match=r"the input changed while it was being read: source a\.jsonl has changed"):
         prepare(request, report=change)
     assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -76,11 +76,11 @@ def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenize
     make_parts_small(monkeypatch, 500)
     # The part with the bad record also has a copy, which must not count twice.
     write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
-    with pytest.raises(InputError, match=r"a\.jsonl, line 53: broken JSON"):
+    with pytest.raises(InputError, match=r"a\.jsonl, line 53: invalid JSON"):
         prepare_files(tmp_path, tokenizer, deduplicate=True)
     assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
     outcome = prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
-    assert "continuing after" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().out
     tally = outcome.tally
     assert (tally.bad_records, tally.documents, tally.duplicate_documents) == (1, 51, 1)
     continued = content_of(tmp_path / "out")
@@ -112,7 +112,7 @@ def test_killed_at_any_write_it_continues_to_the_same_bytes(tmp_path, tokenizer,
     assert len(pids) == (0 if workers == 1 else workers)
     ended = run_killed(0, *broken)
     assert ended.returncode == 0, ended.stderr
-    assert "continuing after" in ended.stderr
+    assert "resuming after" in ended.stderr
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
     wait_until_gone(pids)
 
@@ -154,9 +154,9 @@ def test_a_full_disk_is_reported_and_finished_work_is_kept(tmp_path, tokenizer, 
     command = [sys.executable, "-c", FULL, str(limit), "0", *map(str, (*arguments, *output))]
     full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert full.returncode == 2 and "Traceback" not in full.stderr, full.stderr
-    assert "File too large" in full.stderr and "free space or fix permissions, then run" in full.stderr
+    assert "File too large" in full.stderr and "free up space or fix permissions, then run" in full.stderr
     ended = run_killed(0, *arguments, *output)
-    assert ended.returncode == 0 and "continuing after" in ended.stderr, ended.stderr
+    assert ended.returncode == 0 and "resuming after" in ended.stderr, ended.stderr
     assert run_killed(0, *arguments, "--output", tmp_path / "whole").returncode == 0
     assert content_of(tmp_path / "out") == content_of(tmp_path / "whole")
 
@@ -167,7 +167,7 @@ def test_a_signal_stops_between_parts_with_a_hint_to_run_again(tmp_path, tokeniz
     code = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)")
     command = [sys.executable, "-c", code, "9", *map(str, arguments)]
     stopped = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (stopped.returncode, "run the same command again to continue" in stopped.stderr) == (75, True)
+    assert (stopped.returncode, "run the same command again to resume" in stopped.stderr) == (75, True)
     assert run_killed(0, *arguments).returncode == 0
     assert verify_shards(tmp_path / "out") == []
 

@@ -68,17 +68,17 @@ def test_missing_and_different_slices_are_all_named(tmp_path, run):
         run(*arguments, "--min_characters", 3, "--merge_slices", 3)
     told = caught.value.problems
     assert "options.min_characters was None, is now 3" in told[0]
-    assert "1-of-3: is not complete; run the same command with --slice 1/3" in told[1]
+    assert "1-of-3: is incomplete; run the same command with --slice 1/3" in told[1]
     assert len(told) == 3 and not (tmp_path / "out").exists()
 
 
 def test_options_that_exclude_slices_are_rejected(tmp_path, run):
-    with pytest.raises(InputError, match=r"--slice 3/3: must be i/n with i from 0 to n - 1"):
+    with pytest.raises(InputError, match=r"--slice 3/3: must be I/N with I from 0 to N - 1"):
         parse_slice("3/3")
     arguments = (*write_inputs(tmp_path), "--output", tmp_path / "out")
-    with pytest.raises(InputError, match=r"slices are independent of each other; leave out --max_tokens 9"):
+    with pytest.raises(InputError, match=r"slices are independent and cannot share a limit; omit --max_tokens 9"):
         run(*arguments, "--slice", "0/2", "--max_tokens", 9)
-    with pytest.raises(InputError, match=r"give either --slice I/N, or --merge_slices N"):
+    with pytest.raises(InputError, match=r"use either --slice I/N, or --merge_slices N"):
         run(*arguments, "--slice", "0/2", "--merge_slices", 2)
 
 
@@ -115,7 +115,7 @@ def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set/train.jsonl", texts(3))
-    with pytest.raises(InputError, match=r"only one machine can read --dataset set; give its files instead: --input"):
+    with pytest.raises(InputError, match=r"not supported with --dataset set; use its files instead: --input"):
         run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
 
 

@@ -79,7 +79,7 @@ def test_damaged_text_is_detected_and_lost_text_of_a_slice_is_named(tmp_path, ru
     path = tmp_path / "out.slices/1-of-2/text/documents-00000.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"text": "only one"}\n'))
     assert "documents-00000.jsonl.zst" in verify_shards(path.parents[1])[0]
-    with pytest.raises(InputError, match=r"1-of-2/text: has fewer documents than the shards; prepare .* again"):
+    with pytest.raises(InputError, match=r"1-of-2/text: contains fewer documents than the shards; prepare .* again"):
         run(*arguments, "--merge_slices", 2)
 
 
@@ -107,5 +107,5 @@ def test_an_invalid_split_is_a_bad_record(tmp_path, run):
 def test_text_is_not_written_without_shards(tmp_path, run):
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--write_text")
-    with pytest.raises(InputError, match="--write_text: writes documents next to shards"):
+    with pytest.raises(InputError, match="--write_text: writes text next to shards"):
         run(*arguments, "--train_tokenizer", 300, with_tokenizer=False)

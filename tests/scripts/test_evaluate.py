@@ -162,7 +162,7 @@ def test_without_a_task_the_choices_are_listed():
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     read_arguments = script.read_arguments
-    with pytest.raises(InputError, match=r"nothing to do: give --data FOLDER .*, --prompt TEXT or --interactive"):
+    with pytest.raises(InputError, match=r"nothing to do: use --data FOLDER .*, --prompt TEXT or --interactive"):
         read_arguments(["--model", "runs/x"])
     assert read_arguments(["--model", "runs/x", "--prompt", ""]).tasks == []
     assert read_arguments(["--model", "runs/x", "--tasks", "a,b", "c"]).tasks == ["a", "b", "c"]
@@ -172,29 +172,29 @@ def test_without_a_task_the_choices_are_listed():
     "words, message",
     [
         (["--modle", "a"], "--modle: unknown; did you mean --model?"),
-        (["--prompt", "Once", "upon"], "upon: belongs to no flag; quote a prompt"),
+        (["--prompt", "Once", "upon"], "upon: unexpected argument; put prompts"),
         (["--limit", "many"], "--limit many: must be a number above 0"),
         (["--limit", "0"], "--limit 0: must be a number above 0"),
         (["--limit", "2.5"], "--limit 2.5: must be a whole number of documents, or a fraction below 1"),
         (["--batch_size", "0"], "--batch_size 0: must be a whole number from 1"),
         (["--num_fewshot", "-1"], "--num_fewshot -1: must be a whole number from 0"),
-        (["--num_fewshot", "3", "--tasks", "core/copa"], "--num_fewshot: the tasks of core have their own numbers"),
+        (["--num_fewshot", "3", "--tasks", "core/copa"], "--num_fewshot: cannot be used with core"),
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
         (["--document_mask", "yes"], "--document_mask yes: must be on or off"),
         (
             ["--top_k", "5", "--temperature", "0"],
-            "--top_k: only applies to sampling, but --temperature 0 is greedy decoding",
+            "--top_k: cannot be used with --temperature 0, which is greedy decoding",
         ),
         (["--top_p", "1.5"], "--top_p 1.5: must be a probability above 0 and at most 1"),
-        (["--interactive", "--data", "x"], "--interactive: only generates text; leave out --data"),
+        (["--interactive", "--data", "x"], "--interactive: only generates text; omit --data"),
         (["--temperature", "nan"], "--temperature nan: must be a number from 0"),
     ],
 )
 def test_messages_of_the_command_line(words, message):
     text = problems_of(read, *words)
     assert message in text
-    assert "--model is missing" in text  # all problems at once
+    assert "--model is required" in text  # all problems at once
 
 
 def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path):
@@ -243,7 +243,7 @@ def test_another_tokenizer_is_rejected(model_folder, shards, tokenizer, manifest
     changed["model"]["merges"] = changed["model"]["merges"][:-3]
     (other / "tokenizer.json").write_text(json.dumps(changed))
     text = problems_of(evaluate, "--model", other, "--data", shards)
-    assert "has another tokenizer (512 IDs, sha256 " in text and manifest.tokenizer_sha256[:12] in text
+    assert "has a different tokenizer (512 IDs, sha256 " in text and manifest.tokenizer_sha256[:12] in text
 
 
 def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_path):
@@ -253,12 +253,12 @@ def test_an_id_outside_the_vocabulary_names_its_shard(model_folder, shards, tmp_
     ids[40] = 600
     ids.flush()
     text = problems_of(evaluate, "--model", model_folder, "--data", broken, "--sequence_length", 32)
-    assert f"{broken}: split validation has token ID 600 between tokens 32 and 65" in text
+    assert f"{broken}: split validation contains token ID 600 (between tokens 32 and 65)" in text
 
 
 def test_sequences_that_are_too_long(model_folder, shards):
     text = problems_of(evaluate, "--model", model_folder, "--data", shards, "--sequence_length", 129)
-    assert "--sequence_length 129: " in text and "has 128 positions; give at most --sequence_length 128" in text
+    assert "--sequence_length 129: " in text and "only has 128 positions; use at most --sequence_length 128" in text
 
 
 def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
@@ -305,7 +305,7 @@ def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tm
     first, second, third = evaluate("--model", model_folder, deepone, model_folder, *words)
     assert flat(first) == flat(third) != flat(second)
     shown = capsys.readouterr().out
-    assert "2 parts of groups are not shown" in shown
+    assert "2 tasks in groups are not shown" in shown
     assert "±" in shown and shown.count("k parameters") == 3, "long paths are wrapped"
 
 
@@ -325,9 +325,7 @@ def test_a_task_without_its_data(tasks, tmp_path):
     copied = yaml.safe_load((tasks / "two.yaml").read_text())
     copied["dataset_kwargs"] = {"data_files": {"validation": str(tmp_path / "gone.jsonl")}}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump({**copied, "task": "tiny_gone"}))
-    with pytest.raises(
-        InputError, match=r"--tasks tiny_gone: its data or its definition cannot be loaded .*gone.jsonl"
-    ):
+    with pytest.raises(InputError, match=r"--tasks tiny_gone: its data or definition cannot be loaded .*gone.jsonl"):
         select_tasks(["tiny_gone"], tmp_path)
 
 
@@ -354,7 +352,7 @@ def test_a_model_without_a_tokenizer(model_folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(model_folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "vocab*", "merges*", "special*"))
     text = problems_of(evaluate, "--model", bare, "--prompt", "x")
-    assert "cannot load its tokenizer, which --tasks and --prompt need" in text
+    assert "--tasks and --prompt need its tokenizer, which cannot be loaded" in text
 
 
 def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
@@ -399,5 +397,5 @@ def test_an_emulated_precision_gives_a_warning(model_folder, shards):
     asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
     old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
     (_, in_bf16), (_, by_itself) = run_in_turn((*asked, "--precision", "bf16"), asked, **old_cpu)
-    assert "warning: bf16 is emulated here" in in_bf16 and "give --precision fp32" in in_bf16
+    assert "warning: bf16 is emulated here" in in_bf16 and "use --precision fp32" in in_bf16
     assert "emulated" not in by_itself

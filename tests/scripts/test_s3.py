@@ -129,9 +129,7 @@ def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
     refused = run_script(
         "prepare_data.py", *words(*asked, machine="three"), "--merge_slices", 2, check=False, **store.environment
     )
-    assert (
-        refused.returncode == 2 and "1-of-2: is not complete; run the same command with --slice 1/2" in refused.stderr
-    )
+    assert refused.returncode == 2 and "1-of-2: is incomplete; run the same command with --slice 1/2" in refused.stderr
     prepare(*asked, "--slice", "1/2", machine="two")
     prepare(*asked, "--merge_slices", 2, machine="three")
     assert all(store.read(f"sliced/{name}") == store.read(f"shards/{name}") for name in (*shards, "manifest.json"))

@@ -242,7 +242,7 @@ def script_case(material: Material, number: int) -> Case:
             words.append(flag)
         elif kind < 0.4:
             words.append(value)
-            names += ["unrecognized", "belongs to no flag", "expected", *names_of_words(words)]
+            names += ["unrecognized", "unexpected argument", "expected", *names_of_words(words)]
         elif flag in words and words.index(flag) + 1 < len(words) and rng.random() < 0.8:
             words[words.index(flag) + 1] = value
         else:

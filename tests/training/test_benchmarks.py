@@ -100,7 +100,7 @@ def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, 
         "--optim.warmup_steps", "1",
     )  # fmt: skip
     (warning,) = [e["message"] for e in events(tmp_path / "run", "warning") if "benchmarks" in e["message"]]
-    assert "--tasks four: is not scored by the likelihood of one correct answer; use where: blocking" in warning
+    assert "--tasks four: where: in_loop only supports tasks with a single correct answer" in warning
     assert events(tmp_path / "run", "end")[0]["code"] == 0
 
 

@@ -1,16 +1,16 @@
-"""Cleans documents before encoding: removes or changes them, and reports what it did. Finds near duplicates.
+"""Removes or edits documents before tokenization, and finds near duplicates.
 
-Each decision depends on one document, so workers, slices and interruptions change nothing.
+Except for near duplicates, each decision depends on a single document.
 
-    stages: the interface of a stage; runs all stages over a part's texts
-    filters: filters by name, and user functions
-    published: the rules of Gopher, C4 and FineWeb
-    compiled: kernels for words, lines and repetitions
-    forms: lines in documents; detects prose, line-broken text, code and tables
-    language, personal_data: filters by language; replaces personal data
-    quality_classifier: a linear quality model, trained here
-    decontamination, item_index: removes benchmark items; their index
-    lm_eval_items: the items in lm-eval tasks
-    account: counts and samples of removed documents by rule
-    near_duplicates, folded_words: documents' signatures and similarity; their words
+    stages: defines the stage interface and runs all stages
+    filters: parses --filter, and loads user-defined functions
+    published: filters of Gopher, C4 and FineWeb
+    compiled: numba kernels for words, lines and repetitions
+    forms: splits documents into lines, and detects hard-wrapped text, code and tables
+    language, personal_data: filter by language, and replace personal data
+    quality_classifier: trains and applies a linear quality classifier
+    decontamination, item_index: remove documents that contain benchmark items
+    lm_eval_items: extracts the items from lm-eval tasks
+    account: collects statistics and samples of removed documents
+    near_duplicates, folded_words: compute MinHash signatures and similarities
 """

@@ -1,7 +1,6 @@
-"""Records the results of cleaning: documents and bytes by rule and source, histograms, and samples for each rule.
+"""Collects cleaning statistics: documents and bytes per rule and source, histograms, and sample documents.
 
-The accounts of parts add up to the same total however the input is divided, so workers, slices and interruptions make
-no difference.
+The total doesn't depend on how the input is split into parts.
 """
 
 import json
@@ -15,56 +14,56 @@ from urllib.parse import urlsplit
 from pretrain.data.data_record import numbers_in
 
 KEPT = "kept"
-"""Rule name for documents that weren't removed."""
+"""Used instead of a rule's name for documents that weren't removed."""
 SAMPLES_PER_RULE = 10
 EXCERPT_BYTES = 1200
 DOMAIN_SAMPLE = 2000
-"""The error of a domain's share is at most 0.011 (one standard deviation)."""
+"""Number of documents sampled to estimate each domain's share. The standard error is at most 0.011."""
 MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
-"""File next to the manifest of a cleaned folder."""
+"""File with sample documents, next to the manifest."""
 EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
-"""Maximum number of sources named in a message."""
+"""Maximum number of sources listed in a message."""
 
 
 class Found(NamedTuple):
-    """An entry found in a document, from a list that a stage searches for, such as a benchmark's items."""
+    """An entry found in a document, such as a benchmark item."""
 
     list_name: str
     number: int
-    """Index of the entry in the list."""
+    """Index in the list."""
     excerpt: str
-    """Beginning of the entry."""
+    """Beginning of the entry's text."""
 
 
 @dataclass
 class CleaningAccount:
-    """Counts the results of cleaning, in JSON types. Documents and bytes are counted before any change of the text.
+    """Cleaning statistics. JSON serializable. Bytes are counted before cleaning.
 
-    The manifest has the same fields, except `samples`.
+    All fields except `samples` are stored in the manifest.
     """
 
     by_source: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """{source: {rule or KEPT: documents, bytes}}. Sources after the first MOST_SOURCES_COUNTED share one entry."""
+    """{source: {rule or KEPT: documents, bytes}}. After MOST_SOURCES_COUNTED sources, all others share one entry."""
     changed: dict[str, dict[str, int]] = field(default_factory=dict)
-    """{stage: changed documents, fewer_bytes}."""
+    """{stage: number of changed documents, number of bytes removed}."""
     counts: dict[str, int] = field(default_factory=dict)
     """{name of a stage's counter: count}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
-    """{measure: {value: documents}}."""
+    """{histogram: {value: number of documents}}."""
     domains: dict[str, str] = field(default_factory=dict)
-    """{hash of the text: host of its URL}, for the DOMAIN_SAMPLE kept documents with the smallest hashes."""
+    """{hash of the text: URL host}, for the DOMAIN_SAMPLE kept documents with the smallest hashes."""
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """{rule: {hash: source, place, text, value, limit}} of the SAMPLES_PER_RULE documents with the smallest hashes."""
+    """{rule: {hash: sample}}, for the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{list: documents, entries, examples}. documents: number of documents with an entry. entries: indices of the
-    entries found, as in "0,4-6". examples: the first EXAMPLES_PER_LIST in input order."""
+    """{list: documents, entries, examples}. documents: number of documents that contain an entry. entries: indices of
+    the entries found, such as "0,4-6". examples: the first EXAMPLES_PER_LIST in input order."""
 
     @property
     def rules(self) -> dict[str, dict[str, int]]:
-        """{rule or KEPT: documents, bytes}. Their sum is the input."""
+        """{rule or KEPT: documents, bytes} for all sources."""
         total: dict[str, dict[str, int]] = {}
         for rules in self.by_source.values():
             add_numbers(total, rules)
@@ -72,15 +71,18 @@ class CleaningAccount:
 
     @property
     def removed(self) -> dict[str, dict[str, int]]:
-        """{rule: removed documents and bytes}, by name."""
+        """{rule: documents, bytes} without KEPT, sorted by name."""
         return {rule: amounts for rule, amounts in sorted(self.rules.items()) if rule != KEPT}
 
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
     ) -> None:
-        """Counts a document that this rule removed, or that was kept (KEPT), with its text before cleaning.
+        """Counts a document that was removed by a rule or kept.
 
-        measured: the rule's value and limit.
+        Args:
+            rule: name of the rule, or KEPT.
+            text: the document before cleaning.
+            measured: measured value and limit, if the rule has one.
         """
         self._add_rules(source, {rule: {"documents": 1, "bytes": len(text)}})
         drawn = self.samples.setdefault(rule, {})
@@ -98,7 +100,7 @@ class CleaningAccount:
         add_numbers(self.by_source.setdefault(source, {}), rules)
 
     def add_domains(self, texts: Iterable[bytes], urls: Iterable[str | None]) -> None:
-        """Samples kept documents by hash to record their domains."""
+        """Records the domains of a sample of the kept documents."""
         found = zip(texts, urls, strict=True)
         self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
@@ -125,20 +127,20 @@ class CleaningAccount:
         }
 
     def add(self, other: "CleaningAccount") -> None:
-        """Adds the account of the next documents."""
+        """Adds statistics for the documents that follow."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
             add_numbers(getattr(self, name), getattr(other, name))
         self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
-            # Among equal texts, the first one in input order stays.
+            # If several documents have the same text, keep the first.
             self.samples[rule] = _smallest(drawn | self.samples.get(rule, {}), SAMPLES_PER_RULE)
         for name, more in other.found.items():
             self._add_list(name, more)
 
     def removed_whole_lines(self) -> list[str]:
-        """Lists sources that keep less than 10% of their bytes, with the rules that removed the rest."""
+        """Describes sources that lost more than 90% of their bytes, with the rules that removed them."""
         whole = []
         for source, rules in self.by_source.items():
             stays = rules.get(KEPT, {"bytes": 0})["bytes"]
@@ -156,7 +158,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest's record: everything except the samples. Its order doesn't depend on the workers."""
+        """Returns the manifest entry. Contains everything except the samples."""
         rules = self.rules.values()
         return {
             "documents_in": sum(amounts["documents"] for amounts in rules),
@@ -172,7 +174,7 @@ class CleaningAccount:
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
-    """Formats a rule's measured value and limit, such as '0.42, at least 0.8'; '' if the rule has none."""
+    """Formats the measured value and limit, such as '0.42, at least 0.8'; '' if the rule has no limit."""
     if "value" not in sample:
         return ""
     value = sample["value"]
@@ -181,7 +183,7 @@ def measured_text(sample: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, other: float) -> str:
-    """Formats a value with enough digits to differ from the other one."""
+    """Formats a value with enough digits to distinguish it from the other one."""
     if value == int(value):
         return f"{int(value):,}"
     return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
@@ -196,7 +198,7 @@ def domain_of(url: str) -> str:
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
-    """Reads a prepared folder's account; empty if it wasn't cleaned. manifest: the manifest's entries."""
+    """Reads the cleaning statistics in a prepared folder; empty if the documents weren't cleaned."""
     recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
     samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}
@@ -222,7 +224,7 @@ def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _digest_of(text: bytes) -> str:
-    """Hashes a text, so that any division of the work samples the same documents."""
+    """Hashes the beginning of a document, for reproducible sampling."""
     from xxhash import xxh3_64_hexdigest
 
     return xxh3_64_hexdigest(text[:EXCERPT_BYTES])

@@ -1,7 +1,6 @@
-"""Numba kernels for cleaning: words and lines in texts, repeated n-grams.
+"""Numba kernels for cleaning: splitting documents into words and lines, and finding repeated n-grams.
 
-Kernels that call each other must share a module. numba caches machine code by the source of a function's own module,
-and would not notice a change in another one.
+Kernels that call each other must be in the same module. numba's cache doesn't notice changes in other modules.
 """
 
 import functools
@@ -15,17 +14,17 @@ import numba
 import numpy as np
 
 compiled = functools.partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-"""Numba caches machine code next to the module or in the user's cache folder."""
+"""Decorator for kernels, whose machine code is cached on disk."""
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
 SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING = (1 << bit for bit in range(8))
-"""Character classes. LINE_END: as in str.splitlines. VISIBLE: neither space nor punctuation. CLOSING: quotes and
-brackets that may follow the end of a sentence."""
+"""Character classes. LINE_END is as in str.splitlines. VISIBLE characters are neither spaces nor punctuation. CLOSING
+characters are quotes and brackets that may follow the end of a sentence."""
 SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
 LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
 FIRST_WIDE = 0x3000
-"""Punctuation from this code point on ends a sentence without a following space."""
+"""Punctuation at or above this code point ends a sentence even without a following space."""
 LINE = np.dtype(
     [
         (name, "<i4")
@@ -35,18 +34,19 @@ LINE = np.dtype(
         )
     ] + [("digest", "<u8")]
 )  # fmt: skip
-"""A nonblank line. block: number of its block, a run of lines without blank ones. start, stop: bytes in the joined
-texts, without spaces around the line. digest: hash of its words. gaps: runs of two or more spaces. numbers: words with
-digits. Kinds are character classes. The last one ignores closing quotes and brackets."""
+"""A nonblank line. block: index of its block of consecutive nonblank lines. start, stop: byte offsets in the
+concatenated documents, without surrounding spaces. digest: hash of its words. gaps: number of runs of two or more
+spaces. numbers: number of words that contain digits. first_kind, last_kind: character classes, ignoring CLOSING
+characters at the end."""
 PADDING = 16
-"""Bytes after the joined texts. Kernels may read them, but no result depends on them."""
+"""Number of padding bytes after the concatenated documents, because kernels may read beyond the end."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
 @functools.cache
 def character_classes() -> np.ndarray:
-    """Returns (0x110000,) uint16, the classes of each code point."""
-    # Later planes have no letters, spaces or punctuation.
+    """Returns (0x110000,) uint16, the character classes of all code points."""
+    # There are no letters, spaces or punctuation above this range.
     known = [chr(code) for code in range(0x32000)]
     categories = list(map(unicodedata.category, known))
     spaces = np.fromiter(map(str.isspace, known), bool)
@@ -68,7 +68,7 @@ def character_classes() -> np.ndarray:
 
 @compiled
 def code_at(text, position):
-    """Decodes UTF-8 at a position to (code point, number of bytes)."""
+    """Decodes a UTF-8 character. Returns (code point, number of bytes)."""
     first = np.int64(text[position])
     if first < 0x80:
         return first, 1
@@ -83,7 +83,7 @@ def code_at(text, position):
 
 @compiled
 def mixed(value):
-    """Mixes a hash so that its low bits depend on all bits."""
+    """Mixes the bits of a hash, so that its low bits depend on all bits."""
     value ^= value >> np.uint64(32)
     value *= FACTOR
     return value ^ value >> np.uint64(29)
@@ -91,10 +91,7 @@ def mixed(value):
 
 @compiled
 def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
-    """Fills the arrays of DividedTexts and returns the numbers of words and lines.
-
-    lines: zeros.
-    """
+    """Fills the arrays of DividedTexts. Returns (number of words, number of lines). `lines` must be all zeros."""
     word = count = block = np.int64(0)
     for document in range(len(bounds)):
         word_bounds[document, 0] = word
@@ -141,7 +138,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters have one byte, so skip the call.
+                    # Most characters have one byte, so avoid the call.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -181,18 +178,19 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
 
 
 class DividedTexts(NamedTuple):
-    """Joined documents, their words and their lines."""
+    """Concatenated documents, split into words and lines."""
 
     text: np.ndarray
     """(bytes,) uint8"""
     lengths: np.ndarray
-    """(words,) int32, number of characters."""
+    """(words,) int32, length in characters."""
     hashes: np.ndarray
     """(words,) uint64"""
     word_bounds: np.ndarray
-    """(documents, 2) int64: first word and end of each document."""
+    """(documents, 2) int64: indices of each document's first word and of the word after its last."""
     totals: np.ndarray
-    """(documents, 3) int64: words that are not only punctuation, their characters, and words with a letter."""
+    """(documents, 3) int64: number of words that aren't only punctuation, number of characters in them, and number of
+    words with a letter."""
     lines: np.ndarray
     """(lines,) LINE, without blank lines."""
 
@@ -202,10 +200,10 @@ def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
     sizes = np.array([len(text) for text in texts], np.int64)
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)
-    # A bytearray makes all byte arrays writable, so that numba compiles only one version.
+    # Use a writable array, as everywhere else, so that numba compiles only one version.
     text = np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8)
     most_words = len(text) // 2 + len(bounds)
-    # An upper bound: multibyte line ends end in 0x85, 0xA8 or 0xA9.
+    # An upper bound, because multibyte line ends have 0x85, 0xA8 or 0xA9 as their last byte.
     most_lines = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
     lengths = np.empty(most_words, np.int32)
     hashes = np.empty(most_words, np.uint64)
@@ -218,7 +216,7 @@ def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
 
 @compiled
 def _find(keys, stamps, stamp, value):
-    """Returns (slot, True if the value is in it) in a hash table. Entries with a different stamp count as empty."""
+    """Looks up a value in a hash table. Returns (slot, found). Entries with a different stamp are empty."""
     mask = np.uint64(len(keys) - 1)
     slot = value & mask
     while stamps[slot] == stamp:
@@ -246,7 +244,7 @@ def _gram(hashes, start, n):
 
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
-    """Returns the length of the most frequent n-gram in characters times its count. In a tie, the first one counts."""
+    """Returns the length in characters of the most frequent n-gram, times its count. In a tie, the first one wins."""
     keys, stamps, counts, firsts = table
     best_count = np.int64(0)
     best_first = start
@@ -267,7 +265,7 @@ def _top_gram(lengths, hashes, start, end, n, table, stamp):
 
 @compiled
 def _duplicate_characters(lengths, hashes, start, end, n, table, stamp):
-    """Counts the characters in repeated n-grams without overlap."""
+    """Counts the characters in repeated, non-overlapping n-grams."""
     keys = table[0]
     stamps = table[1]
     position = start
@@ -287,9 +285,14 @@ def _duplicate_characters(lengths, hashes, start, end, n, table, stamp):
 
 @compiled
 def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broken, values):
-    """Writes the first of GRAM_RULES that each document exceeds to `broken`, and its share to `values`.
+    """Finds the first of GRAM_RULES that each document violates.
 
-    limits: (9,) shares of `characters`; inf turns a rule off. characters: (documents,). skipped: (documents,) bool.
+    Args:
+        characters: (documents,) total number of characters.
+        limits: (9,) maximum share of `characters` for each rule; inf turns a rule off.
+        skipped: (documents,) bool, documents to skip.
+        broken: (documents,) output, index of the violated rule. Not written for documents without a violation.
+        values: (documents,) output, the share that exceeds the limit.
     """
     size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
     stamps = np.zeros(size, np.int64)
@@ -317,6 +320,6 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
 
 
 def is_compiled() -> bool:
-    """Returns True if this machine has cached machine code for this module."""
+    """Returns True if compiled kernels are in numba's cache."""
     folder = Path(_divide.stats.cache_path)
     return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))

@@ -1,8 +1,7 @@
 """Removes documents that contain benchmark items.
 
 As in GPT-3 (arXiv 2005.14165, appendix C), a document contains an item if they share 13 consecutive words, ignoring
-case, accents and punctuation. A shorter item must occur as a whole and have at least LEAST_LETTERS letters
-(item_index). Answers count only together with the end of their question. Reading passages don't count (lm_eval_items).
+case, accents and punctuation. Shorter items must match as a whole.
 """
 
 import hashlib
@@ -32,16 +31,17 @@ EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
-    """An item's texts. A long enough run of words from any of them counts as contamination."""
+    """Strings that identify a benchmark item."""
 
     whole: tuple[str, ...]
-    """Shorter texts in this list also count if they occur as a whole."""
+    """Strings that also match as a whole if they are short."""
     parts: tuple[str, ...] = ()
+    """Strings that only match with a long run of words."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The items in one task or file, in order."""
+    """A task or file with its items."""
 
     name: str
     items: tuple[BenchmarkItem, ...]
@@ -53,7 +53,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """Stage that removes documents with an item. words: length of a run that counts as contamination."""
+    """Stage that removes documents if they share `words` consecutive words with a benchmark item."""
 
     is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
@@ -64,7 +64,7 @@ class Decontamination:
         return DECONTAMINATION
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the benchmarks by hash. `sought` counts the items that are long enough to search for."""
+        """Returns the manifest entry. `sought` is the number of items that are long enough to search for."""
         texts = zip(self._texts, self._index.searchable, strict=True)
         found = {(benchmark, item) for (benchmark, item, *_), can in texts if can}
         sought = Counter(benchmark for benchmark, _ in found)
@@ -80,7 +80,7 @@ class Decontamination:
 
     @cached_property
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
-        """(benchmark, item, text, True if it counts as a whole), with each of an item's texts once."""
+        """(benchmark index, item index, text, whether it also matches as a whole) for all items."""
         return [
             (number, item_number, text.encode(errors="replace"), text in item.whole)
             for number, benchmark in enumerate(self.benchmarks)
@@ -105,7 +105,7 @@ class Decontamination:
         for document, text in self._index.find(batch.texts):
             benchmark, item, content, _ = self._texts[text]
             found = verdicts.found.setdefault(document, [])
-            # Texts are sorted by item.
+            # Matches are sorted by item.
             if not found or (found[-1].list_name, found[-1].number) != (self.benchmarks[benchmark].name, item):
                 excerpt = content.decode()[:EXCERPT_CHARACTERS].strip()
                 found.append(Found(self.benchmarks[benchmark].name, item, excerpt))
@@ -114,13 +114,13 @@ class Decontamination:
 
 
 def read_decontamination(given: Sequence[str], words: int) -> Decontamination | None:
-    """Creates the stage for --decontaminate, or None without benchmarks. Commas may join names."""
+    """Creates the stage for --decontaminate; None without benchmarks. Names may be separated by commas."""
     names = [name for text in given for name in text.split(",") if name]
     return Decontamination(read_benchmarks(names), words) if names else None
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """Describes the findings for one benchmark."""
+    """Formats how many of a benchmark's items were found."""
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to search for)" if short else ""
     return (
@@ -130,13 +130,10 @@ def contamination_text(row: dict[str, Any]) -> str:
 
 
 def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
-    """Reads the benchmarks given with `--decontaminate`, each once.
-
-    Raises InputError listing all unknown names and all benchmarks without items.
+    """Reads the benchmarks for --decontaminate. Raises InputError listing all problems.
 
     Args:
-        names: lm-eval tasks, groups and patterns, .yaml task files, .jsonl and .txt files of items, or folders of
-            files.
+        names: lm-eval tasks, groups or patterns, .yaml task files, .jsonl or .txt files with items, or folders.
     """
     problems = Problems()
     found = []
@@ -149,7 +146,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
         found += problems.attempt(_task_benchmarks, tasks) or []
     benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
     problems += [
-        f"--decontaminate {name}: contains no items; give a benchmark with items"
+        f"--decontaminate {name}: contains no items; use a benchmark with items"
         for name, benchmark in benchmarks.items()
         if not benchmark.items
     ]
@@ -158,7 +155,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
 
 
 def _files_of(name: str) -> list[Path]:
-    """Lists the benchmark files at a path, or [] if the name is an lm-eval task."""
+    """Lists the item files at a path; [] for an lm-eval task."""
     path = Path(name)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (*FILE_SUFFIXES, *TASK_SUFFIXES))
@@ -167,15 +164,16 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _file_benchmark(path: Path) -> Benchmark:
-    """Reads one item per line: text, or a JSON object or string."""
+    """Reads a file with one item per line: plain text or JSON."""
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
-            f"--decontaminate {path}: must be {', '.join(FILE_SUFFIXES)} with an item per line, or a .yaml of lm-eval"
+            f"--decontaminate {path}: must be a {', '.join(FILE_SUFFIXES)} file with one item per line, or an lm-eval "
+            ".yaml file"
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
-        raise InputError(f"--decontaminate {path}: cannot be read ({error}); give a file of UTF-8 text") from None
+        raise InputError(f"--decontaminate {path}: cannot be read ({error}); it must be a UTF-8 text file") from None
     items = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -183,7 +181,7 @@ def _file_benchmark(path: Path) -> Benchmark:
         try:
             value = line if path.suffix == ".txt" else json.loads(line)
         except ValueError as error:
-            raise InputError(f"--decontaminate {path}, line {number:,}: broken JSON ({error}); fix it") from None
+            raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
         whole, parts = lm_eval_items.record_texts(value)
         items.append(BenchmarkItem(tuple(whole), tuple(parts)))
     return Benchmark(path.name, tuple(items))
@@ -196,10 +194,10 @@ def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise InputError(f"--decontaminate {','.join(names)}: lm-eval cannot be run ({last})")
+        raise InputError(f"--decontaminate {','.join(names)}: lm-eval failed ({last})")
     problems = [
         f"--decontaminate {line['name']}: {line['problem']}; data paths in a task file are relative to the current "
-        "folder, other data comes from the Hub"
+        "folder, and other data is loaded from the Hub"
         for line in lines
         if isinstance(line, dict)
     ]

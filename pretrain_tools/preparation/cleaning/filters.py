@@ -1,4 +1,4 @@
-"""Filters for --filter: filters by name, with parameters, and user functions."""
+"""Parses --filter, and loads user-defined filter functions."""
 
 import dataclasses
 import importlib.util
@@ -22,26 +22,26 @@ CLASSES = (
     GopherQuality, GopherRepetition, C4Quality, FineWebQuality, LanguageFilter, PersonalData, ClassifierFilter
 )  # fmt: skip
 FILTERS: dict[str, type] = {filter_class.name: filter_class for filter_class in CLASSES}
-"""{name: stage}. The stages' dataclass fields are the parameters, required or with a default."""
+"""{name: filter class}. The dataclass fields are the filter's parameters."""
 OFF = "off"
-"""Parameter value that turns a rule off."""
+"""Value that turns a rule off."""
 
 
 def read_cleaning(
     given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
 ) -> Cleaning | None:
-    """Reads the stages of `--language` and `--clean`, then those of `--filter` in order; None if there are no stages.
+    """Creates the stages for --language, --clean and --filter, in this order; None if there are none.
 
-    A filter in `--filter` replaces the filter of the same name in --clean. Raises InputError listing all problems.
+    A filter in --filter replaces the filter with the same name in --clean. Raises InputError listing all problems.
     """
     problems = Problems()
     stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
-    problems += [f"--filter {label}: given twice; give it once" for label in twice]
+    problems += [f"--filter {label}: given twice; use it once" for label in twice]
     for stage in stages if not has_urls else ():
         if isinstance(stage, UserFunction) and stage.takes_url:
-            problems.append(f"--filter {stage.label}(text, url): needs --url_field FIELD, the field with the URL")
+            problems.append(f"--filter {stage.label}(text, url): requires --url_field FIELD, the field with the URL")
     if languages is not None or clean:
         names = tuple((languages or "en").split(","))
         judged = problems.attempt(LanguageFilter, names, code=clean)
@@ -52,9 +52,9 @@ def read_cleaning(
 
 
 def sensible_set(is_english: bool) -> list[CleaningStage]:
-    """Returns the filters of --clean: FineWeb's filters and parameters. Counts stop words only in English.
+    """Returns the filters for --clean: FineWeb's filters with its parameters. Only checks stop words in English.
 
-    FineWeb checks repetition before quality. Both orders keep the same documents, and repetition is slower.
+    Unlike FineWeb, checks quality first, because checking repetition is slower. Both orders keep the same documents.
     """
     quality = GopherQuality(max_words=None)
     return [
@@ -69,8 +69,8 @@ def sensible_set(is_english: bool) -> list[CleaningStage]:
 def parse_filter(text: str) -> CleaningStage:
     """Parses 'gopher_quality', 'gopher_quality(min_words=30, stop_words=off)' or 'mine.py:keep'.
 
-    A value is a number, off, a word, or several words joined by +. An unnamed value sets the first parameter.
-    Raises InputError with the allowed values.
+    A value can be a number, off, a word, or several words separated by +. A value without a name sets the first
+    parameter. Raises InputError.
     """
     if re.fullmatch(r".*\.py:\w+", text):
         return UserFunction.load(text)
@@ -90,19 +90,19 @@ def parse_filter(text: str) -> CleaningStage:
         if parameter not in fields:
             problems.append(f"--filter {text}: {name} has no parameter {parameter!r}{did_you_mean(parameter, fields)}")
         elif parameter in values:
-            problems.append(f"--filter {text}: {parameter} given twice; give it once")
+            problems.append(f"--filter {text}: {parameter} given twice; use it once")
         else:
             values[parameter] = problems.attempt(
                 _value, f"--filter {text}: {parameter}", value, fields[parameter].type
             )
     missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
-    problems += [f"--filter {text}: {name} needs {parameter}=..." for parameter in missing]
+    problems += [f"--filter {text}: {name} requires {parameter}=..." for parameter in missing]
     problems.stop_if_any()
     return FILTERS[name](**values)
 
 
 def _value(what: str, given: str, allowed: Any) -> Any:
-    """Parses a value by its field's type: int, float, bool, str or tuple of str. `| None` allows off."""
+    """Parses a parameter value. `allowed` is the field's type; `| None` allows off."""
     if allowed is bool:
         if given not in ("on", OFF):
             raise InputError(f"{what}={given}: must be on or {OFF}")
@@ -125,17 +125,17 @@ def _value(what: str, given: str, allowed: Any) -> Any:
 
 @dataclass(frozen=True)
 class UserFunction:
-    """`--filter mine.py:keep`: keep(text) returns True to keep the document, False to remove it, or its new text.
+    """A user-defined filter, as in `--filter mine.py:keep`.
 
-    A function with a parameter `url` also gets the URL from --url_field. It must depend only on its arguments, or
-    interruptions and workers would change the result.
+    keep(text) returns True to keep the document, False to remove it, or its new text. If the function has a parameter
+    `url`, it is called with the URL from --url_field. The result must depend only on the arguments.
     """
 
     is_compiled: ClassVar[bool] = False
     path: str
     function: str
     sha256: str
-    """Hash of the file. A changed file counts as a different filter."""
+    """Hash of the file."""
 
     @classmethod
     def load(cls, given: str) -> Self:
@@ -144,7 +144,7 @@ class UserFunction:
         try:
             sha256 = sha256_of(Path(path))
         except OSError as error:
-            raise InputError(f"--filter {given}: {path}: {error.strerror}; give FILE.py:FUNCTION") from None
+            raise InputError(f"--filter {given}: {path}: {error.strerror}; must be FILE.py:FUNCTION") from None
         _load_function(path, function, sha256)
         return cls(path, function, sha256)
 
@@ -185,19 +185,19 @@ class UserFunction:
         except Exception as error:  # user code may raise anything
             raise InputError(
                 f"--filter {self.path}:{self.function}: {type(error).__name__}: {one_line(error)}, for the text "
-                f"{text[:80]!r}; fix it, then run the same command with a new output folder"
+                f"{text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
         if type(answer).__name__ != "bool":  # Python's or numpy's
             raise InputError(
-                f"--filter {self.path}:{self.function}: returned {answer!r} for the text {text[:80]!r}; "
-                "must return True, False or a str"
+                f"--filter {self.path}:{self.function}: must return True, False or a str, but returned {answer!r} for "
+                f"the text {text[:80]!r}"
             )
         return answer
 
 
 @cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Runs a file and returns one of its functions. sha256: hash of the file, so that a changed file loads again."""
+    """Loads a function from a Python file. sha256: hash of the file; part of the cache key."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -1,7 +1,7 @@
-"""Folds words to compare near duplicates and benchmark items.
+"""Normalizes text to compare documents with each other and with benchmark items.
 
-Folded words are runs of letters and digits without case, accents, ligatures and width. In scripts without spaces, each
-character is a word.
+Folded words consist of letters and digits, without case, accents, ligatures and character width. In scripts without
+spaces, each character is a word.
 """
 
 import re
@@ -27,14 +27,14 @@ HYPHENS = "-\u2010\u2011\ufe63\uff0d"
 LINE_ENDS = "\r\n"
 TATWEEL = "\u0640"
 COMMON_SIGNS = {"\u2018\u2019": "'", "\u201c\u201d\u2013\u2014\u2026": " "}
-"""{common signs of English texts: ASCII that folds to the same}"""
+"""{common punctuation in English text: equivalent ASCII character}"""
 NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 HYPHEN_WITHIN_A_WORD = re.compile(r"-(?<=[^\s-]-)(?:\n[\n ]*)?(?=[^\s-])")
-"""A hyphen between letters, or one that breaks a word at the end of a line."""
+"""Matches a hyphen inside a word, including at a line break."""
 
 
 class _FoldedCharacters(dict):
-    """{code point: its folded letters, a space, "-" or a line end; None: nothing}, filled on first use."""
+    """Cache for str.translate: {code point: folded letters, " ", "-" or line end; None to delete it}."""
 
     def __missing__(self, code: int) -> str | None:
         character = chr(code)
@@ -47,7 +47,7 @@ class _FoldedCharacters(dict):
         elif category == "Cf" or character in APOSTROPHES + TATWEEL:
             folded = None
         elif category[0] in "LNM":
-            # Only one mark folds to a letter: the iota below Greek letters.
+            # Marks are dropped, except the iota subscript in Greek, which folds to a letter.
             letters = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
             folded = "".join(filter(str.isalnum, letters)) or None
             if folded and any(code in script for script in SCRIPTS_WITHOUT_SPACES):
@@ -60,7 +60,7 @@ _FOLDED = _FoldedCharacters()
 
 
 def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (words, ends): uint32 hashes of all documents' folded words, and the end of each document's words."""
+    """Returns (uint32 hashes of all documents' folded words, end index of each document)."""
     divided = folded_texts(texts, least_words)
     return (divided.hashes >> np.uint64(32)).astype(np.uint32), divided.word_bounds[:, 1]
 
@@ -68,9 +68,8 @@ def folded_words(texts: Sequence[bytes], least_words: int) -> tuple[np.ndarray, 
 def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:
     """Splits documents into folded words.
 
-    Drops apostrophes, accents, soft hyphens, zero-width characters, and hyphens inside words, also at line breaks. A
-    document with fewer than `least_words` words becomes `least_words` copies of a single word, which joins all its
-    words. If it has no words, the single word is the whole text without spaces.
+    A document with fewer than `least_words` words is replaced by `least_words` copies of a single word made from the
+    whole document.
     """
     return divided_texts([_folded(text, least_words).encode() for text in texts])
 

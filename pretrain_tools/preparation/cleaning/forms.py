@@ -1,7 +1,7 @@
-"""Splits documents into lines, and detects the form of a text, which decides the rules to apply.
+"""Computes statistics of documents' lines, and detects each document's type, which determines the rules that apply.
 
-The published rules were made for web pages, where each line is a paragraph. Books, verse and plays break lines
-anywhere in a sentence. Code and tables have no sentences.
+The published rules assume that each line is a paragraph, as on web pages. In books, verse and plays, line breaks can
+be anywhere in a sentence. Code and tables have no sentences.
 """
 
 from functools import cached_property
@@ -12,28 +12,28 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.compiled import LOWER, SENTENCE_END, DividedTexts
 
 PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Forms of a text. PARAGRAPHS: each line is a paragraph. LINES: sentences span lines, and blank lines separate
-paragraphs, stanzas or speeches. CODE: program code. TABLE: rows of cells."""
+"""Document types. PARAGRAPHS: each line is a paragraph. LINES: hard-wrapped text, with sentences that span several
+lines. CODE: source code. TABLE: rows of cells."""
 LONG_LINE = 120
-"""Maximum characters of a line in line-broken text. A longer line is a paragraph."""
+"""Maximum line length in hard-wrapped text. A longer line is a paragraph."""
 CONTINUES = (ord(","), ord(";"), ord("-"), 0x2013, 0x2014)
-"""Characters at the end of a line that show that its sentence continues."""
+"""Last characters of lines whose sentence continues on the next line."""
 SIGNS = (b"\t", b"|", b",", b";", b"([", b")]", b"{", b"}", b"<>=_")
-"""Characters that separate cells (the first four) or are typical of code."""
+"""Characters that separate table cells (the first four) or are typical of code."""
 SIGN_KINDS = np.zeros(256, np.uint8)
-"""(256,): 1 + index in SIGNS for each byte, or 0."""
+"""(256,): 1 + index in SIGNS for each byte; 0 for other bytes."""
 for number, signs in enumerate(SIGNS, start=1):
     SIGN_KINDS[list(signs)] = number
 DOTS = (b"...", "…".encode())
 FEWEST_LINES = 10
-"""Shorter texts are neither code nor tables."""
+"""Shorter documents are never classified as code or tables."""
 
 
 class Lines:
-    """The nonblank lines of documents.
+    """The nonblank lines in a batch of documents.
 
     Args:
-        text: (bytes,) uint8, which contains the lines.
+        text: (bytes,) uint8, the concatenated documents.
         table: (lines,) LINE, sorted by document.
         documents: number of documents.
     """
@@ -42,32 +42,32 @@ class Lines:
         self.text = text
         self.table = table
         self.bounds = np.searchsorted(table["document"], np.arange(documents + 1))
-        """(documents + 1,) first line of each document."""
+        """(documents + 1,) index of each document's first line."""
         self.counts = np.diff(self.bounds)
-        """(documents,) lines of each document."""
+        """(documents,) number of lines per document."""
 
     def totals(self, values: np.ndarray | str) -> np.ndarray:
-        """Sums (lines,) values, or a field of LINE, over each document: (documents,)."""
+        """Sums (lines,) values, or a field of LINE, per document: (documents,)."""
         by_line = self.table[values] if isinstance(values, str) else values
         return np.diff(np.append(0, np.cumsum(by_line, dtype=np.int64))[self.bounds])
 
     @cached_property
     def characters(self) -> np.ndarray:
-        """(documents,) characters in the lines of each document."""
+        """(documents,) number of characters per document."""
         return self.totals("characters")
 
     @cached_property
     def ends_sentence(self) -> np.ndarray:
-        """(lines,) bool"""
+        """(lines,) bool: True if a sentence ends at the end of the line."""
         return self.table["last_kind"] & SENTENCE_END != 0
 
     @cached_property
     def signs(self) -> np.ndarray:
-        """(lines, kinds) counts of SIGNS in each line."""
+        """(lines, len(SIGNS)) number of occurrences of each of SIGNS per line."""
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
-        # Skip tabs before and after lines.
+        # Skip tabs outside the stripped lines.
         is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
@@ -79,17 +79,17 @@ class Lines:
 
     @cached_property
     def ends_in_dots(self) -> np.ndarray:
-        """(lines,) bool: three periods, or the ellipsis character."""
-        # The byte before a line is never a period, so three of them are inside the line.
+        """(lines,) bool: True if the line ends with three periods or the ellipsis character."""
+        # The byte before a line is never a period, so this doesn't match across lines.
         ends = np.stack([self.text[self.table["stop"] - place] for place in (3, 2, 1)])
         return np.any([(ends == np.frombuffer(dots, np.uint8)[:, None]).all(axis=0) for dots in DOTS], axis=0)
 
     @cached_property
     def repeated(self) -> tuple[np.ndarray, np.ndarray]:
-        """(documents,) each: number of repeated lines, and their characters."""
+        """(documents,) number of repeated lines, and (documents,) number of characters in them."""
         digest = self.table["digest"]
         document = self.table["document"]
-        # A stable sort keeps the first of a document's equal lines first.
+        # The sort is stable, so the first of several equal lines stays first and isn't counted.
         order = np.lexsort((digest, document))
         repeated = np.zeros(len(order), bool)
         is_same = (np.diff(digest[order]) == 0) & (np.diff(document[order]) == 0)
@@ -98,10 +98,10 @@ class Lines:
 
     @cached_property
     def blocks(self) -> "Lines":
-        """The paragraphs, stanzas or speeches between blank lines, each as one line.
+        """The blocks between blank lines, such as paragraphs, each as a single line.
 
-        Only the fields `characters`, `digest` and `last_kind` cover the whole block. A block ends a sentence if any of
-        its lines does.
+        Only the fields `characters`, `digest` and `last_kind` refer to the whole block. `last_kind` combines the
+        classes of all its lines.
         """
         first = np.flatnonzero(np.diff(self.table["block"], prepend=-1))
         blocks = self.table.take(first)
@@ -114,7 +114,7 @@ class Lines:
         return Lines(self.text, blocks, len(self.counts))
 
     def joined(self, stays: np.ndarray) -> list[bytes]:
-        """Joins the kept lines of each document. stays: (lines,) bool."""
+        """Joins each document's kept lines with newlines. stays: (lines,) bool."""
         kept = np.flatnonzero(stays)
         text = self.text.tobytes()
         places = zip(self.table["start"][kept].tolist(), self.table["stop"][kept].tolist(), strict=True)
@@ -123,7 +123,7 @@ class Lines:
 
 
 def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
-    """Detects the form of each text: (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
+    """Detects each document's type: (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
     table = lines.table
     counts = np.maximum(lines.counts, 1)
     sizes = table["characters"]
@@ -133,7 +133,7 @@ def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
         return lines.totals(values) / counts
 
     long = lines.totals(sizes * (sizes > LONG_LINE)) / characters
-    # After a document's last line comes another document's line, a negligible error.
+    # A document's last line is followed by the next document's first line; the error is negligible.
     next_is_lower = np.append(table["first_kind"][1:] & LOWER != 0, False)
     runs_on = share(~lines.ends_sentence & (np.isin(table["last_code"], CONTINUES) | next_is_lower[: len(table)]))
     ends = share(lines.ends_sentence)

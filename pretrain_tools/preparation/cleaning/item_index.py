@@ -1,7 +1,7 @@
-"""Indexes texts to find their runs of words in documents, ignoring case, accents and punctuation.
+"""Searches documents for runs of consecutive words from a list of texts, ignoring case, accents and punctuation.
 
-Words are folded (folded_words). The 64-bit hash of a run is the sum of its words' hashes, each times a random factor
-for its position. With a trillion words and a million runs, the probability of a wrong match is 5%.
+The 64-bit hash of a run is the sum of its word hashes, each multiplied by a random factor for its position. For a
+trillion words and a million runs, the probability of any false match is 5%.
 """
 
 from collections.abc import Sequence
@@ -12,44 +12,44 @@ import numpy as np
 from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
 LEAST_LETTERS = 20
-"""A run with fewer letters is no evidence, whatever its number of words. It is extended, or not searched for."""
+"""Minimum number of letters in a run. Runs with fewer letters are extended, or ignored if that isn't possible."""
 ENTRIES_PER_SEED = 16
 FEWEST_BITS = 16
 
 
 def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
-    """Hashes the run of len(factors) words at each place: (places,) uint64."""
+    """Hashes the run of len(factors) words that begins at each place: (places,) uint64."""
     return np.lib.stride_tricks.sliding_window_view(words, len(factors))[places] @ factors
 
 
 @dataclass(frozen=True)
 class ItemIndex:
-    """Texts to search for in documents. Built by `build_index`."""
+    """Index of the texts to search for, built by `build_index`."""
 
     searchable: np.ndarray
     """(texts,) bool: True if the text is long enough to search for."""
     runs: dict[int, tuple[np.ndarray, np.ndarray]]
-    """{number of words: sorted hashes of the runs with that many words, and each run's text}."""
+    """{number of words: (sorted hashes of the runs with that many words, indices of their texts)}."""
     factors: np.ndarray
-    """(words of the longest run,) uint64, for `_hashes`."""
+    """(number of words in the longest run,) uint64, the factors for `_hashes`."""
     seed_words: int
     """Number of words in the shortest run."""
     seeds: np.ndarray
-    """Sorted hashes of the first `seed_words` words of all runs."""
+    """Sorted hashes of the first `seed_words` words in each run."""
     entries: np.ndarray
-    """(2^n,) bool, indexed by a seed's highest bits. This lookup rules out most words in documents."""
+    """(2^n,) bool, True for the highest n bits of each seed. Quickly rules out most positions in documents."""
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Returns sorted (document, text) pairs for each text that has a run in a document."""
+        """Finds documents that contain a run of words from a text. Returns sorted (document, text) pairs."""
         divided = folded_texts(documents)
-        # Pad for a run that begins at the last word.
+        # Padding for runs that would extend beyond the last word.
         words = np.append(divided.hashes, np.zeros_like(self.factors))
         ends = divided.word_bounds[:, 1]
         ours = _hashes(words, slice(len(divided.hashes)), self.factors[: self.seed_words])
         candidates = np.flatnonzero(self.entries[ours >> self.shift])
         candidates = candidates[_is_among(ours[candidates], self.seeds)]
-        # The documents' words are concatenated, so a run must end in the document in which it begins.
+        # A run must not extend into the next document.
         document_of = np.searchsorted(ends, candidates, "right")
         left = ends[document_of] - candidates
         found = set()
@@ -71,9 +71,9 @@ def _is_among(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
 
 
 def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> ItemIndex:
-    """Builds an index of UTF-8 texts that finds runs of `words` words.
+    """Builds an index of all runs of `words` consecutive words in the texts.
 
-    whole: True for texts that also match as a whole if they have fewer words.
+    whole: True for each text that also matches as a whole if it has fewer than `words` words.
     """
     divided = folded_texts(texts)
     own = divided.hashes
@@ -82,7 +82,7 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
     sizes = np.diff(ends, prepend=0)
     text_of = np.repeat(np.arange(len(texts)), sizes)
     least = np.where(whole, np.minimum(sizes, words), words)
-    # Extend runs with too few letters, such as numbers and ideograms.
+    # Extend runs with too few letters, such as lists of numbers.
     starts = np.arange(len(own))
     stops = np.maximum(starts + least[text_of], np.searchsorted(letters, letters[:-1] + LEAST_LETTERS))
     starts = np.flatnonzero(stops <= ends[text_of])

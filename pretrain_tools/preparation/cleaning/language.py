@@ -1,4 +1,4 @@
-"""Filters documents by language, detected by function words if these are clear, otherwise by lingua."""
+"""Filters documents by language. Detects the language from function words or, if these are unclear, with lingua."""
 
 import functools
 import itertools
@@ -20,36 +20,36 @@ FUNCTION_WORDS = {
     "pt": "os não uma com para do da em dos que mais como foi ao pelo são também se na no das ou pela",
     "nl": "het een van en dat niet voor met zijn op te aan die ook naar maar door bij wordt deze uit er",
 }
-"""Frequent words by language. A word in several languages counts for each."""
+"""{language: frequent words}. A word may appear in several languages."""
 WORDS_OF = {language: set(words.encode().split()) for language, words in FUNCTION_WORDS.items()}
 LANGUAGES_OF = {
     word: [language for language, words in WORDS_OF.items() if word in words]
     for word in set().union(*WORDS_OF.values())
 }
-"""{word: its languages}"""
+"""{word: languages}"""
 PLACES = 5
-"""Number of equally spaced parts in a sample. An excerpt or a table in the middle doesn't represent a document."""
+"""Number of evenly spaced locations at which a document is sampled."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
-"""Languages that lingua confuses. It labels half of Indonesian sentences as Malay, so either code keeps both."""
+"""Languages that are treated as one, because lingua labels half of Indonesian sentences as Malay."""
 LEAST_WORDS = 20
-"""A sample with fewer words decides nothing."""
+"""Minimum number of words in a sample."""
 LOOKS = {600: [(0.12, 2, 4)], 4000: [(0.12, 2, 4), (0.06, 8, 8)], 20_000: [(0.06, 8, 10)]}
-"""{bytes of the sample: (share, lead, different)}. A language is certain if its function words make up `share` of the
-words, are `lead` times as frequent as the next language's, include `different` distinct words, and reach half of
-`share` in most places. Otherwise the next, larger sample decides. Tables and code have fewer function words, but none
-of another language."""
+"""{sample size in bytes: alternative criteria (share, lead, different)}. A criterion is met if a language's function
+words make up `share` of all words, are `lead` times as frequent as those of the next language, include `different`
+distinct words, and reach half of `share` in most places. If no criterion is met, the next larger sample is used."""
 IDEOGRAM = re.compile(rb"[\xe0\xe1\xe3-\xed]")
-"""First bytes of letters in scripts that may omit spaces between words. 0xE2 begins punctuation."""
+"""First UTF-8 bytes of letters in scripts that may omit spaces. Excludes 0xE2, which begins punctuation."""
 WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
-"""Letters of scripts without spaces between words. lingua ignores them next to other letters."""
+"""Letters in scripts without spaces. lingua ignores them next to other letters."""
 CODE_OR_TABLE = "code or table"
 
 
 @dataclass(frozen=True)
 class LanguageFilter(NamedFilter):
-    """Keeps documents in these languages (ISO 639-1, joined by +), based on samples from the whole document.
+    """Keeps documents in these languages (ISO 639-1 codes separated by +).
 
-    `minimum`: confidence. `characters`: size of lingua's sample. `code`: keep code and tables in any language.
+    `minimum` is the minimum confidence, and `characters` the sample size for lingua. With `code`, code and tables are
+    kept in any language.
     """
 
     name: ClassVar[str] = "language"
@@ -88,7 +88,7 @@ class LanguageFilter(NamedFilter):
                     verdicts.removed[number] = language
                 elif confidence < self.minimum:
                     verdicts.removed[number] = "uncertain"
-                    # lingua's last digits differ from one call to the next.
+                    # Round, because lingua's last digits aren't reproducible.
                     verdicts.measured[number] = round(confidence, 4), self.minimum
             return verdicts
 
@@ -96,7 +96,7 @@ class LanguageFilter(NamedFilter):
 
 
 def certain_language(text: bytes) -> str | None:
-    """Returns the language if the function words are clear, otherwise None."""
+    """Detects a document's language from its function words; None if they are unclear."""
     places = PLACES if len(text) > min(LOOKS) else 1
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
@@ -128,8 +128,8 @@ def certain_language(text: bytes) -> str | None:
 
 
 def sample_of(text: bytes, characters: int) -> str:
-    """Samples this many characters in equal parts from the whole text. Returns a shorter text as a whole."""
-    # In a long text, byte positions are close enough to character positions. In a short one, parts could overlap.
+    """Samples about this many characters at evenly spaced locations. Returns shorter documents as a whole."""
+    # Avoid decoding long documents: sample at byte offsets instead of character offsets.
     units = text if len(text) > 16 * characters else text.decode()
     if len(units) <= characters:
         return " ".join(units.split())
@@ -145,7 +145,7 @@ def sample_of(text: bytes, characters: int) -> str:
 
 
 def detect_by_lingua(sample: str) -> tuple[str, float]:
-    """Detects a sample's language. Returns (language, confidence)."""
+    """Detects a sample's language with lingua. Returns (language, confidence)."""
     values = _lingua_detector().compute_language_confidence_values(sample)
     codes = [value.language.iso_code_639_1.name.lower() for value in values]
     language = codes[0]
@@ -159,15 +159,15 @@ def detect_by_lingua(sample: str) -> tuple[str, float]:
 def _lingua_detector() -> Any:
     from lingua import LanguageDetectorBuilder
 
-    # Uses only trigrams, because the other models need 1.5 GB and the same time, and these texts aren't short.
+    # Low-accuracy mode only uses trigrams. The other models need 1.5 GB and only help with short texts.
     builder = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode()
     return builder.with_preloaded_language_models().build()
 
 
 def lingua_languages() -> set[str]:
-    """Returns the codes of lingua's languages."""
+    """Returns the language codes that lingua supports."""
     try:
         from lingua import Language
     except ImportError:
-        raise InputError("--filter language: needs lingua; pip install lingua-language-detector") from None
+        raise InputError("--filter language: requires lingua; pip install lingua-language-detector") from None
     return {language.iso_code_639_1.name.lower() for language in Language.all()}

@@ -1,7 +1,7 @@
-"""Prints the items of lm-evaluation-harness tasks as JSON lines. `decontamination` runs it as a separate process.
+"""Prints the items of lm-evaluation-harness tasks as JSON lines.
 
-The harness starts threads, after which workers can't be forked safely. The script imports nothing from this project,
-and the project's folder isn't on its path, because some tasks import a library called evaluate.
+Runs as a separate process, because the harness starts threads, which make forking unsafe. Must not import from this
+project: some tasks import the evaluate library, which evaluate.py would shadow.
 """
 
 import json
@@ -12,29 +12,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
-"""Reading-comprehension fields whose text was on the web before it became part of an item."""
+"""Fields with reading passages. They are ignored if the item has other text, because passages come from the web."""
 CHOICE = re.compile(
     r"(?:(?:in)?correct_?)?(?:option|choice|answer|ending|target|distractor|sol)_?s?_?\d*$|[A-E]$", re.I
 )
-"""Names of fields with answer choices."""
+"""Matches the names of fields with answer choices."""
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
-"""The blank for an answer."""
+"""Matches the blank in a question."""
 CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
 UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Reads a JSON list of names: tasks, groups, tags, patterns, .yaml files, or folders of them."""
+    """Prints the items of all tasks on the command line, a JSON list of names, patterns, .yaml files or folders."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the harness prints
+    os.dup2(2, 1)  # send the harness's own output to stderr
     for name in json.loads(sys.argv[1]):
         try:
             tasks = load_tasks(name)
             for task in tasks:
                 lines = [json.dumps([task.task_name, *item_texts(task, document)]) for document in task.eval_docs]
                 output.write("\n".join([*lines, ""]))
-        except Exception as error:  # task files, their code, the datasets library and the network may raise anything
+        except Exception as error:  # task code, the datasets library and the network may raise anything
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
             kind = "" if isinstance(error, LookupError) and reason == UNKNOWN else f"{type(error).__name__}: "
             output.write(json.dumps({"name": name, "problem": f"{kind}{reason}"}) + "\n")
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def load_tasks(name: str) -> list[Any]:
-    """Loads a task, or all tasks of a group, by name."""
+    """Loads a task, or all tasks in a group, by name."""
     from lm_eval.tasks import TaskManager
 
     if os.path.isdir(name):
@@ -60,15 +60,15 @@ def load_tasks(name: str) -> list[Any]:
 
 
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns (texts that count even if they are short, texts that count only by a long run of words).
+    """Returns the strings to search for: (strings that also match if they are short, strings that need a long match).
 
-    The question consists of the item's fields in the task's prompt, edited or not, without the prompt's own words. An
-    answer counts together with the end of the question, because its words alone occur in many texts.
+    Questions are the item's fields that appear in the prompt, without the words of the prompt template. Answers are
+    combined with the end of the question, because short answers alone occur in many documents.
     """
     prompt = task.doc_to_text(document)
     choices = answers_of(task, document)
     if isinstance(prompt, int):
-        # The choices are beginnings of a sentence, and the target is its end.
+        # The choices are different beginnings of a sentence, and the target is its end.
         target = task.doc_to_target(document)
         ends = [target] if isinstance(target, str) else [""]
         return [f"{choice} {end}".strip() for choice in task.doc_to_choice(document) for end in ends], []
@@ -85,7 +85,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question by itself, and with each answer after it, after a connector, or in its blank."""
+    """Returns the question alone, and combined with each answer: after it, after a connector, or in its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
@@ -95,14 +95,14 @@ def question_texts(question: str, choices: Sequence[str], connectors: Sequence[s
 
 
 def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists the words that join a premise to its cause or effect, if a field asks for either."""
+    """Lists the words that connect a premise to its cause or effect, if the item asks for one."""
     return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Selects the fields in a prompt, ignoring case and punctuation. Drops fields that are part of another one.
+    """Selects the fields that appear in a prompt, ignoring case and punctuation. Drops fields inside other fields.
 
-    If a prompt contains no field unchanged, it has edited them, so it may show all of them.
+    If none appears unchanged, selects all of them, because the prompt may contain edited versions.
     """
     if not prompt.strip():
         return []
@@ -117,20 +117,20 @@ def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str,
 
 
 def words_of(text: str) -> list[str]:
-    """Splits a text into words for comparison."""
+    """Splits text into lowercase words."""
     return WORD.findall(text.casefold())
 
 
 def stands_in(text: str, other: str, other_words: Sequence[str]) -> bool:
-    """Returns True if another text contains the words of this one. "because" doesn't contain "cause"."""
+    """Returns True if `text` appears in `other` as whole words."""
     words = words_of(text)
     if words and f" {' '.join(words)} " in f" {' '.join(other_words)} ":
         return True
-    return not text.isascii() and text in other  # some scripts have no spaces
+    return not text.isascii() and text in other  # for scripts without spaces
 
 
 def record_texts(value: Any) -> tuple[list[str], list[str]]:
-    """Returns the texts of an item from a file, like item_texts. value: text, or an object with the usual fields."""
+    """Returns the same as item_texts, for an item from a file. value: a string or a JSON object."""
     strings = list(strings_of(value))
     choices = [text for name, text in strings_of(value, least=1) if isinstance(value, dict) and CHOICE.match(name)]
     texts = sorted((text for _, text in strings if text not in choices), key=len, reverse=True)
@@ -145,10 +145,10 @@ def record_texts(value: Any) -> tuple[list[str], list[str]]:
 
 
 def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
-    """Lists the answer choices, or the answer to generate."""
+    """Lists an item's answer choices, or its target answer."""
     try:
         choices = task.doc_to_choice(document) if getattr(task.config, "doc_to_choice", None) is not None else []
-    except Exception:  # a task without choices; the harness asserts
+    except Exception:  # the harness asserts if a task has no choices
         choices = []
     target = task.doc_to_target(document)
     targets = [] if choices and isinstance(target, int) else target if isinstance(target, list) else [target]
@@ -157,7 +157,7 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
 
 
 def strings_of(value: Any, name: str = "", least: int = 3) -> Iterator[tuple[str, str]]:
-    """Yields (name of the outermost field, text) for every text in an item with at least `least` characters."""
+    """Yields (top-level field name, string) for all strings in an item with at least `least` characters."""
     if isinstance(value, str):
         if len(value.strip()) >= least:
             yield name, value.strip()

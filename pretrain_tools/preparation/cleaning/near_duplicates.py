@@ -1,13 +1,11 @@
-"""Computes MinHash signatures of documents, and the exact similarity of two documents.
+"""Computes MinHash signatures and the Jaccard similarity of documents.
 
-A document is the set of its shingles: all runs of `shingle_words` folded words. A shorter document is a single
-shingle. Two documents are near duplicates if the Jaccard similarity of their sets (shared shingles / all shingles) is
-at least the threshold.
+A document is represented by its set of shingles (runs of `shingle_words` folded words). Two documents are near
+duplicates if the Jaccard similarity of their sets is at least the threshold.
 
-A signature has one byte per bin. Each shingle's hash falls into one bin, and each bin keeps its smallest hash
-(one-permutation hashing, Li et al. 2012). An empty bin copies another bin, drawn by its number (optimal densification,
-Shrivastava 2017). The share of bins in which two signatures agree then estimates the similarity, and each shingle is
-hashed once, not once per bin.
+Signatures use one-permutation hashing (Li et al. 2012) with optimal densification (Shrivastava 2017): each shingle is
+hashed into one bin, each bin stores one byte of its minimum hash, and empty bins are filled from other bins. The share
+of equal bins estimates the similarity.
 """
 
 from collections.abc import Sequence
@@ -20,17 +18,18 @@ from pretrain.errors import InputError
 
 DEFAULT_BINS = 128
 COMPARED_AT_THRESHOLD = 0.999
-"""Minimum share of pairs at the threshold that the chosen bands must compare."""
+"""Minimum probability that two documents with a similarity equal to the threshold are compared."""
 EMPTY = np.uint32(0xFFFFFFFF)
 DONORS = 8
-"""Number of bins to draw for an empty bin before it copies the next nonempty one."""
+"""Number of random bins to try for an empty bin before using the next nonempty bin."""
 
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Settings of the search for near duplicates.
+    """Settings of the near-duplicate search.
 
-    Only pairs that agree in a whole band are compared. With similarity s, this has probability 1 - (1 - s^rows)^bands.
+    Two documents are compared only if their signatures are equal in at least one band. For similarity s, the
+    probability is 1 - (1 - s^rows)^bands.
     """
 
     threshold: float = 0.8
@@ -40,10 +39,9 @@ class NearDuplicates:
 
     @classmethod
     def parse(cls, threshold: str) -> Self:
-        """Parses a threshold such as '0.8'. Raises InputError if it isn't a similarity.
+        """Parses a threshold such as '0.8' and chooses bands and rows. Raises InputError if it is invalid.
 
-        Chooses the largest number of rows that still finds pairs at the threshold, because more rows compare fewer
-        other pairs.
+        Uses as many rows as COMPARED_AT_THRESHOLD allows, because more rows mean fewer comparisons.
         """
         try:
             similarity = float(threshold)
@@ -55,20 +53,20 @@ class NearDuplicates:
         return next(choice for choice in choices if choice.compared(similarity) >= COMPARED_AT_THRESHOLD)
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the manifest's record."""
+        """Returns the manifest entry."""
         return asdict(self) | {"compared_at_threshold": round(self.compared(self.threshold), 4)}
 
     @property
     def signature_bytes(self) -> int:
-        """Size of a document's signature in bytes."""
+        """Size of a signature in bytes."""
         return self.bands * self.rows
 
     def compared(self, similarity: float) -> float:
-        """Returns the share of pairs with this similarity that are compared."""
+        """Returns the probability that two documents with this similarity are compared."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns documents' (words, ends), like folded_words."""
+        """Returns (words, ends) of the documents; see folded_words."""
         from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
         return folded_words(texts, self.shingle_words)
@@ -78,7 +76,7 @@ class NearDuplicates:
         bits = (self.signature_bytes - 1).bit_length()
         document = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         hashes = shingle_hashes(words, self.shingle_words)
-        # Documents are concatenated, so drop shingles that cross into the next one.
+        # Drop shingles that extend into the next document.
         is_within = document[: len(hashes)] == document[len(document) - len(hashes) :]
         hashes = hashes[is_within]
         bins = (document[: len(is_within)][is_within] << bits) + (hashes & np.uint32((1 << bits) - 1))
@@ -94,7 +92,7 @@ class NearDuplicates:
         return (len(sets[0]) + len(sets[1]) - len(either)) / len(either)
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
-        """Computes (documents,) uint64 keys below 2^40. Two keys are equal if their signatures agree in the band."""
+        """Hashes one band of each signature: (documents,) uint64, below 2^40."""
         keys = np.zeros(len(signatures), np.uint64)
         for row in range(band * self.rows, (band + 1) * self.rows):
             keys ^= signatures[:, row]
@@ -105,27 +103,27 @@ class NearDuplicates:
 
 
 def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
-    """Hashes the run of words at each place: (words - shingle_words + 1,) uint32."""
+    """Hashes all runs of `shingle_words` words: (words - shingle_words + 1,) uint32."""
     mixed = _mixed(words.copy())
     count = max(0, len(words) - shingle_words + 1)
     return _combined([mixed[place : place + count] for place in range(shingle_words)])
 
 
 def _sorted_set(hashes: np.ndarray) -> np.ndarray:
-    """Sorts hashes in place and returns each once, ten times as fast as np.unique."""
+    """Sorts hashes in place and returns the distinct ones. Ten times as fast as np.unique."""
     hashes.sort()
     return hashes[np.append(True, hashes[1:] != hashes[:-1])]
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """Mixes uint32 words in place, so that neighbors differ in all bits."""
+    """Mixes the bits of uint32 hashes in place."""
     words *= np.uint32(0x85EBCA6B)
     words ^= words >> np.uint32(15)
     return words
 
 
 def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Hashes sequences, given as one column per position. The last steps are lowbias32 (Wellons)."""
+    """Combines one array of hashes per position into a hash per sequence. The finalizer is lowbias32 (Wellons)."""
     hashes = columns[0].copy()
     for column in columns[1:]:
         hashes *= np.uint32(0x9E3779B1)
@@ -139,7 +137,10 @@ def _combined(columns: list[np.ndarray] | np.ndarray) -> np.ndarray:
 
 
 def _fill_empty_bins(values: np.ndarray) -> None:
-    """Fills empty bins of (documents, bins) with other bins' values, in place. Equal patterns draw the same bins."""
+    """Fills empty bins in (documents, bins) with values from other bins, in place.
+
+    The choice depends only on which bins are empty, so that similar documents get similar signatures.
+    """
     bins = values.shape[1]
     empty = values == EMPTY
     rows, columns = np.nonzero(empty)

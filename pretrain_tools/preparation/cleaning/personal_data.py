@@ -1,4 +1,4 @@
-"""Replaces personal data."""
+"""Replaces personal data in documents."""
 
 import ipaddress
 import itertools
@@ -13,7 +13,7 @@ from pretrain_tools.preparation.cleaning.stages import TextBatch, Verdicts
 
 _LETTERS = rb"A-Za-z0-9!#$%&'*+/=?^_`{|}~-"
 _NAME = rb"[%s]+" % _LETTERS
-# Look for a nearby @ first. Otherwise a long run without spaces would be searched from each of its bytes.
+# Look ahead for an @ first. Otherwise, matching a long run without spaces would take quadratic time.
 _NEAR = rb"(?=[.%s]{1,64}@)" % _LETTERS
 _LABEL = rb"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|[01]?[0-9][0-9]?)"
@@ -21,19 +21,19 @@ MAIL = re.compile(rb"\b%(near)s%(name)s(?:\.%(name)s)*@(?:(?:%(label)s\.)+%(labe
     b"near": _NEAR, b"name": _NAME, b"label": _LABEL, b"ip": rb"(?:%s\.){3}%s" % (_OCTET, _OCTET)})  # fmt: skip
 IP = re.compile(rb"(?<![0-9.])(?:%s\.){3}%s(?![0-9]|\.[0-9])" % (_OCTET, _OCTET))
 MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
-"""Ten times as fast to search as IP, because it begins with a rare byte."""
+"""Quick check before IP. Ten times as fast, because it begins with a rare byte."""
 VERSION_OR_FILE = re.compile(rb"v?[0-9]+\.[0-9xX*]|[0-9](?:\.[0-9]+)?x\.")
 """Matches the text after @ in lodash@4.17.21, checkout@v4.1.0 and icon@2x.png."""
 NO_DOMAINS = (b".service", b".socket", b".timer", b".mount", b".slice", b".png", b".jpg", b".jpeg", b".gif", b".svg")
-"""Suffixes of names such as getty@tty1.service. None is a top-level domain."""
+"""File and systemd unit suffixes, as in getty@tty1.service. None is a top-level domain."""
 REPOSITORY = re.compile(rb":[A-Za-z0-9._~-]*/")
 """Matches the text after the host in git@github.com:owner/name."""
 VERSION_BEFORE = re.compile(
-    # After a word for versions or sections, possibly in a list: "versions 1.2.3.4 and 1.2.3.5".
+    # After a word such as "version" or "section", possibly in a list: "versions 1.2.3.4 and 1.2.3.5".
     rb"(?:\b(?:versions?|ver|v|releases?|rel|rev(?:ision)?|builds?|firmware|updates?|upgrade[ds]?(?: to)?|"
     rb"sections?|sect?|chapters?|ch|clauses?|articles?|art|paragraphs?|para|appendix|annex)"
     rb"\b|\xc2\xa7)[.:=#\"'\s]{0,3}(?:[0-9.]+(?:,|\s|and|or|to|through|-)+)*$"
-    # Within a word, a product (Opera/9.80.1.2), a requirement (==1.2.3.4), an image (library/nginx:1.2.3.4).
+    # In a word, user agent (Opera/9.80.1.2), requirement (==1.2.3.4) or image tag (library/nginx:1.2.3.4).
     rb"|(?<!\\)[A-Za-z_]-?$|(?:^|[\s(;,\"'])[A-Za-z_-]+/$|[=<>~!]=\s?$|\^$|/[A-Za-z0-9._-]+:$",
     re.IGNORECASE,
 )
@@ -46,9 +46,9 @@ BEFORE_BYTES = 60
 
 @dataclass(frozen=True)
 class PersonalData(NamedFilter):
-    """Replaces e-mail addresses and public IPv4 addresses with unused ones, as FineWeb does.
+    """Replaces e-mail addresses and public IPv4 addresses with unused ones, as in FineWeb.
 
-    Several replacements, joined by +, alternate within a document.
+    Use + to separate several replacements, which then alternate within a document.
     """
 
     name: ClassVar[str] = "personal_data"
@@ -80,7 +80,7 @@ class PersonalData(NamedFilter):
 def replaced(
     pattern: re.Pattern[bytes], is_address: Callable[[re.Match[bytes]], bool], text: bytes, replacements: list[bytes]
 ) -> tuple[bytes, int]:
-    """Replaces the addresses in a text, alternating the replacements. Returns (text, number of replacements)."""
+    """Replaces addresses, alternating between the replacements. Returns (text, number of replaced addresses)."""
     turn = itertools.cycle(replacements)
     count = 0
 
@@ -95,14 +95,14 @@ def replaced(
 
 
 def is_mail(match: re.Match[bytes]) -> bool:
-    """Returns True for a mail address, not for a package version, file, systemd unit or repository."""
+    """Returns True for an e-mail address, False for a package version, file, systemd unit or repository."""
     name, _, domain = match[0].rpartition(b"@")
     is_other = VERSION_OR_FILE.match(domain) or domain.lower().endswith(NO_DOMAINS)
     return not (is_other or name in (b"git", b"hg", b"svn") or REPOSITORY.match(match.string, match.end()))
 
 
 def is_version(match: re.Match[bytes]) -> bool:
-    """Returns True if the surrounding text shows that the match is a version or section number, not an IP address."""
+    """Returns True if the surrounding text indicates a version or section number instead of an IP address."""
     text = match.string
     before = text[max(0, match.start() - BEFORE_BYTES) : match.start()]
     if VERSION_BEFORE.search(before) or VERSION_AFTER.match(text, match.end()):
@@ -112,7 +112,7 @@ def is_version(match: re.Match[bytes]) -> bool:
 
 
 def is_public_ip(match: re.Match[bytes]) -> bool:
-    """Returns True for a public IPv4 address, not for a private one or a version."""
+    """Returns True for a public IPv4 address, False for a private address or a version."""
     with suppress(ValueError):  # leading zeros
         return ipaddress.ip_address(match[0].decode()).is_global and not is_version(match)
     return False

@@ -1,10 +1,10 @@
-"""The filters of Gopher, C4 and FineWeb, with their published rules and parameters.
+"""Filters of Gopher, C4 and FineWeb, with their published parameters.
 
 Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1. C4: Raffel et al. 2020,
-https://arxiv.org/abs/1910.10683, 2.2. FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. If the
-papers leave a choice, the filters follow datatrove, which made FineWeb, except that they split words at spaces.
+https://arxiv.org/abs/1910.10683, 2.2. FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Details that
+the papers don't specify follow datatrove, except that words are split at spaces.
 
-The rules were made for web pages. With `by_form`, the default, each rule applies only to suitable forms of text.
+The rules were designed for web pages. With `by_form`, each rule only applies to the document types it is suited for.
 """
 
 import re
@@ -23,25 +23,22 @@ if TYPE_CHECKING:
 BULLETS = (ord("-"), ord("•"))
 CITATION = re.compile(rb"\[(?:\d*|edit|citation needed)\]")
 ENDINGS = b".?!\"'"
-"""Last bytes of a line that C4's rule on endings keeps."""
+"""Bytes that lines must end with (C4's rule `endings`)."""
 DOTS = (b"...", "…".encode())
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 POLICIES = (
     b"cookie policy", b"privacy policy", b"terms of use", b"use cookies", b"use of cookies", b"uses cookies",
 )  # fmt: skip
 PHRASES = (*POLICIES, b"javascript", b"lorem ipsum", b"{")
-"""Phrases that C4's rules look for in lines."""
+"""Phrases that the C4 rules search for."""
 
 
 class NamedFilter:
-    """A registered filter. Its label is its name, and the manifest records its fields.
-
-    Subclasses define `judge`, or override `open`.
-    """
+    """Base class for filters in FILTERS. Subclasses define `judge` or override `open`."""
 
     name: ClassVar[str]
     is_compiled: ClassVar[bool] = True
-    """True if it calls kernels, which numba compiles on first use on a machine."""
+    """True if the filter uses numba kernels."""
 
     @property
     def label(self) -> str:
@@ -56,7 +53,7 @@ class NamedFilter:
 
 
 class Rule(NamedTuple):
-    """A measure of documents, and its limit."""
+    """A rule that limits a measured value."""
 
     name: str
     values: np.ndarray
@@ -64,13 +61,13 @@ class Rule(NamedTuple):
     limit: float | None
     """None turns the rule off."""
     is_least: bool = False
-    """True removes smaller values, False larger ones."""
+    """True if the limit is a minimum, False if it is a maximum."""
     fits: np.ndarray | None = None
-    """(documents,) bool: documents to judge; None for all."""
+    """(documents,) bool: documents that the rule applies to; None for all."""
 
     @property
     def broken(self) -> np.ndarray:
-        """(documents,) bool"""
+        """(documents,) bool: True for documents that violate the rule."""
         if self.limit is None:
             return np.zeros(len(self.values), bool)
         beyond = self.values < self.limit if self.is_least else self.values > self.limit
@@ -78,7 +75,7 @@ class Rule(NamedTuple):
 
 
 def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
-    """Removes each document that breaks a rule, by the first such rule."""
+    """Removes all documents that violate a rule, and records the first rule that each violates."""
     verdicts = Verdicts()
     for rule in reversed(rules):
         for number in np.flatnonzero(rule.broken).tolist():
@@ -88,12 +85,12 @@ def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divides. 0 / 0 is 0."""
+    """Divides, with 0 / 0 = 0."""
     return part / np.maximum(whole, 1)
 
 
 class Forms(NamedTuple):
-    """The form of each document (`forms`), as (documents,) bool arrays."""
+    """Types of the documents (see forms.py), as (documents,) bool arrays."""
 
     page: np.ndarray
     set_in_lines: np.ndarray
@@ -107,7 +104,7 @@ class Forms(NamedTuple):
 
 
 def _forms(batch: TextBatch, by_form: bool) -> Forms:
-    """Returns the documents' forms. Without `by_form`, all are web pages."""
+    """Returns the documents' types. If `by_form` is False, treats all of them as web pages."""
     from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
 
     found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
@@ -116,7 +113,7 @@ def _forms(batch: TextBatch, by_form: bool) -> Forms:
 
 @dataclass(frozen=True)
 class GopherQuality(NamedFilter):
-    """Gopher's quality rules. Limits are shares of words or lines. None turns a rule off."""
+    """Quality rules of Gopher. None turns a rule off."""
 
     name: ClassVar[str] = "gopher_quality"
     min_words: int | None = 50
@@ -163,7 +160,7 @@ class GopherQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class GopherRepetition(NamedFilter):
-    """Gopher's repetition rules: the maximum share of repeated lines or characters."""
+    """Repetition rules of Gopher. Each limit is a maximum share of lines, paragraphs or characters."""
 
     name: ClassVar[str] = "gopher_repetition"
     duplicate_paragraphs: float | None = 0.3
@@ -217,7 +214,7 @@ class GopherRepetition(NamedFilter):
 
 @dataclass(frozen=True)
 class FineWebQuality(NamedFilter):
-    """FineWeb's quality rules. Limits are shares of nonblank lines or of characters."""
+    """Quality rules of FineWeb."""
 
     name: ClassVar[str] = "fineweb"
     min_ending_lines: float | None = 0.12
@@ -250,11 +247,9 @@ class FineWebQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class C4Quality(NamedFilter):
-    """C4's rules. They drop lines without sentence end, with few words or about policies, and documents with few
-    sentences.
+    """Rules of C4. They remove lines, citation marks such as [1], and whole documents.
 
-    `citations`, `endings`, `placeholders` (lorem ipsum), `javascript` and `policies` are on or off.
-    `max_curly_brackets` is a share of the words.
+    `max_curly_brackets` is the maximum number of opening curly brackets per word.
     """
 
     name: ClassVar[str] = "c4"
@@ -297,7 +292,7 @@ class C4Quality(NamedFilter):
             goes = goes & stays & forms.page[document]
             stays &= ~goes
             counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-        # C4 looks for these two in a line before it may drop the line for its topic.
+        # As in C4, count these before the rules `javascript` and `policy`, respectively, remove lines.
         lorem = lines.totals(found[b"lorem ipsum"] * before["javascript"])
         curly = _share(lines.totals(found[b"{"] * before["policy"]), lines.totals("words"))
         sentences = lines.totals(table["sentences"] * stays)
@@ -318,13 +313,13 @@ class C4Quality(NamedFilter):
 
 
 def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
-    """Counts each of PHRASES per line, ignoring case: (lines,). looked_at: (lines,) bool, the lines to search."""
+    """Counts PHRASES per line, ignoring case: {phrase: (lines,)}. looked_at: (lines,) bool, the lines to search."""
     lower = lines.text.tobytes().lower()
     found = {}
     for phrase in PHRASES:
         places = np.array([match.start() for match in re.finditer(re.escape(phrase), lower)], np.int64)
         line = np.searchsorted(lines.table["start"], places, "right") - 1
-        # Texts are concatenated, so drop matches that cross into the next one.
+        # Ignore matches that extend beyond the line.
         line = line[places + len(phrase) <= lines.table["stop"].take(line, mode="clip")]
         found[phrase] = np.bincount(line, minlength=len(lines.table)) * looked_at
     return found

@@ -1,7 +1,6 @@
-"""A linear quality model: logistic regression on hashed words and word pairs, trained on good and other texts.
+"""Linear quality classifier: logistic regression on hashed words and word pairs, trained with scikit-learn.
 
-GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) chose their data with classifiers of this kind, which
-ignore word order beyond pairs. Training uses scikit-learn and is deterministic.
+GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) used similar classifiers to select their data.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from pretrain_tools.preparation.documents.sources import find_sources, records_o
 
 BUCKETS = 1 << 18
 MOST_BYTES = 20_000
-"""The classifier only reads this many bytes from the beginning of a text."""
+"""Maximum number of bytes per document that the classifier reads."""
 HELD_OUT = 0.1
 INVERSE_REGULARIZATION = 10.0
 MOST_STEPS = 1000
@@ -32,12 +31,11 @@ FEWEST_TEXTS = 50
 WEIGHTS_FILE = "weights.npy"
 CLASSIFIER_FILE = "classifier.json"
 CLASSIFIER_FORMAT = {"format": "groundwork-classifier", "version": 2}
-"""Version 1 had different features, which don't fit the weights of version 2."""
 
 
 @dataclass(frozen=True)
 class ClassifierFilter(NamedFilter):
-    """Keeps documents that a trained classifier rates as good with a probability of at least `minimum`."""
+    """Keeps documents that a trained classifier scores at `minimum` or higher. `model` is the classifier's folder."""
 
     name: ClassVar[str] = "classifier"
     is_compiled: ClassVar[bool] = False
@@ -64,7 +62,7 @@ class ClassifierFilter(NamedFilter):
 
 
 def read_classifier(folder: str) -> np.ndarray:
-    """Reads the (BUCKETS + 1,) float32 weights of a trained classifier. The last one is the bias."""
+    """Reads a trained classifier's weights: (BUCKETS + 1,) float32, with the bias last. Raises InputError."""
     try:
         record = json.loads(Path(folder, CLASSIFIER_FILE).read_bytes())
         weights = np.load(Path(folder, WEIGHTS_FILE), allow_pickle=False)
@@ -73,20 +71,20 @@ def read_classifier(folder: str) -> np.ndarray:
         weights = np.empty(0)
     if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
         raise InputError(
-            f"--filter classifier: model={folder}: is not a classifier that this version can use; train one: "
+            f"--filter classifier: model={folder}: is not a classifier made by this version; train one with "
             "prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
         )
     return weights.astype(np.float32)
 
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
-    """Computes the (texts,) probabilities that a text is good."""
+    """Computes the probability that each document is good: (documents,)."""
     margins = features_of(texts) @ weights[:-1] + weights[-1]
     return 1.0 / (1.0 + np.exp(-margins.astype(np.float64)))
 
 
 def features_of(texts: Sequence[bytes]) -> Any:
-    """Counts lowercase words, without punctuation, and word pairs: (texts, BUCKETS) sparse, with rows of norm 1."""
+    """Counts hashed lowercase words and word pairs: (documents, BUCKETS), sparse, with rows normalized to length 1."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     hashing = HashingVectorizer(n_features=BUCKETS, ngram_range=(1, 2), alternate_sign=False, token_pattern=r"[^\W_]+")
@@ -94,17 +92,22 @@ def features_of(texts: Sequence[bytes]) -> Any:
 
 
 def train_classifier(good: str, other: str, reading: Reading, output: Path) -> dict[str, Any]:
-    """Trains on two globs of texts, writes the classifier's folder, and returns its record with held-out measures.
+    """Trains a classifier, writes it to a folder, and returns its record with held-out metrics. Raises InputError.
 
-    Texts are held out by hash, so both copies of a text are on the same side. Raises InputError.
+    Documents are held out by hash, so that duplicates are never split between training and held-out documents.
+
+    Args:
+        good: glob of files with good documents.
+        other: glob of files with ordinary documents.
     """
     if output.exists() and not (output / CLASSIFIER_FILE).is_file() and any(output.iterdir()):
-        raise InputError(f"--output {output}: already contains other files; give a new or empty folder")
+        raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
     texts = [list(_texts_of(pattern, reading)) for pattern in (good, other)]
     for pattern, found in zip((good, other), texts, strict=True):
         if len(found) < FEWEST_TEXTS:
             raise InputError(
-                f"--train_classifier {pattern}: has {len(found)} texts; give at least {FEWEST_TEXTS} of each kind"
+                f"--train_classifier {pattern}: found only {len(found)} documents; provide at least {FEWEST_TEXTS} of "
+                "each kind"
             )
     together = texts[0] + texts[1]
     labels = np.repeat([1.0, 0.0], [len(found) for found in texts])
@@ -133,7 +136,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         shutil.rmtree(output, ignore_errors=True)
         os.replace(temporary, output)
     except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; give a writable folder with free space") from None
+        raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     return record
 
 
@@ -147,7 +150,7 @@ def _texts_of(pattern: str, reading: Reading) -> Iterator[bytes]:
 
 
 def _measures(scores: np.ndarray, labels: np.ndarray) -> dict[str, Any]:
-    """Measures accuracy and area under the curve on held-out texts; None if one kind has no held-out texts."""
+    """Computes balanced accuracy and ROC AUC; both are None if all labels are equal."""
     from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 
     if len(np.unique(labels)) < 2:

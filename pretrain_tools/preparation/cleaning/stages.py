@@ -1,7 +1,7 @@
-"""Runs cleaning stages one after another over the texts of a part.
+"""Runs the cleaning stages on documents.
 
-A stage is a frozen, picklable dataclass whose fields are its parameters. `open` does the costly work once in the main
-process, and forked workers share the result. On Ray, each worker calls `open` itself.
+A stage is a frozen, picklable dataclass whose fields are its parameters. Expensive setup belongs in `open`, which is
+called once in the main process before workers are forked. On Ray, each worker calls it.
 """
 
 from collections import Counter
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
-"""Bytes per batch, so that intermediate arrays stay in the CPU cache."""
+"""Batch size in bytes. Intermediate arrays of this size stay in the CPU cache."""
 
 
 @dataclass
 class TextBatch:
-    """Documents that no stage has removed yet. Results that stages share are computed once."""
+    """A batch of documents. Intermediate results are cached, because several stages use them."""
 
     texts: list[bytes]
     urls: list[str | None]
-    """URLs; None without --url_field."""
+    """Document URLs; None without --url_field."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -42,20 +42,20 @@ class TextBatch:
 
     @cached_property
     def lines(self) -> "Lines":
-        """The nonblank lines."""
+        """The documents' nonblank lines."""
         from pretrain_tools.preparation.cleaning.forms import Lines
 
         return Lines(self.divided.text, self.divided.lines, len(self))
 
     @cached_property
     def forms(self) -> "np.ndarray":
-        """(documents,) form of each text, before any stage changed it."""
+        """(documents,) type of each document, detected before any changes."""
         from pretrain_tools.preparation.cleaning.forms import forms_of
 
         return forms_of(self.divided, self.lines)
 
     def after(self, stay: list[int], verdicts: "Verdicts") -> "TextBatch":
-        """Returns the kept documents with their new texts."""
+        """Returns a batch of the kept documents with their new text. stay: their indices in this batch."""
         texts = [verdicts.changed.get(number, self.texts[number]) for number in stay]
         after = TextBatch(texts, [self.urls[number] for number in stay])
         if "forms" in self.__dict__:
@@ -65,44 +65,44 @@ class TextBatch:
 
 @dataclass
 class Verdicts:
-    """A stage's decisions on a batch, by document number in the batch. All other documents stay unchanged."""
+    """A stage's decisions for a batch. Keys are document indices. Documents without an entry are kept unchanged."""
 
     removed: dict[int, str] = field(default_factory=dict)
-    """{document: rule that removes it, without the stage's name; '' if the stage has only one rule}."""
+    """{document: name of the rule that removes it; '' if the stage has only one rule}."""
     measured: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """{document: measured value and limit}, for rules with a limit."""
+    """{removed document: measured value and limit}, for rules with a limit."""
     changed: dict[int, bytes] = field(default_factory=dict)
-    """{document: new text}. The rule `nothing_left` removes empty ones."""
+    """{document: new text}. If it is empty, the document is removed by the rule `nothing_left`."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Other counters in the stage, such as replaced e-mail addresses."""
+    """Additional counters, such as the number of replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
-    """{measure: value for each document}, such as the language, for a histogram. Use few distinct values."""
+    """{histogram: value of each document}, such as its language. Use few distinct values."""
     found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: list entries found in it, each once}."""
+    """{document: list entries found in it, without repetition}."""
 
 
 Judge = Callable[[TextBatch], Verdicts]
 
 
 class CleaningStage(Protocol):
-    """One step of cleaning."""
+    """Interface of a cleaning stage."""
 
     is_compiled: bool
-    """True if it calls kernels, which must be compiled before workers are forked."""
+    """True if the stage uses numba kernels, which must be compiled before workers are forked."""
 
     @property
     def label(self) -> str:
-        """The stage's unique name in rules, changes and counts."""
+        """Unique name of the stage in the manifest."""
 
     def as_plan(self) -> dict[str, Any]:
-        """Returns the manifest's record: the name and everything that affects verdicts. Files by hash, no paths."""
+        """Returns the manifest entry: the name and all parameters that affect decisions (file hashes, not paths)."""
 
     def open(self) -> Judge:
-        """Returns a function that judges batches. A verdict must depend only on the document."""
+        """Returns the function that processes batches. Each decision must depend only on the document itself."""
 
 
 class Cleaned(NamedTuple):
-    """The kept texts, their numbers in the input, and the account of all texts."""
+    """Result of cleaning: indices of the kept documents, their texts, and statistics for all documents."""
 
     kept: list[int]
     texts: list[bytes]
@@ -111,17 +111,17 @@ class Cleaned(NamedTuple):
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Stages in order. Each stage gets the documents left by the previous ones."""
+    """A sequence of cleaning stages. Each stage processes the documents kept by the previous one."""
 
     stages: tuple[CleaningStage, ...]
 
     def as_plan(self) -> list[dict[str, Any]]:
-        """Returns the manifest's record, with all parameters."""
+        """Returns the manifest entry."""
         return [stage.as_plan() for stage in self.stages]
 
     @cached_property
     def opened(self) -> list[tuple[str, Judge]]:
-        """(label, judge) for each stage, compiled."""
+        """(label, function) for each stage, with kernels compiled."""
         opened = [(stage.label, stage.open()) for stage in self.stages]
         for stage, (_, judge) in zip(self.stages, opened, strict=True):
             if stage.is_compiled:
@@ -134,7 +134,7 @@ class Cleaning:
     def clean(
         self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
     ) -> Cleaned:
-        """Runs all stages over documents. sources, places: each document's origin, for the account."""
+        """Runs all stages. sources, places: each document's source and location, for the samples."""
         account = CleaningAccount()
         kept = []
         left = []
@@ -148,7 +148,7 @@ class Cleaning:
     def _clean(
         self, batch: TextBatch, sources: Sequence[str], places: Sequence[int], account: CleaningAccount
     ) -> tuple[list[int], TextBatch]:
-        """Returns (numbers of the kept documents, batch of their new texts)."""
+        """Runs all stages on a batch. Returns (indices of the kept documents, batch of the kept documents)."""
         texts = batch.texts
         kept = list(range(len(batch)))
         for label, judge in self.opened:
@@ -180,7 +180,7 @@ class Cleaning:
 
 
 def batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-    """Yields (first, stop) of batches with up to BATCH_BYTES, or with one larger document."""
+    """Splits documents into batches of at most BATCH_BYTES, or of one larger document. Yields (first, stop)."""
     first = size = 0
     for number, text in enumerate(texts):
         if number > first and size + len(text) > BATCH_BYTES:

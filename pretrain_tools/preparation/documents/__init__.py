@@ -1,11 +1,11 @@
-"""Finds raw documents, detects their format and reads them one by one.
+"""Finds and reads documents in files, archives and Hub datasets.
 
-To add a format, write a generator in formats, or in containers if it needs a library (docs/input_formats.md).
+To add a file format, write a generator in formats, or in containers if it needs a library (docs/input_formats.md).
 
-    sources: local files and URLs, split into parts for workers
-    formats, containers, byte_stream: formats; formats that need a library; bytes of a file
-    archives: tar
-    records: texts from fields
-    document_index: a shard's documents, and the origin of each
-    hub_dataset: Hub datasets and presets
+    sources: finds files and splits them into parts for workers
+    formats, containers, archives: read text formats, formats that need a library, and tar archives
+    byte_stream: reads and decompresses files
+    records: builds documents from fields
+    document_index: index of the documents in a shard
+    hub_dataset: reads Hub datasets and presets
 """

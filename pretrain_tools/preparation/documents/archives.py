@@ -1,7 +1,6 @@
-"""Reads tar archives, including webdataset. Their members are documents, or files with documents.
+"""Reads tar archives, including webdataset. Each member is a document or a file with documents.
 
-Python's tarfile silently treats a damaged header as the end of the archive. Here, an archive without its two closing
-blocks of zeros is damaged.
+Unlike Python's tarfile, it detects damaged headers and truncated archives.
 """
 
 import io
@@ -32,7 +31,7 @@ SHOWN_SUFFIX_CHARACTERS = 12
 
 
 class _StrictMember(tarfile.TarInfo):
-    """A member of an archive. A damaged header raises an error instead of ending the archive."""
+    """A TarInfo that raises an error for a damaged header, which tarfile treats as the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Self:
@@ -47,22 +46,22 @@ class _StrictMember(tarfile.TarInfo):
                 if zero_blocks:
                     raise tarfile.EOFHeaderError("end of file header") from None
                 reason = (
-                    "ends without the two blocks of zeros that close an archive, so it may be truncated; if it is "
-                    "complete, append them: truncate -s +1024 FILE"
+                    "the two blocks of zeros at the end are missing, so it may be truncated; if it is complete, "
+                    "append them: truncate -s +1024 FILE"
                 )
                 raise tarfile.ReadError(reason if archive.offset else "empty file") from None
             except tarfile.HeaderError as error:
                 where = "after the end of the archive" if zero_blocks > 1 else f"at byte {archive.offset:,}"
                 raise tarfile.ReadError(f"no valid header {where}: {error}") from None
         if zero_blocks == 1:
-            raise tarfile.ReadError(f"a header is zeroed before {_shown(member.name)}")
-        # After two or more blocks of zeros, another archive may follow in the same file.
+            raise tarfile.ReadError(f"the header before {_shown(member.name)} is all zeros")
+        # After two or more blocks of zeros, another archive may follow.
         return member
 
 
 @dataclass
 class _Sample:
-    """Small members that share their name up to the first dot, as in webdataset."""
+    """Members with the same name up to the first dot, as in webdataset."""
 
     name: tuple[str, str]
     texts: list[tuple[str, bytes]] = field(default_factory=list)
@@ -70,7 +69,7 @@ class _Sample:
     """The .json members."""
 
     def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
-        """Yields its texts, with the fields of its .json member, or otherwise the documents in its .json members."""
+        """Yields the text members, with other fields from the .json member; without text, the JSON documents."""
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
@@ -86,10 +85,10 @@ class _Sample:
 @FORMATS.register("tar")
 @file_format(".tar", ".tgz", place="document")
 def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads a document per text member, and the documents in other files and in .json members without a text.
+    """Reads the documents in a tar archive. A text member is one document; other members may contain several.
 
-    A text's other fields come from the .json member with the same name up to the first dot. A final record counts the
-    members that aren't documents. A record's place counts documents and problems.
+    If a text member has other fields, they come from the .json member with the same name up to the first dot. The last
+    record contains the number of members that aren't documents (`not_read`).
     """
     place = 0
     others = Counter()
@@ -132,13 +131,13 @@ def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iter
                     (sample.texts if is_text else sample.objects).append((member.name, content))
             yield from sample.records(reading, others)
     except tarfile.TarError as error:
-        # The sample read before the damage is complete.
+        # The members before the damage are complete.
         yield from sample.records(reading, others)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 
 def _is_hidden(name: str) -> bool:
-    """Returns True for hidden files, which globs also skip. macOS adds such files to archives."""
+    """Returns True for hidden files, such as those that macOS adds to archives."""
     return any(part.startswith(".") and part not in (".", "..") for part in name.split("/"))
 
 
@@ -155,7 +154,7 @@ def _kind_of(member: tarfile.TarInfo) -> str:
 
 
 def _shown(name: str) -> str:
-    """Returns a member's name in printable form."""
+    """Escapes a member's name for printing."""
     return name.encode(errors="backslashreplace").decode() if name.isprintable() else ascii(name)[1:-1]
 
 
@@ -164,7 +163,7 @@ def _problem(name: str, problem: str) -> Record:
 
 
 def _member_records(name: str, file: io.IOBase, reading: Reading) -> Iterator[Record]:
-    """Reads a member that is a file of documents. If it is damaged, reading continues with the next member."""
+    """Reads a member that contains documents. If it is damaged, yields a record with the problem."""
     with ByteStream(name, inner_suffix(name)[1], file) as stream:
         try:
             for record in FORMATS[format_by_name(name)](stream, reading):
@@ -181,6 +180,6 @@ def _text_record(text: bytes, other_fields: bytes | None, reading: Reading) -> R
     try:
         fields = json.loads(other_fields or b"{}")
     except (ValueError, RecursionError) as error:
-        return Record(1, None, f"broken JSON in its .json member ({error})")
+        return Record(1, None, f"invalid JSON in its .json member ({error})")
     values = (fields if isinstance(fields, dict) else {}) | {reading.text_field: text}
     return object_record(1, values, reading)

@@ -1,4 +1,4 @@
-"""Reads the bytes of a file or URL, decompresses them on the fly, and detects truncation."""
+"""Reads and decompresses a file or URL."""
 
 import io
 import zlib
@@ -11,7 +11,7 @@ READ_BYTES = 1 << 18
 
 
 class DamagedFileError(Exception):
-    """Raised if the rest of a file is unreadable. records: number of records in it, if known."""
+    """Raised if the rest of a file is unreadable. records: number of unreadable records, if known."""
 
     def __init__(self, reason: str, records: int = 1):
         super().__init__(reason)
@@ -19,17 +19,18 @@ class DamagedFileError(Exception):
 
 
 class ByteStream(io.RawIOBase):
-    """A file's decompressed bytes (gzip and zstd, any number of frames). `consumed` counts the file's own bytes.
+    """A decompressed stream (gzip or zstd, with any number of frames).
 
-    A file that ends inside a compressed frame raises DamagedFileError. zstandard's own reader would end silently.
+    Raises DamagedFileError if the compressed data is truncated, which zstandard's own reader would ignore.
 
-    file: source of the bytes if it isn't the file at `path`, such as a member of an archive.
+    Args:
+        file: file to read from instead of `path`, such as an archive member.
     """
 
     def __init__(self, path: str, compression: str | None, file: BinaryIO | None = None):
         self.path = path
         self.is_as_stored = compression is None and file is None
-        """True if the file at `path` has the same bytes, without compression."""
+        """True if the stream's content is identical to the file at `path`."""
         self._file = open_file(path) if file is None else file
         self._blocks = self._read_blocks() if compression is None else self._decompress(compression)
         self._left = memoryview(b"")
@@ -54,7 +55,7 @@ class ByteStream(io.RawIOBase):
         return count
 
     def blocks(self) -> Iterator[bytes]:
-        """Yields the content in consecutive pieces, without a copy into a buffer."""
+        """Yields the content in consecutive blocks, without copying it to a buffer."""
         return self._blocks
 
     def _read_blocks(self) -> Iterator[bytes]:
@@ -74,7 +75,7 @@ class ByteStream(io.RawIOBase):
                 try:
                     block = decompressor.decompress(raw)
                 except error_class as error:
-                    # Zero bytes after the last gzip member are padding, as for gzip itself.
+                    # Like gzip, ignore zero padding after the last member.
                     if compression == "gz" and not fed and not raw.strip(b"\0"):
                         return
                     raise DamagedFileError(f"damaged {compression} data: {error}") from None
@@ -85,13 +86,13 @@ class ByteStream(io.RawIOBase):
                 if block:
                     yield block
         if decompressor is not None:
-            raise DamagedFileError(f"{compression} data ends too early: the file is truncated")
+            raise DamagedFileError(f"{compression} data is truncated")
         if self.consumed == 0:
-            raise DamagedFileError(f"empty file, not {compression} data")
+            raise DamagedFileError(f"empty file, must be {compression} data")
 
 
 def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:
-    """Returns (factory of decompressors for gz or zst, their error for damaged data)."""
+    """Returns (function that creates a decompressor for gz or zst, exception type for damaged data)."""
     if compression == "gz":
         return lambda: zlib.decompressobj(wbits=31), zlib.error
     import zstandard

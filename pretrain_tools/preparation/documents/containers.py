@@ -1,4 +1,4 @@
-"""Reads container formats that need a library and a seekable file: parquet, arrow and HDF5."""
+"""Reads formats that need a library and a seekable file: parquet, arrow and HDF5."""
 
 import tempfile
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """Opens the file. Makes a temporary copy if it is compressed, in an archive, or on a server without seeking.
+    """Opens a seekable file. Makes a temporary copy if it is compressed, in an archive, or not seekable.
 
-    at_once: download a remote file first, for libraries that read many small pieces.
+    at_once: also copy remote files, for libraries that make many small reads.
     """
     if stream.is_as_stored and not (at_once and is_url(stream.path)):
         file = open_file(stream.path)
         if file.seekable():
             return file
         file.close()
-    # An unnamed file on disk disappears with the process, even after a kill.
+    # The unnamed temporary file disappears with the process, even after a kill.
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
     for block in stream.blocks():
         spooled.write(block)
@@ -35,10 +35,10 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
 
 @contextmanager
 def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
-    """Converts a library's errors about a file's content to DamagedFileError."""
+    """Converts a library's errors to DamagedFileError."""
     try:
         yield
-    except UnreachableError:  # no answer from a server is not damage
+    except UnreachableError:  # a network problem doesn't mean that the file is damaged
         raise
     except (OSError, *errors) as error:
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
@@ -54,9 +54,9 @@ def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
 @FORMATS.register("parquet")
 @file_format(".parquet", ".pq", place="row")
 def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
-    """Reads parquet, or one row group, with a document per row. The row is the record's place.
+    """Reads a parquet file, or one of its row groups, with a document per row.
 
-    If reading fails, all remaining rows count as unread.
+    Raises DamagedFileError with the number of remaining rows.
     """
     from pyarrow import parquet
 
@@ -70,7 +70,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
         try:
             with _readable_by_arrow("parquet"):
                 columns = _columns_of(table.schema_arrow, reading)
-                # One group after another, so that damage to one doesn't affect earlier ones.
+                # Read row groups one by one, so that a damaged group doesn't affect earlier ones.
                 batches = (
                     batch
                     for group in groups
@@ -84,7 +84,7 @@ def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = N
 
 
 def parquet_row_group_bytes(path: str) -> list[int]:
-    """Lists the uncompressed size of each row group in bytes; [] if they can't be read one by one."""
+    """Lists the uncompressed row group sizes in bytes; [] if the file isn't seekable or is damaged."""
     from pyarrow import parquet
 
     try:
@@ -102,7 +102,7 @@ def _columns_of(schema: Any, reading: Reading) -> list[str]:
 
 
 def _column_of(schema: Any, field: str) -> str:
-    """Finds the column to read: the field itself, or the column with the nested field."""
+    """Returns the column that contains a field: the field itself, or the first step of a dotted path."""
     for name in (field, field.split(".")[0]):
         if name in schema.names:
             return name
@@ -116,12 +116,15 @@ def _batch_records(batches: Iterator[Any], reading: Reading, rows_before: int = 
 
 
 def table_records(table: Any, reading: Reading, rows_before: int) -> Iterator[Record]:
-    """Reads an arrow batch or table, numbered from rows_before + 1. Raises DamagedFileError if a column is missing."""
+    """Reads an arrow batch or table. The first row's place is rows_before + 1.
+
+    Raises DamagedFileError if a column is missing.
+    """
     return row_records({name: _values(table, name) for name in reading.fields}, reading, rows_before)
 
 
 def _values(table: Any, field: str) -> list[Any]:
-    """Returns a column of an arrow batch or table: text as bytes, nulls as None, other types unchanged."""
+    """Converts a column to a list, with text as bytes and nulls as None."""
     import pyarrow as pa
     from pyarrow import compute, types
 
@@ -135,7 +138,7 @@ def _values(table: Any, field: str) -> list[Any]:
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     if any(is_text(column.type) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
-        # As bytes, because arrow doesn't guarantee UTF-8 strings. Our own check reports the row.
+        # Arrow doesn't guarantee valid UTF-8, so convert to bytes and check each row later.
         column = column.cast(pa.large_binary())
     return column.to_pylist()
 
@@ -164,7 +167,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 @FORMATS.register("hdf5")
 @file_format(".h5", ".hdf5", place="row")
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads HDF5: a dataset of strings with the text field's name. Dots or slashes lead into groups."""
+    """Reads an HDF5 file with a dataset of strings per field. Dots or slashes in a field name refer to groups."""
     import h5py
 
     with (
@@ -186,12 +189,12 @@ def _string_dataset(content: Any, text_field: str) -> Any:
     name = text_field if text_field in content else text_field.replace(".", "/")
     found = content.get(name)
     if not isinstance(found, h5py.Dataset):
-        others = f"(at the top: {', '.join(list(content)[:12]) or 'nothing'})"
+        others = f"(at the top level: {', '.join(list(content)[:12]) or 'nothing'})"
         lengths = [len(other) for other in content.values() if isinstance(other, h5py.Dataset) and other.ndim]
         raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
         raise DamagedFileError(
             f"dataset {text_field!r} contains {found.dtype} of shape {found.shape}, must be one-dimensional strings; "
-            "token IDs need no preparation: train on the file itself, {shards: FILE, tokenizer: NAME} in the recipe"
+            "to train on token IDs, use the file itself in the recipe: {shards: FILE, tokenizer: NAME}"
         )
     return found

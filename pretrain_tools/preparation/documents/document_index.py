@@ -1,7 +1,6 @@
-"""Index of a shard: the end of each document, and its source file and line. Also reads documents in input order.
+"""Index of the documents in a shard: the end, source and location of each.
 
-train-00000.documents has one 24-byte record per document, in shard order and without a header. Open it with
-`np.memmap(file, DOCUMENT)`.
+A .documents file contains one 24-byte record per document, without a header. Open it with `np.memmap(file, DOCUMENT)`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,13 +14,13 @@ from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
-"""Replaces the split names if all documents are in input order: in a slice, and before near duplicates are removed."""
+"""Used instead of a split name in slices and before near duplicates are removed, when both splits share the shards."""
 HELD_OUT = np.uint64(1 << 63)
-"""Added to the place of validation documents in undivided shards."""
+"""Flag added to `place` for validation documents in undivided shards."""
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
-"""end: tokens in the shard up to and including the end-of-document ID. place: line, row or number in the source, from
-1. text_bytes: UTF-8 bytes of the text. source: index in the manifest's list of sources."""
+"""end: token offset in the shard, after the end-of-document ID. place: line, row or number in the source, from 1.
+text_bytes: size of the text in UTF-8. source: index in the manifest's list of sources."""
 
 
 def index_path(shard: Path) -> Path:
@@ -31,7 +30,7 @@ def index_path(shard: Path) -> Path:
 def document_table(
     document_tokens: np.ndarray, text_bytes: np.ndarray, sources: np.ndarray, places: np.ndarray
 ) -> np.ndarray:
-    """Builds the records of concatenated documents. Each array has one element per document. Ends count from 0."""
+    """Builds the records for concatenated documents. Each array has one element per document."""
     table = np.empty(len(document_tokens), DOCUMENT)
     table["end"] = np.cumsum(document_tokens)
     table["text_bytes"] = text_bytes
@@ -41,28 +40,25 @@ def document_table(
 
 
 def tokens_of(documents: np.ndarray) -> np.ndarray:
-    """Returns (documents,) tokens of each document including its end ID. The ends must count from 0."""
+    """Returns (documents,) number of tokens per document, including the end-of-document ID."""
     return np.diff(documents["end"].astype(np.int64), prepend=0)
 
 
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
-    """Memory-maps a shard's records; None without an index. Raises InputError if their number isn't `documents`."""
+    """Memory-maps a shard's index; None if there is none. Raises InputError if it doesn't have `documents` records."""
     path = index_path(shard)
     if not path.is_file():
         return None
     if path.stat().st_size != documents * DOCUMENT.itemsize:
         raise InputError(
-            f"{path}: has {path.stat().st_size:,} bytes, must have {documents * DOCUMENT.itemsize:,} "
+            f"{path}: its size is {path.stat().st_size:,} bytes, must be {documents * DOCUMENT.itemsize:,} "
             f"({documents:,} documents); restore the file, or prepare the folder again"
         )
     return np.memmap(path, DOCUMENT, mode="r").view(np.ndarray) if documents else np.empty(0, DOCUMENT)
 
 
 class InputOrder:
-    """Numbers the documents of undivided folders from 0, folder by folder, each in input order.
-
-    Memory-maps the files.
-    """
+    """Reads documents from undivided folders by their index in input order, across all folders."""
 
     def __init__(self, manifests: Sequence[Manifest]):
         self._dtype = id_dtype(manifests[0].dtype)
@@ -73,7 +69,7 @@ class InputOrder:
         self.documents = int(self._ends[-1]) if shards else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process maps the files itself.
+        # Each process maps the files again.
         return self.__dict__ | {"_maps": {}}
 
     def _index(self, path: Path) -> np.ndarray:
@@ -90,14 +86,14 @@ class InputOrder:
         return self._maps[path]
 
     def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
-        """Yields (shard, rows in it) for ascending document numbers."""
+        """Converts ascending document indices to (shard, rows) pairs."""
         shards = np.searchsorted(self._ends, numbers, side="right")
         for shard in np.unique(shards).tolist():
             begin = int(self._ends[shard - 1]) if shard else 0
             yield self._shards[shard], numbers[shards == shard] - begin
 
     def table(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (DOCUMENT records with tokens instead of ends, is_validation) of documents first to stop - 1."""
+        """Returns (DOCUMENT records, is_validation) for documents first to stop - 1, with lengths instead of ends."""
         pieces = []
         for path, rows in self._by_shard(np.arange(first, stop)):
             index = self._index(path)
@@ -110,7 +106,7 @@ class InputOrder:
         return together, is_validation
 
     def beside(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
-        """Reads records (documents, record_bytes) uint8 from a file next to each shard. numbers: ascending."""
+        """Reads records from files next to the shards: (documents, record_bytes) uint8. numbers: ascending indices."""
         pieces = [np.empty((0, record_bytes), np.uint8)]
         for path, rows in self._by_shard(numbers):
             records = self._mapped(path.with_suffix(suffix), np.dtype(np.uint8)).reshape(-1, record_bytes)
@@ -118,7 +114,7 @@ class InputOrder:
         return np.concatenate(pieces)
 
     def ids(self, number: int) -> np.ndarray:
-        """Returns a document's stored token IDs, without its end ID."""
+        """Returns a document's token IDs, without the end-of-document ID."""
         ((path, (row,)),) = self._by_shard(np.array([number]))
         ends = self._index(path)["end"]
         start = int(ends[row - 1]) if row else 0

@@ -1,7 +1,7 @@
-"""Document formats. One generator per format turns a file's bytes into records with their place in the file.
+"""File formats. Each format has a generator that reads records from a file.
 
-An unusable record has a problem instead of a text. A generator raises DamagedFileError if the rest of a file is
-unreadable. Texts are UTF-8 bytes, unchanged except for a leading byte-order mark.
+An unusable record has a problem instead of text. If the rest of a file is unreadable, the generator raises
+DamagedFileError. Text is unchanged UTF-8, except that a leading byte-order mark is removed.
 """
 
 import csv
@@ -37,16 +37,16 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SPACE = re.compile(r"\s*")
 
 Reader = Callable[[ByteStream, Reading], Iterator[Record]]
-"""Reads the records in a file, with places from 1. An unreadable record has a problem."""
+"""Reads the records in a file. Places are numbered from 1."""
 
 
 def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
-    """Returns a decorator for a file format's reader, to use with `registry.FORMATS.register`.
+    """Returns a decorator for a file format's reader. Use it together with `registry.FORMATS.register`.
 
-    Raises InputError if a different format has one of the suffixes.
+    Raises InputError if another format already has one of the suffixes.
 
     Args:
-        place: unit of a record's place, for messages.
+        place: unit of a record's place, such as "line", for messages.
     """
     taken = {suffix: name for name, found in FORMATS.items() for suffix in found.suffixes}
 
@@ -61,29 +61,29 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
 
 
 def inner_suffix(path: str) -> tuple[str, str | None]:
-    """Returns (suffix before the compression suffix, compression) of a file name."""
+    """Returns (suffix without compression, compression) of a file name."""
     stem, suffix = os.path.splitext(shown(path).lower())
     compression = COMPRESSIONS.get(suffix)
     return (suffix if compression is None or suffix == ".tgz" else os.path.splitext(stem)[1]), compression
 
 
 def format_by_name(path: str) -> str | None:
-    """Finds a file's format by its suffix, ignoring case; None if it is unknown."""
+    """Returns the format of a file by its suffix, ignoring case; None if it is unknown."""
     suffix, _ = inner_suffix(path)
     return next((name for name, found in FORMATS.items() if suffix in found.suffixes), None)
 
 
 def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
-    """Yields (number of the first line, content) of consecutive pieces of whole lines, about PART_BYTES each.
+    """Reads a file in blocks of whole lines, about PART_BYTES each. Yields (number of the first line, block).
 
-    Raises DamagedFileError after the last whole line, or if a line exceeds the maximum size of a document.
+    Raises DamagedFileError if the rest of the file is unreadable or a line exceeds the maximum document size.
     """
     pending: list[bytes] = []
     size = 0
     line = 1
     try:
         for block in stream.blocks():
-            # Join only once there is enough. Otherwise a 200 MB line would be copied once per block.
+            # Join only once there is enough data. Otherwise a very long line would be copied once per block.
             pending.append(block)
             size += len(block)
             if size >= PART_BYTES and b"\n" in block:
@@ -105,7 +105,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
 
 
 def records_of_lines(first_line: int, content: bytes, format_name: str, reading: Reading) -> Iterator[Record]:
-    """Reads whole lines of a line format. Each line is a JSON object or a plain-text document."""
+    """Reads one record per line: a JSON object or, if format_name is txt, plain text."""
     if first_line == 1:
         content = content.removeprefix(BYTE_ORDER_MARK)
     lines = content.split(b"\n")
@@ -121,7 +121,7 @@ def records_of_lines(first_line: int, content: bytes, format_name: str, reading:
 @FORMATS.register("jsonl")
 @file_format(".jsonl", ".ndjson", place="line")
 def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON Lines, with an object per line."""
+    """Reads JSON Lines, with one object per line."""
     for first_line, content in whole_lines(stream):
         yield from records_of_lines(first_line, content, "jsonl", reading)
 
@@ -129,10 +129,10 @@ def read_jsonl(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 @FORMATS.register("txt")
 @file_format(".txt", ".text", ".md", ".py", ".rst", place="line")
 def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads plain text, with a document per file, per line, or per block between blank lines."""
+    """Reads plain text. A document is a file, a line or a paragraph between blank lines."""
     if not reading.is_plain:
         raise DamagedFileError(
-            "plain text has no fields for --template, --only, --url_field or --split_field; leave out the options or "
+            "plain text has no fields for --template, --only, --url_field or --split_field; omit these options or "
             "the file"
         )
     if reading.documents == "line":
@@ -145,14 +145,14 @@ def read_text(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def read_whole(stream: ByteStream, remedy: str) -> bytes:
-    """Reads a whole file. Raises DamagedFileError, with the remedy, if it exceeds the maximum size of a document."""
+    """Reads a whole file. Raises DamagedFileError, with `remedy` in its message, if it exceeds the maximum size."""
     blocks = []
     size = 0
     for block in stream.blocks():
         blocks.append(block)
         size += len(block)
         if size > MAXIMUM_DOCUMENT_BYTES:
-            raise DamagedFileError(f"more than {MAXIMUM_DOCUMENT_BYTES:,} bytes in one piece; {remedy}")
+            raise DamagedFileError(f"larger than {MAXIMUM_DOCUMENT_BYTES:,} bytes; {remedy}")
     return b"".join(blocks)
 
 
@@ -176,7 +176,7 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 @FORMATS.register("json")
 @file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON: a list of objects, an object that contains one such list, or a sequence of objects."""
+    """Reads JSON: a list of objects, an object that contains one list, or several concatenated objects."""
     try:
         text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
@@ -187,9 +187,9 @@ def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record
         try:
             value, position = JSON.raw_decode(text, position)
         except json.JSONDecodeError as error:
-            raise DamagedFileError(f"broken JSON ({error.msg} at line {error.lineno:,})") from None
+            raise DamagedFileError(f"invalid JSON ({error.msg} at line {error.lineno:,})") from None
         except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"broken JSON ({error})") from None
+            raise DamagedFileError(f"invalid JSON ({error})") from None
         for element in _elements(value, reading.fields[0]):
             place += 1
             yield object_record(place, element, reading)
@@ -211,7 +211,7 @@ def _elements(value: Any, text_field: str) -> list[Any]:
 def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads comma- or tab-separated values with a header row. A record's place is the last line of its row."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
-    # Invalid UTF-8 bytes become lone surrogates, so that one bad row is one bad record.
+    # Decode invalid UTF-8 to lone surrogates, so that it only affects the row that contains it.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
     is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
     rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)
@@ -222,8 +222,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             row = next(rows, None)
         except csv.Error as error:
             if "limit" in str(error) or "end of data" in str(error):
-                raise DamagedFileError(f"broken row that ends at line {rows.line_num:,} ({error})") from None
-            yield Record(rows.line_num, None, f"broken row ({error})")
+                raise DamagedFileError(f"malformed row that ends at line {rows.line_num:,} ({error})") from None
+            yield Record(rows.line_num, None, f"malformed row ({error})")
             continue
         if row is None:
             return
@@ -247,7 +247,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 
 
 def _count_of(rows: Iterator[list[str]]) -> int:
-    """Counts the remaining CSV rows, up to a broken one."""
+    """Counts the remaining rows, up to the first malformed one."""
     count = 0
     with suppress(csv.Error):
         for _ in rows:

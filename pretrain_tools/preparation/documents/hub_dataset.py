@@ -1,4 +1,4 @@
-"""Reads documents from Hub datasets by name, or from local folders by path, downloaded or streamed."""
+"""Reads documents from datasets on the Hub or in local folders, with or without streaming."""
 
 import difflib
 import hashlib
@@ -19,14 +19,14 @@ from pretrain_tools.preparation.documents.sources import InputFile, Part, Positi
 ROWS_PER_PART = 1000
 ROWS_IN_FINGERPRINT = 64
 ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
-"""WikiText has one row per line. A line such as ' = Title = ' begins an article; ' = = Section = = ' does not."""
+"""Matches the first line of a WikiText article (' = Title = '), but not a section heading (' = = Section = = ')."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A Hub dataset. `streams`: it is too large to download first, so it streams by default.
+    """A Hub dataset. `streams` is True for large datasets, which are streamed by default.
 
-    `document_start`: rows are lines, and a matching line begins a document. With None, each row is a document.
+    If `document_start` is set, rows are lines, and a matching line begins a document. Otherwise, rows are documents.
     """
 
     path: str
@@ -57,10 +57,10 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class HubDataset:
-    """One split of a dataset. `rows` is None for a stream, whose number of rows is unknown.
+    """A split of a dataset.
 
-    `document_start`: rows are lines, and a matching line begins a document. Examples are then documents. `revision`:
-    the commit of the Hub repository, if known.
+    `rows` is None for a stream. `maximum_examples` limits the number of rows or, with `document_start`, of documents.
+    `revision` is the commit of the Hub repository, if known.
     """
 
     rows_of: Any
@@ -75,12 +75,12 @@ class HubDataset:
 
     @property
     def maximum_documents(self) -> int | None:
-        """Limit in documents, if documents are joined from rows."""
+        """Maximum number of documents, if documents are joined from rows; otherwise None."""
         return None if self.document_start is None else self.maximum_examples
 
     @property
     def total_bytes(self) -> int | None:
-        """Size of the rows to read, in bytes in memory; None for a stream."""
+        """Size of the rows to read, in bytes of memory; None for a stream."""
         return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     expected_text_bytes = total_bytes
@@ -95,13 +95,13 @@ class HubDataset:
 
     @cached_property
     def source_names(self) -> list[str]:
-        """Sources with their own places: the dataset, or each file in a stream."""
-        # Documents joined from lines may continue in the next file.
+        """Names of the sources: the dataset itself, or each file of a streamed dataset."""
+        # A document joined from lines may continue in the next file, so treat the dataset as a single source.
         files = self.rows_of.num_shards if self.streaming and self.document_start is None else 1
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """Identifies the dataset by its settings, and by its commit or a hash of some rows."""
+        """Returns the manifest's list of sources, with the commit or a hash of some rows as fingerprint."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -117,14 +117,14 @@ class HubDataset:
     def sliced(self, number: int, count: int) -> "HubDataset":
         """Raises InputError, because only files can be sliced."""
         raise InputError(
-            f"--slice: only one machine can read --dataset {self.name}; give its files instead: "
+            f"--slice: not supported with --dataset {self.name}; use its files instead: "
             f"--input 'hf://datasets/{self.name}/**/*.parquet'"
         )
 
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the documents in order, ROWS_PER_PART rows at a time.
+        """Yields the documents in order, in parts of ROWS_PER_PART rows.
 
-        Reads a stream file by file, so that resuming skips finished files.
+        Reads a stream file by file, so that finished files can be skipped when resuming.
         """
         rows_before = start.rows
         for number in range(start.source, len(self.source_names)):
@@ -140,7 +140,7 @@ class HubDataset:
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
     def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, from part `first` of a file on. rows_before: rows of earlier parts."""
+        """Yields ROWS_PER_PART rows at a time, from part `first` of a file. rows_before: number of rows before it."""
         first_row = first * ROWS_PER_PART
         if not self.streaming:
             stop = self._rows_to_read
@@ -154,27 +154,27 @@ class HubDataset:
             left = self._maximum_rows - rows_before
             if left == 0:
                 return iter(())
-            # `take` comes before `skip`, so it also counts the rows of this file that were read earlier.
+            # `take` is applied before `skip`, so add the rows of this file that will be skipped.
             rows = rows.take(left + first_row)
         return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
         self, tables: Iterator[Any], reading: Reading, rows_before: int
     ) -> Iterator[tuple[list[Record], int]]:
-        """Yields (records, bytes) for each table of rows. Raises InputError if the rows lack a field."""
+        """Yields (records, bytes) for each table. Raises InputError if a field is missing."""
         total = self.total_bytes
         for table in tables:
             try:
                 records = list(table_records(table, reading, rows_before))
             except DamagedFileError as error:
-                raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
+                raise InputError(f"--dataset {self.name}: {error}; select the field with --text_field") from None
             rows_before += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
     def _joined(
         self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[tuple[int, list[Record], int]]:
-        """Yields (part, documents, bytes) of documents joined from rows. The first row sets a document's part."""
+        """Joins rows to documents. Yields (part, documents, bytes). A document belongs to its first row's part."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
@@ -184,10 +184,10 @@ class HubDataset:
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """Joins rows, which are lines, into documents. Yields (document, bytes read since the last one).
+    """Joins rows with one line each to documents. Yields (document, bytes read since the previous document).
 
-    A row that matches `start` begins a document. A document's place is its first row. starts_inside: skip rows before
-    the first match, which belong to an earlier document. A row with a problem is a separate record.
+    A row that matches `start` begins a document. The document's place is its first row. starts_inside: skip the rows
+    before the first match.
     """
     lines: list[bytes] = []
     place = input_bytes = 0
@@ -212,16 +212,15 @@ def joined_documents(
 
 
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:
-    """Opens NAME or NAME:N (at most N examples): a preset, a Hub dataset, a folder of data files, or a saved dataset.
+    """Opens NAME or NAME:N (at most N examples): a preset, Hub dataset, folder of data files or saved dataset.
 
-    For subset and streaming, None uses the preset's value, otherwise the dataset's default subset and no streaming.
-    Raises InputError if loading fails, with the message from datasets, which lists the existing subsets and splits.
+    If `subset` or `streaming` is None, uses the preset's value or the default. Raises InputError if loading fails.
     """
     match = re.fullmatch(r"(.+?)(?::([0-9]+))?", name_and_limit)
     name = match[1]
     limit = int(match[2]) if match[2] else None
     if limit == 0:
-        raise InputError(f"--dataset {name_and_limit}: the limit is 0 examples; give at least 1, or no limit")
+        raise InputError(f"--dataset {name_and_limit}: the limit must be at least 1; omit it to read all examples")
     preset = find_preset(name) or Preset(name)
     subset = preset.subset if subset is None else subset
     streaming = preset.streams if streaming is None else streaming
@@ -248,11 +247,11 @@ def _where(name: str, preset: Preset) -> str:
         return f" ({preset.path} on the Hub)"
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f" (no such local folder, so it was searched on the Hub{hint})"
+    return f" (no such local folder; searched on the Hub{hint})"
 
 
 def _revision(name: str) -> str | None:
-    """Looks up a dataset's commit, so that a resumed preparation reads the same data; None if it is unknown."""
+    """Returns the dataset's current commit, or None if it can't be determined."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -276,10 +275,9 @@ def _load(name: str, subset: str | None, split: str, streaming: bool, revision: 
 
 
 def find_preset(name: str) -> Preset | None:
-    """Finds a preset by name, ignoring case, with _ or -; None if there is no such preset, or if a folder has the
-    name.
+    """Finds a preset by name; None if there is none, or if a local path with this name exists.
 
-    Also accepts subset names: wikitext-2-raw-v1, fineweb-edu-sample-10BT.
+    Ignores case, treats _ and - as equal, and accepts names with subsets, such as fineweb-edu-sample-10BT.
     """
     key = name.lower().replace("_", "-").removeprefix("the-").removesuffix("-v1").removesuffix("-raw")
     return None if Path(name).exists() else PRESETS.get(key.replace("-sample-", "-"))

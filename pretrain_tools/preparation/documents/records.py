@@ -1,4 +1,4 @@
-"""Makes records, each with one document, from one or several fields, and filters them."""
+"""Builds records (one document each) from fields, and filters them."""
 
 import codecs
 import json
@@ -13,31 +13,34 @@ from pretrain.data.manifest import SPLITS
 
 MAXIMUM_DOCUMENT_BYTES = 256 << 20
 MISSING = object()
-"""Value of a missing field. None is a null."""
+"""Marks a missing field, because None represents null."""
 
 
 class Record(NamedTuple):
-    """One document: its place in the file (from 1, in the format's unit), and its text or problem, unless filtered."""
+    """A document. `place` is its location in the file, such as a line number, from 1.
+
+    If the record is unusable, `problem` is set. If it was filtered out, `text` and `problem` are both None.
+    """
 
     place: int
     text: bytes | None
     problem: str | None = None
     url: str | None = None
-    """Value of the field given with --url_field."""
+    """Value of the --url_field field."""
     is_validation: bool | None = None
-    """Split from the field given with --split_field. With None, the hash of the text decides."""
+    """Value of the --split_field field; None to assign the document by hash."""
     problem_records: int = 1
-    """Number of records that the problem affects. A missing column affects all of a file's records."""
+    """Number of records affected by the problem. A missing column affects all records in a file."""
     not_read: dict[str, int] | None = None
-    """{suffix: archive members that aren't documents}. In that case, text and problem are None."""
+    """{suffix: number of archive members that aren't documents}. If set, text and problem are None."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Settings for reading: the text field (dotted if nested) or a template, and the documents to keep.
+    """Settings for reading documents. Field names can be dotted paths to nested fields.
 
-    `only`: (field, values) pairs. Each field must have one of its values. The limits count Unicode characters.
-    `documents`: the unit of plain-text documents.
+    `documents` is file, line or paragraph: what counts as a document in plain text. `only` contains (field, allowed
+    values) pairs.
     """
 
     text_field: str = "text"
@@ -51,12 +54,12 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if only the text field is needed."""
+        """True if no field except the text is needed."""
         return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
     def pieces(self) -> list[tuple[str, str | None]]:
-        """The template as (literal text, next field) pairs."""
+        """The template as (literal text, following field) pairs."""
         if self.template is None:
             return [("", self.text_field)]
         return [(literal, name) for literal, name, _, _ in string.Formatter().parse(self.template)]
@@ -69,7 +72,7 @@ class Reading:
         return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
 
     def leaves_out(self, text: bytes) -> bool:
-        """Returns True if a text is shorter or longer than the limits."""
+        """Returns True if the text's length isn't within the limits."""
         if self.min_characters is None and self.max_characters is None:
             return False
         characters = len(text.decode())
@@ -77,7 +80,7 @@ class Reading:
 
 
 def template_problem(template: str) -> str | None:
-    """Describes a template's problem; None if the template is valid."""
+    """Describes the problem with an invalid template; None if it is valid."""
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -85,12 +88,12 @@ def template_problem(template: str) -> str | None:
     if any(spec or conversion for _, _, spec, conversion in pieces):
         return "fields must not contain ! or :"
     if any(name is not None and not re.fullmatch(r"[^{}\[\]\s]+", name) for _, name, _, _ in pieces):
-        return "a field is a name between braces, such as {title} or {meta.title}"
-    return None if any(name for _, name, _, _ in pieces) else "has no field"
+        return "a field must be a name in braces, such as {title} or {meta.title}"
+    return None if any(name for _, name, _, _ in pieces) else "contains no field"
 
 
 def find_field(value: Any, name: str) -> Any:
-    """Finds a field in a JSON object by its own name or by dotted steps; MISSING if it doesn't exist."""
+    """Finds a field in a JSON object by its name or dotted path; MISSING if it doesn't exist."""
     found = value.get(name, MISSING)
     if found is MISSING and "." in name:
         found = value
@@ -100,7 +103,7 @@ def find_field(value: Any, name: str) -> Any:
 
 
 def object_record(place: int, value: Any, reading: Reading) -> Record:
-    """Makes the record of a JSON object."""
+    """Builds a record from a JSON object."""
     if not isinstance(value, dict):
         return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
     values = {name: find_field(value, name) for name in reading.fields}
@@ -108,13 +111,13 @@ def object_record(place: int, value: Any, reading: Reading) -> Record:
 
 
 def row_records(columns: dict[str, Sequence[Any]], reading: Reading, rows_before: int) -> Iterator[Record]:
-    """Makes the records for rows, numbered from rows_before + 1. columns: each field's values."""
+    """Builds a record per row. The first row's place is rows_before + 1. columns: {field: values}."""
     for place, row in enumerate(zip(*columns.values(), strict=True), rows_before + 1):
         yield fields_record(place, dict(zip(columns, row, strict=True)), reading)
 
 
 def fields_record(place: int, values: dict[str, Any], reading: Reading, available: Sequence[str] = ()) -> Record:
-    """Makes a document's record. values: each of reading.fields, or MISSING. available: names for messages."""
+    """Builds a record from {field: value, or MISSING}. available: existing fields, for messages."""
     if MISSING in values.values():
         missing = next(name for name, value in values.items() if value is MISSING)
         return Record(place, None, f"no field {missing!r} (fields: {', '.join(available[:12]) or 'none'})")
@@ -152,7 +155,7 @@ def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
 
 
 def as_text(value: Any) -> str | None:
-    """Formats a field's value for a template or filter. Nulls are empty. Returns None for lists and objects."""
+    """Formats a value for a template or filter. Null becomes an empty string. Returns None for lists and objects."""
     if value is None:
         return ""
     if isinstance(value, bytes):
@@ -163,7 +166,7 @@ def as_text(value: Any) -> str | None:
 
 
 def text_record(place: int, value: Any, text_field: str) -> Record:
-    """Makes a record from a field's value, which must be a str or UTF-8 bytes."""
+    """Builds a record from the value of the text field, which must be a str or UTF-8 bytes."""
     if isinstance(value, bytes):
         return checked(place, value)
     if not isinstance(value, str):
@@ -171,11 +174,11 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
     try:
         return Record(place, value.encode())
     except UnicodeEncodeError as error:
-        return Record(place, None, f"not Unicode text (half of a surrogate pair at character {error.start + 1:,})")
+        return Record(place, None, f"not valid Unicode (lone surrogate at character {error.start + 1:,})")
 
 
 def checked(place: int, text: bytes) -> Record:
-    """Makes a record from a text, which must be UTF-8 and not too long."""
+    """Builds a record from UTF-8 text. Invalid UTF-8 and text that is too long give a record with a problem."""
     if len(text) > MAXIMUM_DOCUMENT_BYTES:
         return Record(place, None, f"document of {len(text):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
@@ -194,26 +197,26 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
-    """Reads the JSON object on a line."""
+    """Builds a record from a line with a JSON object."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
         return Record(place, None, f"line of {len(line):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
-        # Decode strictly here, because json.loads accepts encoded surrogates in bytes.
+        # Decode explicitly, because json.loads accepts encoded surrogates in bytes.
         value = JSON.decode(line.decode())
     except UnicodeDecodeError as error:
         return Record(place, None, not_utf8(error))
     except json.JSONDecodeError as error:
-        return Record(place, None, f"broken JSON ({error.msg} at column {error.colno:,})")
+        return Record(place, None, f"invalid JSON ({error.msg} at column {error.colno:,})")
     except (ValueError, RecursionError) as error:
-        return Record(place, None, f"broken JSON ({error})")
+        return Record(place, None, f"invalid JSON ({error})")
     return object_record(place, value, reading)
 
 
-# Control characters in strings, including NUL, are text.
+# strict=False allows control characters in strings.
 JSON = json.JSONDecoder(strict=False)
 
 
 def kind_of(value: Any) -> str:
-    """Names the type of a JSON value."""
+    """Returns the name of a JSON value's type."""
     names = {dict: "an object", list: "a list", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

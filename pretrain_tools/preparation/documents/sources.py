@@ -1,7 +1,6 @@
-"""Finds input files and their formats, and splits them into parts for workers.
+"""Finds input files, detects their formats, and splits them into parts for workers.
 
-Documents are ordered by file path and by their place in the file. A worker processes one part at a time. After an
-interruption, a preparation continues at a part's position: (source, part of the source).
+Documents are in order of file path and location in the file. A preparation resumes at the position of a part.
 """
 
 import collections
@@ -36,7 +35,7 @@ MOST_FILES_PER_PART = 1024
 
 
 class Position(NamedTuple):
-    """Place at which to continue: numbers of the source and of its next part and, for a stream, the rows before it."""
+    """Position to resume at: the source, its next part and, for a streamed dataset, the number of earlier rows."""
 
     source: int
     part: int
@@ -48,7 +47,7 @@ BEGINNING = Position(0, 0)
 
 @dataclass(frozen=True)
 class InputFile:
-    """One input file. `name`: its path below the common folder of all inputs. `bytes`: its size on disk."""
+    """An input file. `name` is its path relative to the common parent folder, `bytes` its size on disk."""
 
     path: str
     name: str
@@ -57,20 +56,20 @@ class InputFile:
     bytes: int
 
     def open(self) -> ByteStream:
-        """Opens the content, decompressed."""
+        """Opens the decompressed content."""
         return ByteStream(self.path, self.compression)
 
     def place(self, number: int) -> str:
-        """Describes a place in this file for messages."""
+        """Formats a location in this file for messages, such as 'a.jsonl, line 5'."""
         return place_text(shown(self.path), self.format, number)
 
     def recorded_place(self, number: int) -> str:
-        """Describes a place for the manifest, without local folders."""
+        """Formats a location for the manifest, without local folders."""
         return place_text(self.name, self.format, number)
 
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
-    """Describes a place in a file. format_name: None uses the suffix, which datasets lack."""
+    """Formats a location in a file. format_name: None to detect it from the suffix."""
     format_name = format_name or format_by_name(path) or "dataset"
     return f"{path}, {'row' if format_name == 'dataset' else FORMATS[format_name].place} {number:,}"
 
@@ -78,11 +77,12 @@ def place_text(path: str, format_name: str | None, number: int) -> str:
 def find_sources(
     patterns: Sequence[str], exclude: Sequence[str] = (), format_name: str | None = None, option: str = "--input"
 ) -> list[InputFile]:
-    """Finds the files that match the patterns (paths or URLs; `**` recurses) and not `exclude`, sorted by path.
+    """Finds files by path, URL or pattern (`**` recurses), except those that match `exclude`. Sorts them by path.
 
-    option: the command-line option with the patterns, for messages.
+    Raises InputError listing all problems.
 
-    Raises InputError listing all patterns without a match and all files that are unreadable or of unknown format.
+    Args:
+        option: name of the command-line option, for messages.
     """
     problems = Problems()
     if format_name is not None and format_name not in FORMATS:
@@ -93,26 +93,26 @@ def find_sources(
         if not found:
             remedy = "no such file; quote patterns, and use ** to search subfolders"
             if os.path.isdir(pattern):
-                remedy = f"is a folder; give its files, such as '{pattern}/**/*.jsonl'"
+                remedy = f"is a folder; specify its files, such as '{pattern}/**/*.jsonl'"
             elif os.path.exists(pattern):
                 remedy = "is a pipe or a device; write its content to a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
     if paths and not kept:
-        problems.append(f"--exclude {' '.join(exclude)}: leaves none of the {len(paths):,} input files")
+        problems.append(f"--exclude {' '.join(exclude)}: excludes all {len(paths):,} input files")
     if len({is_url(path) for path in kept}) > 1:
-        problems.append("--input: mixes URLs and local paths; write local paths as file:// URLs")
+        problems.append("--input: URLs and local paths cannot be mixed; write local paths as file:// URLs")
     named = zip(kept, _names_below(kept), strict=True)
     sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
-    problems += [f"--input: two files are called {name}; leave one out" for name, n in sorted(counts.items()) if n > 1]
+    problems += [f"--input: two files are called {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
     return sources
 
 
 def files_matching(pattern: str) -> list[str]:
-    """Lists the files for a path, pattern or URL. Raises InputError for a URL that can't be listed."""
+    """Lists the files that match a path, URL or pattern. Raises InputError if a URL can't be listed."""
     if is_url(pattern):
         return find_urls(pattern)
     drive, steps = os.path.splitdrive(os.path.expanduser(pattern))
@@ -121,9 +121,9 @@ def files_matching(pattern: str) -> list[str]:
 
 
 def _matching(folder: str, steps: list[str]) -> Iterator[str]:
-    """Finds the paths below a folder that match the steps of a pattern, like glob, but visits each folder once.
+    """Finds paths that match a pattern, given as a list of path components.
 
-    glob follows a circular symbolic link many times.
+    Unlike glob, visits each folder only once, even if symbolic links are circular.
     """
     if "**" not in steps:
         yield from glob.glob(os.path.join(glob.escape(folder), *steps))
@@ -135,7 +135,7 @@ def _matching(folder: str, steps: list[str]) -> Iterator[str]:
 
 
 def _folders_below(starts: Sequence[str]) -> Iterator[str]:
-    """Yields folders and all their subfolders, each real folder once. Prefers a folder's own path over links to it."""
+    """Yields folders and all their subfolders, each only once. Prefers real paths over symbolic links."""
     waiting = collections.deque(sorted(starts))
     seen = set()
     linked: collections.deque[str] = collections.deque()
@@ -146,13 +146,13 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
             continue
         seen.add(real)
         yield folder
-        # Like glob, skip hidden folders and folders without read permission.
+        # glob skips hidden folders and folders without read permission.
         for below in sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))):
             (linked if os.path.islink(below.rstrip(os.sep)) else waiting).append(below)
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """Sorts paths. If several lead to the same file, keeps the file's own path, or otherwise the first."""
+    """Sorts paths and removes duplicates. If several paths lead to the same file, prefers its real path."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -162,10 +162,7 @@ def _each_once(paths: Collection[str]) -> list[str]:
 
 
 def _names_below(paths: Sequence[str]) -> list[str]:
-    """Makes paths relative to their common folder, so that they are the same on every machine and have no secrets.
-
-    Escapes bytes that aren't UTF-8, as in caf\\xe9.txt.
-    """
+    """Makes paths relative to their common parent folder, without credentials. Escapes invalid UTF-8."""
     absolute = [shown(path).replace("://", "/") if is_url(path) else shown(os.path.abspath(path)) for path in paths]
     if not absolute or len({os.path.isabs(path) for path in absolute}) > 1:
         return absolute
@@ -180,7 +177,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
         known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
         given = suffix or "without a suffix"
         raise InputError(
-            f"{shown(path)}: unknown format {given}; known: {known}, also .gz or .zst; or give --input_format"
+            f"{shown(path)}: unknown format {given}; use {known}, optionally with .gz or .zst, or set --input_format"
         )
     try:
         if not is_url(path):
@@ -197,7 +194,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
 
 
 def _holds_lines(source: InputFile) -> bool:
-    """Returns True if a .json file contains JSON lines, as in C4 and Dolma."""
+    """Returns True if a .json file contains JSON lines, as in C4 and Dolma. Only reads the beginning."""
     try:
         with source.open() as stream:
             block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
@@ -208,7 +205,7 @@ def _holds_lines(source: InputFile) -> bool:
 
 
 def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
-    """Reads one file, or a part of it (`some`). If the rest is unreadable, the last record reports the problem."""
+    """Reads a file, or a part of it, such as row_group=3. If the rest is unreadable, the last record has a problem."""
     stream = stream or source.open()
     return _guarded(FORMATS[source.format](stream, reading, **some), stream)
 
@@ -222,22 +219,23 @@ def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
                 yield record
         except DamagedFileError as error:
             lost = f" ({error.records:,} records)" if error.records > 1 else ""
-            problem = f"{error}; nothing after it was read{lost}"
+            problem = f"{error}; the rest of the file was not read{lost}"
             yield Record(place + 1, None, problem, problem_records=error.records)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Work for one worker at a time. Its content depends only on the input."""
+    """Part of the input, processed by a single worker. The split into parts depends only on the input."""
 
     after: Position
+    """Position to resume at after this part."""
     input_bytes: int
-    """Bytes of the files on disk."""
+    """Size on disk in bytes."""
     sources: Sequence[tuple[InputFile, Callable[[Reading], Iterable[Record]] | Sequence[Record]]]
-    """Each source with its records, or with a function that reads them. Picklable."""
+    """(source, its records or a function that reads them) pairs. Picklable."""
 
     def records(self, reading: Reading) -> Iterator[tuple[InputFile, Record]]:
-        """Yields every record with its source. Drops texts that are shorter or longer than `reading` allows."""
+        """Yields (source, record) pairs. Filters out documents whose length isn't within the limits."""
         for source, given in self.sources:
             for record in given(reading) if callable(given) else given:
                 is_left_out = record.text and reading.leaves_out(record.text)
@@ -246,16 +244,16 @@ class Part:
 
 @dataclass(frozen=True)
 class LargeFile:
-    """A large file. The process that reads it splits it into parts."""
+    """A large file, to be split into parts."""
 
     source: InputFile
     number: int
     first: int
-    """Number of the first part to yield."""
+    """Index of the first part to yield."""
     offset: int
-    """Expected bytes of all earlier sources."""
+    """Expected size of all earlier sources in bytes."""
     taken: range
-    """Range of expected bytes, over all sources, in which a part must begin."""
+    """Range of byte offsets, across all sources. Only parts that begin in it are yielded."""
     reading: Reading
 
     def parts(self) -> Iterator[Part]:
@@ -281,7 +279,7 @@ class LargeFile:
 
 @dataclass(frozen=True)
 class Files:
-    """Documents from local files or URLs. slice: (number, count) of the slice to read."""
+    """Input documents in local files or at URLs. slice: (number, count), the slice to read."""
 
     sources: Sequence[InputFile]
     slice: tuple[int, int] = (0, 1)
@@ -289,16 +287,16 @@ class Files:
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes to read, as stored."""
+        """Number of bytes to read, before decompression."""
         return sum(source.bytes for source in self.sources) // self.slice[1]
 
     @property
     def expected_text_bytes(self) -> int:
-        """Estimated bytes to read, after decompression."""
+        """Estimated number of bytes to read, after decompression."""
         return sum(map(expected_bytes, self.sources)) // self.slice[1]
 
     def description(self) -> list[dict[str, Any]]:
-        """Lists name, size and fingerprint of every file."""
+        """Returns the manifest's list of sources: name, size and fingerprint of each file."""
         return [
             {
                 "path": source.name,
@@ -309,11 +307,11 @@ class Files:
         ]
 
     def sliced(self, number: int, count: int) -> "Files":
-        """Returns slice `number` of `count`: the parts that begin in this share of the bytes."""
+        """Returns slice `number` of `count`. A part belongs to the slice in which it begins."""
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
-        """Yields the parts of all files, or of the slice, in order, from `start` on."""
+        """Yields the parts in order, beginning at `start`."""
         for piece in self.pieces(reading, start):
             if isinstance(piece, LargeFile):
                 yield from piece.parts()
@@ -321,7 +319,7 @@ class Files:
                 yield piece
 
     def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
-        """Yields parts of small files, and large files, which the process that reads them splits. Reads nothing."""
+        """Yields parts with small files, and large files that still have to be split. Doesn't read any files."""
         slice, count = self.slice
         total = sum(map(expected_bytes, self.sources))
         # The last slice is open-ended.
@@ -332,8 +330,7 @@ class Files:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
-                # Group by bytes, never by the number of workers, because a position must mean the same in a later
-                # process.
+                # Never group by the number of workers, because positions must stay valid if it changes.
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)
@@ -343,7 +340,7 @@ class Files:
                 offset += sum(map(expected_bytes, group))
             else:
                 source = self.sources[number]
-                # Files that end before the slice stay closed.
+                # Skip files that end before the slice.
                 if offset + expected_bytes(source) > taken.start:
                     first = start.part if number == start.source else 0
                     yield LargeFile(source, number, first, offset, taken, reading)
@@ -351,11 +348,11 @@ class Files:
                 offset += expected_bytes(source)
 
     def are_whole_documents(self, reading: Reading) -> bool:
-        """Returns True if each file is one plain-text document."""
+        """Returns True if each file is a single plain-text document."""
         return reading.documents == "file" and all(source.format == "txt" for source in self.sources)
 
     def texts(self, reading: Reading) -> Iterator[bytes]:
-        """Yields the texts of all files in all slices, without unusable records."""
+        """Yields the text of all usable documents in all slices."""
         parts = Files(self.sources).parts(reading)
         return (record.text for part in parts for _, record in part.records(reading) if record.text)
 
@@ -371,7 +368,7 @@ def expected_bytes(source: InputFile) -> int:
 
 
 def _is_small(source: InputFile, reading: Reading) -> bool:
-    """Returns True if a worker reads the whole file: a small one, or one that is a single document."""
+    """Returns True if a file doesn't have to be split, because it is small or a single document."""
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
 
 
@@ -387,7 +384,7 @@ def _line_parts(source: InputFile, number: int) -> Iterator[Part]:
                 yield Part(Position(number, part), stream.consumed - before, [(source, read)])
                 before = stream.consumed
         except DamagedFileError as error:
-            problem = Record(line + content.count(b"\n"), None, f"{error}; nothing after it was read")
+            problem = Record(line + content.count(b"\n"), None, f"{error}; the rest of the file was not read")
             yield Part(Position(number, part + 1), source.bytes - before, [(source, [problem])])
 
 

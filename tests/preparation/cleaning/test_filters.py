@@ -30,9 +30,9 @@ def test_parameters_are_named_or_set_the_first_one(given, expected):
         ("gopher_quality(min_words=1, min_words=2)", "min_words given twice"),
         ("fineweb(short_line_characters=off)", "cannot be turned off"),
         ("c4(endings=maybe)", "must be on or off"),
-        ("language", "needs languages=..."),
+        ("language", "requires languages=..."),
         ("language(en+xx)", "xx: unknown language"),
-        ("classifier(no/such)", "is not a classifier that this version can use; train one"),
+        ("classifier(no/such)", "is not a classifier made by this version; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],
@@ -48,7 +48,7 @@ def test_all_problems_are_reported_together(tmp_path):
         read_cleaning(["c5", "c4", "c4", f"{tmp_path}/urls.py:keep"], languages="xx", has_urls=False)
     assert len(refused.value.problems) == 4
     assert any("--filter c4: given twice" in problem for problem in refused.value.problems)
-    assert any("needs --url_field" in problem for problem in refused.value.problems)
+    assert any("requires --url_field" in problem for problem in refused.value.problems)
 
 
 def test_a_function_with_a_url_parameter_gets_the_url(tmp_path):

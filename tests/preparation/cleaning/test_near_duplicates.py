@@ -269,7 +269,7 @@ def test_a_stopped_search_continues(tmp_path, run, small_parts, monkeypatch):
 
     monkeypatch.setattr(near_duplicate_search.DuplicateSearch, "perform", breaking)
     for _ in range(4):
-        with pytest.raises(InputError, match=r"No space left on device; free space .* it continues where it stopped"):
+        with pytest.raises(InputError, match=r"No space left on device; free up space .* to resume"):
             run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
     run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
     assert len(performed) == len(set(performed)) + 4, "each task once, but for those that failed"
@@ -282,7 +282,7 @@ def test_too_little_disk_space_is_reported_before_the_search(tmp_path, run, monk
     arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output", tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(InputError, match=r"1,000 bytes are free, but removing near duplicates needs [\d,]+"):
+    with pytest.raises(InputError, match=r"near duplicates needs [\d,]+ bytes of disk space, but only 1,000 are free"):
         run(*arguments)
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -295,7 +295,7 @@ def test_invalid_options_are_rejected(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(*arguments, "--near_duplicates", "80", "--deduplicate")
     told = "\n".join(caught.value.problems)
-    for said in ("from 0.3 to 1, such as 0.8", "also removes exact copies"):
+    for said in ("from 0.3 to 1, such as 0.8", "also removes exact duplicates"):
         assert said in told
 
 

@@ -123,7 +123,7 @@ def test_a_completely_removed_file_shows_the_rule_the_value_and_the_limit(tmp_pa
     with pytest.raises(InputError) as refused:
         run(*arguments, tmp_path / "out")
     message = str(refused.value)
-    assert "no document is left" in message and "2 removed by cleaning" in message
+    assert "no documents are left" in message and "2 removed by cleaning" in message
     assert "short.txt: mostly removed by gopher_quality.few_words (6, at least 50)" in message
     assert "numbers.txt: mostly removed by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
     (tmp_path / "good.txt").write_text(PROSE)
@@ -168,9 +168,7 @@ def test_a_full_disk_in_any_stage_is_reported_and_the_same_command_continues(tmp
 
     monkeypatch.setattr(os, "fsync", full)
     for count in range(len(WRITES) - 1, -1, -1):
-        with pytest.raises(
-            InputError, match=r"No space left on device .*; free space .* it continues where it stopped"
-        ):
+        with pytest.raises(InputError, match=r"No space left on device .*; free up space .* to resume"):
             run(*arguments, tmp_path / "broken")
         assert len(left) == count
     run(*arguments, tmp_path / "broken")

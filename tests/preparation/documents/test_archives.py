@@ -50,10 +50,10 @@ def flipped(content, place):
 
 ARCHIVE, STARTS = tar_of({f"{n}.txt": text.encode() for n, text in enumerate(TEXTS)})
 DAMAGED = {
-    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "ends without the two blocks of zeros"),
+    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "the two blocks of zeros at the end are missing"),
     "cut within a header": (ARCHIVE[: STARTS[5] + 100], 5, "no valid header at byte"),
     "cut within a member": (ARCHIVE[: STARTS[5] - 800], 4, "unexpected end of data"),
-    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "ends without the two blocks"),
+    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "the two blocks of zeros at the end"),
     "a bit of a header": (flipped(ARCHIVE, STARTS[5] + 3), 5, "no valid header at byte .*: bad checksum"),
     "a bit of a size": (flipped(ARCHIVE, STARTS[5] + 130), 5, "no valid header at byte .*: bad checksum"),
     "a zeroed header": (
@@ -72,7 +72,7 @@ def test_a_damaged_archive_keeps_earlier_members_and_is_named(tmp_path, damage, 
     texts, problems, _ = read(path)
     assert texts == TEXTS[:whole]
     (told,) = problems
-    assert re.search(problem, told) and "nothing after it was read" in told
+    assert re.search(problem, told) and "the rest of the file was not read" in told
 
 
 def test_every_flipped_bit_of_a_header_is_detected(tmp_path):
@@ -143,7 +143,7 @@ def test_a_bad_member_is_named_and_the_others_are_kept(tmp_path):
     (tmp_path / "a.tar").write_bytes(tar_of(members)[0])
     texts, problems, _ = read(tmp_path / "a.tar")
     assert texts == ["b", "e"]
-    expected = ["member a.txt: not UTF-8", "member b.jsonl, 1: broken JSON", "member c.json: broken JSON"]
+    expected = ["member a.txt: not UTF-8", "member b.jsonl, 1: invalid JSON", "member c.json: invalid JSON"]
     for told, start in zip(problems, [*expected, "member d.jsonl.gz: damaged gz data"], strict=True):
         assert told.startswith(start)
 

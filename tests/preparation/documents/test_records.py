@@ -102,7 +102,7 @@ def test_missing_and_unprintable_fields_are_named(tmp_path):
     problems = [record.problem for record in records_of(source, Reading(template="{title} {text}"))]
     assert problems[0] == "no field 'title' (fields: text)"
     assert problems[1] == "field 'title' is a list, must be text or a number"
-    assert problems[2].startswith("not Unicode text (half of a surrogate pair")
+    assert problems[2].startswith("not valid Unicode (lone surrogate")
     problems = [record.problem for record in records_of(source, Reading(only=(("title", ("a",)),)))]
     assert problems == ["no field 'title' (fields: text)", None, None]
 
@@ -117,8 +117,8 @@ def test_plain_text_has_no_fields(tmp_path):
 def test_invalid_templates_are_rejected():
     assert template_problem("{title}\n{meta.text} {{as it is}}") is None
     for template, problem in {
-        "no field": "has no field",
-        "{}": "a field is a name between braces",
+        "no field": "contains no field",
+        "{}": "a field must be a name in braces",
         "{a!r}": "must not contain ! or :",
         "{a:>3}": "must not contain ! or :",
         "{a": "write {{ and }}",
@@ -146,7 +146,7 @@ def test_all_problems_with_selections_are_reported_together(tmp_path, run):
     told = "\n".join(caught.value.problems)
     assert "--template {a: expected '}'" in told
     assert "--only language: must be FIELD=VALUE" in told
-    assert "--min_characters 9 is more than --max_characters 3" in told
+    assert "--min_characters 9 is greater than --max_characters 3" in told
 
 
 def test_line_ends_in_a_template_from_the_shell(tmp_path, run, tokenizer):

@@ -206,16 +206,16 @@ def test_nested_fields(tmp_path):
 
 
 BAD_LINES = [
-    (b'{"text": "cut', r"broken JSON \(Unterminated string .* column 10\)"),
+    (b'{"text": "cut', r"invalid JSON \(Unterminated string .* column 10\)"),
     (b'{"id": 1}', r"no field 'text' \(fields: id\)"),
     (b'{"text": null}', "field 'text' is null, must be text"),
     (b'{"text": ["a"]}', "field 'text' is a list, must be text"),
     (b'["a"]', "is a list, must be an object with the field 'text'"),
     (b'{"text": "\xff"}', r"not UTF-8 \(0xff at byte 11\)"),
     (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
-    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
-    (b"[" * 100_000, "broken JSON"),
-    (b'{"text": ' + b"9" * 10_000 + b"}", "broken JSON"),
+    (b'{"text": "\\ud800"}', "lone surrogate"),
+    (b"[" * 100_000, "invalid JSON"),
+    (b'{"text": ' + b"9" * 10_000 + b"}", "invalid JSON"),
 ]
 
 
@@ -238,7 +238,7 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     assert 500 < len(good) < 2500
     assert [record.text.decode() for record in good] == texts[: len(good)]
     assert last.place == len(good) + 1
-    assert "the file is truncated; nothing after it was read" in last.problem
+    assert "data is truncated; the rest of the file was not read" in last.problem
 
 
 @pytest.mark.parametrize(
@@ -246,15 +246,15 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     [
         ("a.jsonl.gz", b"plain text", "damaged gz data"),
         ("a.jsonl.zst", b"plain text", "damaged zst data"),
-        ("a.jsonl.gz", b"", "empty file, not gz data"),
+        ("a.jsonl.gz", b"", "empty file, must be gz data"),
         ("a.parquet", b"PAR1 cut", "not readable as parquet"),
         ("a.arrow", b"ARROW1 cut", "not readable as arrow IPC"),
         ("a.h5", b"\x89HDF cut", "not readable as HDF5"),
         ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
-        ("a.json", b'[{"text": "a"}, {"text', "broken JSON"),
+        ("a.json", b'[{"text": "a"}, {"text', "invalid JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
-        ("a.csv", b'text\n"never closed\n', "broken row"),
+        ("a.csv", b'text\n"never closed\n', "malformed row"),
         ("a.txt", b"caf\xe9", r"not UTF-8 \(0xe9 at byte 4\)$"),
         ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
         ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
@@ -274,7 +274,7 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
     assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' is null, must be text"
     (last,) = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))
-    assert "no column 'body' (columns: text); nothing after it was read (2 records)" in last.problem
+    assert "no column 'body' (columns: text); the rest of the file was not read (2 records)" in last.problem
 
 
 def lost_records(path, **reading):
@@ -310,9 +310,9 @@ def test_token_ids_in_hdf5_are_not_text(tmp_path):
     with h5py.File(tmp_path / "pile.h5", "w") as file:
         file["tokens"] = [[1, 2], [3, 4]]
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
-    assert "contains int64 of shape (2, 2), must be one-dimensional strings; token IDs" in record.problem
+    assert "contains int64 of shape (2, 2), must be one-dimensional strings; to train on token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
-    assert "no dataset 'text' (at the top: tokens)" in record.problem
+    assert "no dataset 'text' (at the top level: tokens)" in record.problem
 
 
 def test_bad_rows_of_csv(tmp_path):
@@ -322,7 +322,7 @@ def test_bad_rows_of_csv(tmp_path):
     assert [record.place for record in records] == [3, 4, 5, 6, 7]
     assert "row has 1 columns, but the header has 2" in records[1].problem
     assert "not UTF-8" in records[2].problem
-    assert "broken row" in records[3].problem
+    assert "malformed row" in records[3].problem
 
 
 def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
@@ -335,7 +335,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     assert "line of 1,121 bytes; the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
-    assert "more than 1,000 bytes in one piece; use --documents line or paragraph" in record.problem
+    assert "larger than 1,000 bytes; use --documents line or paragraph" in record.problem
 
 
 def test_files_are_found_once_in_order_with_names_below_their_common_folder(tmp_path):
@@ -405,11 +405,11 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     missing, folder, pipe, unknown, nameless = caught.value.problems
     assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
     assert "no such file; quote patterns" in missing
-    assert "is a folder; give its files, such as" in folder
-    assert "unknown format .doc; known: .jsonl" in unknown
+    assert "is a folder; specify its files, such as" in folder
+    assert "unknown format .doc; use .jsonl" in unknown
     assert "unknown format without a suffix" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
         find_sources([f"{tmp_path}/a.doc"], format_name="jsnol")
-    with pytest.raises(InputError, match="leaves none of the 2 input files"):
+    with pytest.raises(InputError, match="excludes all 2 input files"):
         find_sources([f"{tmp_path}/*"], exclude=["*"])
     assert texts_of([tmp_path / "a.doc"], format_name="txt") == ["x"]
