@@ -26,7 +26,10 @@ FP32_LONGEST_AS_PRODUCTS = 128
 """Maximum window length for plain matmuls in compiled code (measured in docs/measurements_cpu.md)."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
-"""Maximum bytes of fp32 scores per block of queries, so that they fit into the caches."""
+"""Bytes of fp32 scores per block of queries, over all windows computed together.
+
+More bytes would overflow the caches, and fewer would need more calls.
+"""
 
 
 def attend(
@@ -151,7 +154,7 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
 
 
 def _heads_together(x_RHTE: Tensor, heads: int) -> Tensor:
-    """Copies (R, H or G, T, E) to (N, T, E), and repeats each key head for its query heads."""
+    """Copies some rows of (B, H or G, T, E) into (N, T, E), and repeats key heads for their query heads."""
     if x_RHTE.shape[1] == heads:
         return x_RHTE.clone(memory_format=torch.contiguous_format).flatten(0, 1)
     return x_RHTE.repeat_interleave(heads // x_RHTE.shape[1], dim=1).flatten(0, 1)
@@ -196,8 +199,8 @@ def _backward_in_blocks(
     value_NET = _heads_together(value_RGTE, heads).transpose(1, 2)
     blocks = [(begin, min(begin + BLOCK_QUERIES, length)) for begin in range(0, length, BLOCK_QUERIES)]
     softmaxes_NQK = [probabilities.next(rows * heads, end - begin, end) for begin, end in blocks]
-    for begin, end in reversed(blocks):  # the last block covers all keys, so its gradients initialize the sums
-        # We copy once here, because each tensor is used twice and bmm would copy a strided slice each time.
+    for begin, end in reversed(blocks):  # the last block covers all keys, so it comes first and creates the sums
+        # Each tensor is used twice, and bmm would copy a strided slice each time.
         query_NQE = _heads_together(query_RHTE[:, :, begin:end], heads).mul_(scale)
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads)
         softmax_NQK = softmaxes_NQK.pop()

@@ -100,7 +100,9 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
         here = {"dtype": dtype, "window": window, "model_config": LLAMA}
         return "; ".join(kernels_not_used("auto", attention, compile_mode, **here))
 
-    assert "flash_attention_2: requires the package flash_attn, which is not installed: see requirements" in told()
+    assert (
+        "flash_attention_2: requires the package flash_attn, which is not installed: see requirements-flash" in told()
+    )
     assert "flash_attention_3: requires the package" in told() and "varlen" not in told() and "compiled" not in told()
     assert "compiled layers: compile is none; " in told(compile_mode="none")
     assert "bf16 tensor cores: precision is fp32; varlen: supports only bf16 and fp16" in told(dtype=FP32)
@@ -129,7 +131,9 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     gpu["flash 3"] = lambda out: out * 1.004  # less than bf16 rounds by
     assert "varlen (flash attention for packed documents)" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
     assert not gpu["active"], "what is asked for by name is what runs"
-    assert "with FlashAttention 3 (flash_attn_interface" in kernels_used("auto", "groundwork_sdpa", "none", **here)
+    assert "with FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used(
+        "auto", "groundwork_sdpa", "none", **here
+    )
     assert gpu["active"] and "flash_attention_3" not in "; ".join(
         kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
     )
