@@ -105,7 +105,7 @@ def kernels_used(
     elif varlen is None:
         used = f"varlen (flash attention for packed documents) in torch {torch.__version__}"
     elif window.document_mask:
-        used = f"sdpa in torch {torch.__version__} with a dense document mask"
+        used = f"sdpa in torch {torch.__version__} with a dense mask for packed documents"
     else:
         used = f"sdpa in torch {torch.__version__}"
     return f"{used}; layers compiled with Triton {version_of('triton')}" if compile_mode != "none" else used

@@ -59,8 +59,8 @@ def gpu(monkeypatch):
     ("attention", "capability", "dtype", "window", "used"),
     [
         ("groundwork_sdpa", (9, 0), BF16, PACKED, "varlen (flash attention for packed documents)"),
-        ("groundwork_sdpa", (7, 5), torch.float16, PACKED, "with a dense document mask"),
-        ("groundwork_sdpa", (9, 0), FP32, PACKED, "with a dense document mask"),
+        ("groundwork_sdpa", (7, 5), torch.float16, PACKED, "with a dense mask for packed documents"),
+        ("groundwork_sdpa", (9, 0), FP32, PACKED, "with a dense mask for packed documents"),
         ("groundwork_sdpa", (9, 0), BF16, UNDIVIDED, f"sdpa in torch {torch.__version__}"),
         (ATTENTION_NAMES["flash_attention_2"], (9, 0), BF16, PACKED, "flash_attention_2 (flash_attn 1.2)"),
         ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask in torch {torch.__version__}"),
@@ -116,7 +116,7 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
     )
     assert "compile is none, and Triton is not installed" in told(compile_mode="none")
     gpu["capability"] = (7, 5)
-    assert told().count("no kernels for a GPU of compute capability 7.5") == 3
+    assert told().count("does not support GPUs with compute capability 7.5") == 3
     gpu["capability"] = (10, 0)
     assert "flash_attention_3: does not support GPUs with compute capability 10.0" in told()
 

@@ -39,13 +39,13 @@ def problems_of(folder: Path, **changes) -> list[str]:
         ("hidden_size", 2**40, "1,099,511,627,776 is too large; allowed: at most 1,048,576"),
         ("num_hidden_layers", 10**9, "1,000,000,000 is too large; allowed: at most 1,024 layers"),
         ("num_attention_heads", 2**63, "allowed: at most 16,384 heads"),
-        ("vocab_size", 10**15, "allowed: at most 100,000,000 tokens"),
+        ("vocab_size", 10**15, "allowed: at most 100,000,000 vocabulary tokens"),
         ("num_hidden_layers", True, "True is a bool"),
         ("rms_norm_eps", float("nan"), "nan is not a finite number"),
         ("rms_norm_eps", -1.0, "-1.0; allowed: a small number between 0 and 1"),
         ("attention_dropout", 2.0, "2.0; allowed: a probability, at least 0 and below 1"),
         ("initializer_range", -1.0, "-1.0; allowed: a number of at least 0"),
-        ("pad_token_id", [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]], "more than 20 deep"),
+        ("pad_token_id", [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]], "more than 20 levels deep"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_key(tmp_path, key, value, allowed):
