@@ -217,7 +217,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
     Meta tensors are created on the CPU, because random numbers depend on the device. Existing tensors are written in
     place. Modules are initialized by the model's own `_init_weights`, children first, each with a seed that depends on
     the module's name. A decoder layer, the embedding, the final norm or the head therefore gets the same weights
-    if it's initialized separately or with the whole model. Don't initialize a module separately if its parent's
+    whether it's initialized separately or with the whole model. Don't initialize a module separately if its parent's
     `_init_weights` also writes to it, as GPT-2's does for c_proj. Call `model.tie_weights()` afterwards.
 
     Raises InputError if the architecture doesn't initialize a parameter or buffer.

@@ -115,7 +115,7 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Tests on a small copy if changing frequencies in place has the same effect as building a model with them.
+    """Tests on a small copy whether changing frequencies in place is equivalent to rebuilding the model.
 
     Returns the problem, or None.
     """

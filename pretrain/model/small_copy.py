@@ -1,7 +1,7 @@
 """Builds a small copy of any architecture, with the same classes and every layer type, for fast tests.
 
-training/probe.py uses the copy to test how a model handles documents, future tokens and the loss, which doesn't depend
-on the model's size. We reduce all sizes with known names. If the library rejects the result, we only reduce the number
+How a model handles documents, future tokens and the loss doesn't depend on its size, so training/probe.py tests it on
+the copy. We reduce all sizes with known names. If the library rejects the result, we only reduce the number
 of layers. The reference for the tests is the copy's forward pass with the library's eager attention.
 
 Shapes: B windows, T positions, V vocabulary.
