@@ -137,7 +137,7 @@ def test_a_resume_with_another_file_says_so(extended, tmp_path):
         (("--loss.terms.some_token.coefficient", "1"), "did you mean some_tokens?"),
         (("--loss.terms.some_tokens.powr", "1"), "terms.some_tokens has no powr; did you mean power?"),
         (("--extensions", "nowhere.py"), "extensions: nowhere.py: no such Python file"),
-        (("--compile", "full"), "loss.terms: do not run with compile: full"),
+        (("--compile", "full"), "loss.terms: not supported with compile: full"),
     ],
 )
 def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
@@ -190,7 +190,7 @@ def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypat
     terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
     ids = torch.zeros(2, 3, dtype=torch.long)
     model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
-    with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with a value for each"):
+    with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with one value per token"):
         terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
 
 

@@ -1,14 +1,13 @@
-"""Attention within documents, for packed windows from a token stream. No token attends to a different document.
+"""Attention for packed documents. Tokens only attend to tokens in the same document.
 
-Every document in the stream is followed by the end-of-document ID, which serves as the first token of the next
-document's segment, like a BOS token. A segment begins at position 0 in a window and at every end-of-document token in
-the input. So every position has a target (the opening token's target is the document's first token), none is masked,
-and every step has the same number of targets.
+Every document in the token stream is followed by the end-of-document ID, which is also the first token of the next
+document's segment, like a BOS token. Segments therefore start at position 0 of a window and at every end-of-document
+token in the input. No targets are masked, so every step has the same number of targets.
 
-transformers' models call the function registered under config._attn_implementation and pass on their keyword
-arguments. Names registered here have no mask function, so transformers doesn't build a (B, 1, T, T) mask from
-position_ids that restart. Instead, models receive segments as cumulative lengths. These are padded to a fixed size,
-which avoids both recompilation and waiting for the device.
+transformers' models call the function registered under config._attn_implementation with their keyword arguments. We
+register no mask functions, so transformers doesn't build a (B, 1, T, T) mask from position_ids that restart. Models
+receive the segments as cumulative lengths instead, padded to a fixed size to avoid recompilation and device
+synchronization.
 
 Shapes: B windows, T positions, H query heads, G key heads, E head width, S segments.
 """
@@ -38,24 +37,23 @@ UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
 SEGMENTS_PER_WINDOW = 8
 """Capacity of cu_seq_lens in segments per window.
 
-A batch with more segments doubles it, which recompiles compiled code once. A GPU kernel launches as many blocks for
-each segment, used or not, as for a whole window. A capacity that covers the worst case or is proportional to the
-window's length would launch mostly idle blocks.
+If a batch has more segments, the capacity is doubled, which causes one recompilation. The capacity is small because
+GPU kernels launch as many blocks for an unused segment as for a full window.
 """
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""True if varlen attention accepts fewer key heads than query heads. torch 2.11's doesn't."""
+"""True if varlen attention supports grouped-query attention. In torch 2.11, it doesn't."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
-"""True if a compiled as_strided of a slice starts at the slice. With torch 2.11, it reads wrong values."""
+"""True if compiled as_strided respects a slice's storage offset. In torch 2.11, it reads wrong values."""
 FLEX_BLOCK = 128
-"""Number of queries, and of keys, in a flex attention block."""
+"""Block size of flex attention, for queries and keys."""
 
 
 def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[str, Tensor]:
-    """Returns the segments in a batch of windows, as CPU tensors.
+    """Computes position IDs and segment boundaries for a batch of windows, as CPU tensors.
 
-    The result has position_ids (B, T) int64, which restart at each segment, and identical cu_seq_lens_q and
-    cu_seq_lens_k, int32 (S + 1,). These are cumulative lengths over the flattened batch, padded with B x T to a size
-    that depends on B and T (doubled until all segments fit).
+    Returns position_ids (B, T), int64, which restart at each segment, and the cumulative segment lengths over the
+    flattened batch as cu_seq_lens_q and cu_seq_lens_k, the same int32 tensor (S + 1,). They are padded with B x T to a
+    fixed S, which is B x SEGMENTS_PER_WINDOW, doubled until all segments fit.
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
@@ -76,10 +74,13 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
 
 
 def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: torch.device | str) -> dict[str, Any]:
-    """Returns keyword arguments for a model on `device` whose attn_implementation is `attention` (`choose_attention`).
+    """Returns the keyword arguments that tell a model on `device` where documents begin.
 
-    layout: see `document_layout`. A GPU copies it from pinned memory without waiting. For flex_attention, we build the
-    block mask here, once for all layers.
+    For flex_attention, this builds the block mask once for all layers.
+
+    Args:
+        layout: segments from `document_layout`, pinned for an asynchronous copy to a GPU.
+        attention: the model's attention (see `candidates_of`).
     """
     if classes_in_rows(attention):
         from pretrain.model.document_rows import DocumentRows
@@ -95,24 +96,23 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         return {"position_ids": position_ids}
     if "+mask" in attention:
         return {"position_ids": position_ids, "attention_mask": _library_masks(cu_seq_lens, batch, length, attention)}
-    # We pass the window's length, because the longest segment's length changes from step to step and would cause
-    # recompilation.
+    # The longest segment's length would change in every step and cause recompilation, so we pass the window's length.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """Micro-batch in CPU memory, pinned for a GPU so that the copy is asynchronous."""
+    """A micro-batch in CPU memory, pinned if the model is on a GPU."""
 
     ids: Tensor
-    """Token IDs (B, T + 1) in the shards' integer type, which takes 25% to 50% of the bytes of int64."""
+    """Token IDs (B, T + 1) in the shards' dtype (2 or 4 bytes per ID)."""
     layout: Mapping[str, Tensor] | None
-    """Segments; see `document_layout`. None means attention over the whole window."""
+    """Segments from `document_layout`, or None for attention over the whole window."""
 
     def on_device(self, device: torch.device, attention: str, rows: int | None = None) -> dict[str, Any]:
         """Returns the model's arguments; see `model_inputs`."""
-        # Casting on the device means that the copy moves only 2 or 4 bytes per token ID.
+        # We cast after the copy, so the copy takes only 2 or 4 bytes per token ID.
         ids = self.ids.to(device, non_blocking=True).to(torch.int64)
         targets = ids[:, 1:].clone(memory_format=torch.contiguous_format)  # contiguous() wouldn't copy a single row
         if rows is not None:
@@ -122,7 +122,7 @@ class HostBatch:
 
 
 def host_batch(ids: np.ndarray, window: WindowSpec, *, end_of_document_id: int, device: torch.device) -> HostBatch:
-    """Returns a batch of token IDs (B, T + 1), one `window` per row, for a model on `device`."""
+    """Builds a micro-batch from token IDs (B, T + 1), with one `window` per row, for a model on `device`."""
     layout = document_layout(ids[:, :-1], end_of_document_id) if window.document_mask else None
     batch = HostBatch(torch.from_numpy(ids), layout)
     if device.type != "cuda":
@@ -141,11 +141,12 @@ def model_inputs(
     attention: str,
     rows: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the model's arguments on its device, from token IDs (B, T + 1) with one `window` per row.
+    """Returns the model's arguments on `device`, given token IDs (B, T + 1) with one `window` per row.
 
     Args:
-        attention: the model's attn_implementation, which determines the form of the document boundaries.
-        rows: number of leading rows that count. Targets in all other rows are ignored. None means that all rows count.
+        attention: the model's attention (see `candidates_of`).
+        rows: number of leading rows that contribute to the loss. Targets in all other rows are IGNORED. None means all
+            rows.
     """
     batch = host_batch(ids, window, end_of_document_id=end_of_document_id, device=device)
     return batch.on_device(device, attention, rows)
@@ -154,10 +155,11 @@ def model_inputs(
 def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
     """Returns candidate implementations for a recipe's `attention`, fastest first.
 
-    training/probe.py tests which of them an architecture computes correctly. This module's implementations don't
-    support soft caps, sinks or position biases, and some models don't pass on the document boundaries. The fallbacks
-    are transformers' own: `sdpa` and `eager` build a dense mask from position_ids that restart. `+mask` passes this
-    mask to models that ignore the positions, and `+masks(...)` passes one mask per kind of layer, with its window.
+    training/probe.py tests which of them are correct for an architecture. This module's implementations don't support
+    soft caps, sinks or position biases, and some models don't pass the document boundaries to the attention. The
+    fallbacks are transformers' `sdpa` and `eager`, which build a dense mask from position_ids that restart. For models
+    that ignore position_ids, `+mask` passes this mask, and `+masks(...)` passes one mask per layer type, with its
+    sliding window.
     """
     own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
     library = {"auto": ["sdpa", "eager"], "sdpa": ["sdpa"], "eager": ["eager"]}
@@ -172,14 +174,14 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
 
 
 def implementation_of(attention: str) -> str:
-    """Returns transformers' attn_implementation for one of the names from `candidates_of`."""
+    """Returns transformers' attn_implementation for a name from `candidates_of`."""
     return attention.partition("+")[0]
 
 
 def with_rows(attention: str, classes: Collection[str]) -> str:
-    """Adds the mixer classes that process each document separately to an attention's name.
+    """Appends `+rows(...)` to an attention's name, with the mixer classes that need one document per row.
 
-    See model/document_rows.py. Without classes, the name doesn't change.
+    See model/document_rows.py. Without classes, returns the name unchanged.
     """
     if not classes:
         return attention
@@ -187,23 +189,22 @@ def with_rows(attention: str, classes: Collection[str]) -> str:
 
 
 def classes_in_rows(attention: str) -> list[str]:
-    """Returns the classes that were given to `with_rows`, or [] for other names."""
+    """Returns the mixer classes in a name from `with_rows`, or [] if there are none."""
     classes = attention.partition("+rows(")[2]
     return classes.removesuffix(")").split(",") if classes else []
 
 
 def without_rows(attention: str) -> str:
-    """Returns the name that was given to `with_rows`."""
+    """Removes the mixer classes from a name from `with_rows`."""
     return attention.partition("+rows(")[0]
 
 
 def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str:
-    """Returns the attn_implementation for a requested attention.
+    """Returns the attn_implementation for a recipe's `attention`.
 
-    auto is the same as sdpa. On a CPU, sdpa is the operator in model/cpu_attention.py. On a GPU in half precision, it
-    is torch's varlen flash attention, and on a GPU in fp32 or older than Ampere, it uses a dense mask. Raises
-    InputError, with alternatives, if the device, the dtype, a missing package or the windows (None: not checked) don't
-    support the request.
+    auto is the same as sdpa. On CPUs, sdpa runs the operator in model/cpu_attention.py. On GPUs, it runs torch's
+    varlen flash attention, or uses a dense mask if the dtype is fp32 or the GPU is older than Ampere. Raises
+    InputError, with alternatives, if the device, dtype, installed packages or `window` don't support the request.
     """
     if requested not in ATTENTION_NAMES:
         raise InputError(f"attention {requested!r} is unknown{did_you_mean(requested, ATTENTION_NAMES)}")
@@ -215,14 +216,14 @@ def choose_attention(requested: str, *, device_type: str, dtype: torch.dtype, wi
 
 
 FLASH_CAPABILITY = (8, 0)
-"""Minimum CUDA compute capability for flash attention's kernels: A100, RTX 3090 and newer."""
+"""Minimum CUDA compute capability for flash attention (A100, RTX 3090 and newer)."""
 NEWEST_OF_FLASH_3 = (9, 0)
-"""Newest compute capability with FlashAttention 3, which supports only Hopper."""
+"""Maximum compute capability for FlashAttention 3, which only supports Hopper."""
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "see requirements-flash-attn.txt"),
     "flash_attention_3": ("flash_attn_interface", "pip install flash-attn-3, see requirements-flash-attn.txt"),
 }
-"""{attention: (module, how to install it)}"""
+"""{attention: (module, installation instructions)}"""
 ATTENTION_NAMES = {
     "auto": "groundwork_sdpa",
     "sdpa": "groundwork_sdpa",
@@ -232,13 +233,13 @@ ATTENTION_NAMES = {
     "flash_attention_2": "groundwork_fa2",
     "flash_attention_3": "groundwork_fa3",
 }
-"""{attention in a recipe: attn_implementation in transformers}"""
+"""{`attention` in the recipe: attn_implementation in transformers}"""
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Explains why an attention in ATTENTION_NAMES doesn't work here, or returns None.
+    """Explains why an attention doesn't work on this machine or with this dtype or window.
 
-    The explanation is a phrase that follows the attention's name.
+    Returns a phrase that follows the attention's name in a message, or None if the attention works.
     """
     if requested in ("auto", "sdpa", "eager"):
         return None
@@ -247,27 +248,27 @@ def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: Win
     if device_type != "cuda":
         return f"does not run on {device_type}"
     if dtype not in HALF_DTYPES:
-        return f"computes in bf16 or fp16 only, not in {str(dtype).removeprefix('torch.')}"
+        return f"supports only bf16 and fp16, not {str(dtype).removeprefix('torch.')}"
     capability = torch.cuda.get_device_capability()
     if capability < FLASH_CAPABILITY or (requested == "flash_attention_3" and capability > NEWEST_OF_FLASH_3):
-        return f"has no kernels for a GPU of compute capability {'.'.join(map(str, capability))}"
+        return f"does not support GPUs with compute capability {'.'.join(map(str, capability))}"
     if requested == "varlen":
-        return None if window is None or window.document_mask else "has no documents to separate without document_mask"
+        return None if window is None or window.document_mask else "requires data.document_mask"
     package, source = FLASH_PACKAGES[requested]
     if importlib.util.find_spec(package):
         return None
-    return f"needs the package {package}, which is not installed: {source}"
+    return f"requires the package {package}, which is not installed: {source}"
 
 
 WIDEST_OF_FLASH = 256
-"""Maximum head width in flash attention's kernels."""
+"""Maximum head width in flash attention."""
 WITHOUT_BACKWARD = (((8, 6), (8, 9)), ((12, 0), (12, 1)))
-"""First and last GPU with too little shared memory for the backward pass with head widths from 193 to 224."""
+"""Ranges of compute capabilities without enough shared memory for a backward pass at head widths from 193 to 224."""
 
 
 @torch.compiler.assume_constant_result
 def has_flash_kernels(device_index: int | None, width: int) -> bool:
-    """Returns True if this GPU runs torch's flash attention for heads of this width. T4 and V100 never do."""
+    """Returns True if torch's flash attention supports this head width on this GPU."""
     capability = torch.cuda.get_device_capability(device_index)
     is_small = any(first <= capability <= last for first, last in WITHOUT_BACKWARD)
     lacks_backward = is_small and 192 < width <= 224
@@ -275,20 +276,20 @@ def has_flash_kernels(device_index: int | None, width: int) -> bool:
 
 
 def why_not_flash(config: PreTrainedConfig) -> str | None:
-    """Explains why `sdpa` needs a dense mask for this model on a GPU with flash attention, or returns None."""
+    """Explains why flash attention on this GPU doesn't support this model, or returns None."""
     names = ("attention_dropout", "attn_pdrop", "attn_dropout", "attention_probs_dropout_prob")
     if any(isinstance(share := getattr(config, name, None), float) and share > 0 for name in names):
-        return "supports no dropout, which this model's attention uses in training"
+        return "does not support attention dropout, which this model uses"
     widths = head_widths(config)
     if widths is not None and widths[0] != widths[1]:
-        return f"has no kernels for values of width {widths[1]} with keys of width {widths[0]}"
+        return f"does not support value width {widths[1]} with key width {widths[0]}"
     if widths is not None and not has_flash_kernels(None, widths[0]):
-        return f"has no kernels for heads of width {widths[0]} here"
+        return f"does not support head width {widths[0]} on this GPU"
     return None
 
 
 def head_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns a head's query and value widths from the configuration's usual keys, or None."""
+    """Returns the query and value head widths from the usual configuration keys, or None if they are missing."""
     width, hidden, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
     if not width and isinstance(hidden, int) and isinstance(heads, int):
         width = hidden // heads
@@ -311,15 +312,15 @@ def sdpa(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within segments, or over the whole window without cu_seq_lens_q.
 
-    Supports training, and generation without padding: attention_mask is only passed on if it is already (B, 1, T, T).
-    The signature and the result (B, T, H, E) follow transformers' attention interface.
+    Supports training, and generation without padding. transformers only passes an attention_mask if it is already
+    (B, 1, T, T). The signature and the result (B, T, H, E) follow transformers' attention interface.
     """
     # Ignoring one of these arguments would silently train a different model.
     _refuse("sdpa", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     length = query_BHTE.shape[2]
     keys = key_BGTE.shape[2]
-    # A window as long as the sequence masks nothing, but it would rule out kernels without window support.
+    # A window as long as the sequence masks nothing, but would exclude kernels without window support.
     window = None if sliding_window is None or sliding_window >= keys else sliding_window
     device_type = query_BHTE.device.type
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
@@ -332,13 +333,13 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # A single query is the newest generated token, which attends to every key. is_causal only works for square scores.
+    # In generation, a single query attends to every key. is_causal requires as many queries as keys.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
-        # Only torch's flash kernel supports grouped heads. The other kernels fall back to (T, T) weights in memory.
+        # Only torch's flash kernel supports grouped heads. Other kernels would materialize the (T, T) weights.
         group = query_BHTE.shape[1] // key_BGTE.shape[1]
         is_grouped = False
         key_BGTE, value_BGTE = (x.repeat_interleave(group, dim=1) for x in (key_BGTE, value_BGTE))
@@ -360,7 +361,7 @@ def eager(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `sdpa` step by step, with the (T, T) weights in memory, for debugging and as a reference."""
+    """Computes `sdpa` with materialized (T, T) weights, for debugging and as a reference."""
     _refuse("eager", UNSUPPORTED_ARGUMENTS, kwargs)
     query_BHTE, key_BGTE, value_BGTE = in_one_dtype(query_BHTE, key_BGTE, value_BGTE)
     group = query_BHTE.shape[1] // key_BGTE.shape[1]
@@ -388,7 +389,7 @@ def flash_attention_2(
 def flash_attention_3(
     module: torch.nn.Module, *tensors: Tensor, dropout: float = 0.0, **kwargs
 ) -> tuple[Tensor, None]:
-    """Computes `sdpa` with the flash_attn_interface package, which also supports soft caps, but no dropout."""
+    """Computes `sdpa` with the flash_attn_interface package, which supports soft caps, but not dropout."""
     from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
     _refuse("flash_attention_3", ("dropout",), {"dropout": dropout or None})
@@ -397,7 +398,7 @@ def flash_attention_3(
 
 AttentionInterface.register("groundwork_sdpa", sdpa)
 AttentionInterface.register("groundwork_eager", eager)
-# If the names contained "flash", transformers would build position masks for them and wait for the device.
+# For names that contain "flash", transformers would build position masks and synchronize with the device.
 AttentionInterface.register("groundwork_fa2", flash_attention_2)
 AttentionInterface.register("groundwork_fa3", flash_attention_3)
 
@@ -406,16 +407,13 @@ def _refuse(implementation: str, arguments: Sequence[str], kwargs: dict[str, Any
     given = [name for name in arguments if kwargs.get(name) is not None]
     if given:
         raise InputError(
-            f"this model's attention uses {', '.join(given)}, which {implementation} does not support; use another "
-            "attention (on a GPU flex_attention and flash_attention_2 support soft caps), or another architecture"
+            f"this model's attention uses {', '.join(given)}, which {implementation} does not support; use a "
+            "different attention (on a GPU, flex_attention and flash_attention_2 support soft caps) or architecture"
         )
 
 
 def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Casts to a common dtype, because autocast ignores custom operators.
-
-    A norm can also leave query and key in fp32.
-    """
+    """Casts tensors to one dtype. Autocast doesn't do this for custom operators, and norms may return fp32."""
     device_type = tensors[0].device.type
     in_autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if in_autocast else tensors[-1].dtype
@@ -423,7 +421,10 @@ def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
-    """Returns a mask (B or 1, 1, T, keys), True if a query may attend to a key. The queries are the last keys."""
+    """Returns a mask (B or 1, 1, T, keys), True if a query may attend to a key.
+
+    The queries are at the last key positions.
+    """
     batch, _, length, _ = query_BHTE.shape
     keys = key_BGTE.shape[2]
     key_position = torch.arange(keys, device=query_BHTE.device)
@@ -438,16 +439,15 @@ def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None
 
 
 def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Returns each position's segment number, (B, T)."""
+    """Returns each token's segment ID, (B, T)."""
     tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
     return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
 
 def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
-    """Returns (B, 1, T, T) masks in transformers' format: booleans for sdpa, and numbers to add for eager.
+    """Returns (B, 1, T, T) masks in transformers' format: boolean for sdpa, additive for eager.
 
-    The result is one mask for all layers, or {kind of layer: mask} for the kinds in the attention's name
-    (`candidates_of`).
+    Returns one mask for all layers, or {layer type: mask} if `attention` contains `+masks(...)`.
     """
     implementation, _, form = attention.partition("+")
     segment_BT = segment_ids(cu_seq_lens, batch, length)
@@ -469,10 +469,10 @@ def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str)
 
 
 class _TokensFirst(torch.autograd.Function):
-    """Views (B, H, T, E) as (B x T, H, E), for a tensor whose memory order has heads within tokens.
+    """Views (B, H, T, E) as (B x T, H, E), for a tensor with the memory layout (B, T, H, E).
 
-    Inductor gives a rotated query the strides that its as_strided has in Python. With a plain view, Inductor would put
-    heads before tokens, and then copy them.
+    as_strided makes Inductor use this layout for rotated queries. With a plain view, Inductor would use (B, H, T, E)
+    and then copy.
     """
 
     @staticmethod
@@ -488,9 +488,9 @@ class _TokensFirst(torch.autograd.Function):
 
 
 def _tokens_first(x_BHTE: Tensor) -> Tensor:
-    """Returns (B x T, H, E), without a copy if possible."""
-    # We exclude slices, such as the keys in GPT-2's (B, T, 3 x H x E), because Inductor may lay out the whole tensor
-    # differently from Python, and as_strided would then read the wrong values.
+    """Reshapes to (B x T, H, E), without a copy if possible."""
+    # as_strided isn't safe for slices, such as the keys in GPT-2's (B, T, 3 x H x E). If Inductor changes the full
+    # tensor's layout, as_strided reads the wrong values.
     if torch.compiler.is_compiling() and INDUCTOR_KEEPS_OFFSETS and x_BHTE.transpose(1, 2).is_contiguous():
         return _TokensFirst.apply(x_BHTE)
     return x_BHTE.transpose(1, 2).flatten(0, 1)
@@ -499,7 +499,7 @@ def _tokens_first(x_BHTE: Tensor) -> Tensor:
 def _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens, scaling, window) -> Tensor:
     batch, heads, length, width = query_BHTE.shape
     if width % 8:
-        # torch pads for its own sdpa, but varlen_attn rejects widths that aren't a multiple of 8.
+        # varlen_attn requires a multiple of 8. Unlike torch's sdpa, it doesn't pad.
         scaling = width**-0.5 if scaling is None else scaling
         query_BHTE, key_BGTE, value_BGTE = (F.pad(x, (0, -width % 8)) for x in (query_BHTE, key_BGTE, value_BGTE))
     tokens = [_tokens_first(x) for x in (query_BHTE, key_BGTE, value_BGTE)]
@@ -529,15 +529,20 @@ def _flash(
     dropout_p: float | None = None,
     **kwargs,
 ) -> Tensor:
-    """Returns (B, T, H, F) from a package's functions for whole windows and for segments. F may be less than E."""
+    """Calls a flash attention package and returns (B, T, H, F). The value width F may be less than E.
+
+    Args:
+        dense: the package's function for whole windows.
+        packed: the package's function for segments.
+    """
     _refuse("flash attention", UNKNOWN_TO_FLASH, {**kwargs, "attention_mask": attention_mask})
     tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
     batch, _, length, width = query_BHTE.shape
     value_width = value_BGTF.shape[-1]
-    # The kernels need values that are as wide as the keys. The padding is removed below.
+    # The kernels require equal key and value widths. The padding is removed below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
-    # Otherwise, the backward pass uses atomic adds, whose order varies.
+    # By default, the backward pass uses atomic adds, whose order varies.
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     if dropout_p is not None:
@@ -552,11 +557,10 @@ def _flash(
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
-    """Builds the result of create_block_mask without evaluating all (T, T) pairs in each micro-step.
+    """Builds the same mask as create_block_mask, without evaluating all (T, T) pairs in each micro-step.
 
-    Segments are contiguous. To compare a block of queries with an earlier block of keys, we therefore only need each
-    block's first and last segment. If the blocks share a segment, some pairs count. If both lie in a single segment,
-    all pairs count.
+    Segments are contiguous, so each block's first and last segment are sufficient. A query block and an earlier key
+    block are partially masked if they share a segment, and fully visible if both contain only that segment.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -585,6 +589,6 @@ def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):
 
 
 def _listed(is_in: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int32 (number of True entries in each row, the positions of the True entries and then of the others)."""
+    """Returns int32 (number of True entries per row, column indices with the True entries first)."""
     order = torch.argsort(is_in.to(torch.int8), dim=-1, descending=True, stable=True)
     return is_in.sum(dim=-1, dtype=torch.int32), order.to(torch.int32)

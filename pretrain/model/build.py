@@ -1,7 +1,7 @@
 """Builds models from configurations, counts parameters and FLOPs, and initializes the weights.
 
 Initial weights depend only on (configuration, seed). Every module has its own seed, so any part of a model can be
-initialized without the rest, and gets the same weights with every strategy (see `initialize_module`).
+initialized separately, and the weights are the same with every strategy (see `initialize_module`).
 """
 
 import copy
@@ -35,19 +35,17 @@ from pretrain.model.routers import as_buffers, inactive_parameters
 _Value = TypeVar("_Value")
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
-"""Formula for the FLOPs per token. Only layers with attention count."""
-NO_SUCH_ATTENTION = "the architecture's own code does not know this attention"
+"""Formula for the FLOPs per token. `layers` is the number of attention layers."""
+NO_SUCH_ATTENTION = "the architecture does not support this attention"
 
 
 def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:
-    """Builds the model without storage: fp32 parameters and buffers on the meta device, with tied parameters.
+    """Builds the model in fp32 on the meta device, with tied parameters.
 
-    This clears padding_idx in every embedding, because packed training data has no padding. torch.nn.Embedding
-    initializes the padding row to zero without a gradient, which would affect the end-of-document ID if it is also the
-    padding ID.
+    Clears every embedding's padding_idx, because packed data has no padding. Otherwise, torch.nn.Embedding would set
+    the padding row to zero and never train it, even if the padding ID is also the end-of-document ID.
 
-    attention: None means the library's default, which is sdpa if the architecture supports it, and otherwise eager.
-    Raises InputError if the model or the machine doesn't support the requested attention.
+    attention: defaults to `library_attention`. Raises InputError if the model or the machine doesn't support it.
     """
     if attention is None:
         attention = library_attention(config)
@@ -66,14 +64,14 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
 
 
 def library_attention(config: PreTrainedConfig) -> str:
-    """Returns sdpa if the architecture's own code supports it, and otherwise eager."""
+    """Returns sdpa if the architecture supports it, and otherwise eager."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    # transformers has no public flag for the attentions that a class supports.
+    # transformers has no public flag for this.
     return "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
 
 
 def use_attention(model: PreTrainedModel, attention: str) -> None:
-    """Switches a built model to a different attention (see `attention.candidates_of`)."""
+    """Changes a built model's attention to one of `attention.candidates_of`."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
     _use_rows(model, attention)
@@ -88,7 +86,7 @@ def _use_rows(model: PreTrainedModel, attention: str) -> None:
 
 @dataclass(frozen=True)
 class KeyedConfig:
-    """A configuration that caches compare by its content."""
+    """A hashable configuration, for caches. Configurations are equal if their contents are equal."""
 
     key: str
     config: PreTrainedConfig = field(compare=False)
@@ -99,7 +97,7 @@ class KeyedConfig:
 
 
 def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[[PreTrainedConfig], _Value]:
-    """Caches a function's results by the content of the configuration, up to 64 of them."""
+    """Caches a function's results by the configuration's content, for up to 64 configurations."""
     cached = functools.lru_cache(maxsize=64)(lambda keyed: function(keyed.config))
 
     @functools.wraps(function)
@@ -111,7 +109,7 @@ def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[
 
 @dataclass(frozen=True)
 class _Counts:
-    """Parameter counts for a model: all, those in matmuls, and inactive ones."""
+    """A model's number of parameters: in total, in matmuls, and inactive."""
 
     all: int
     in_matmuls: int
@@ -128,53 +126,55 @@ def _counts(config: PreTrainedConfig) -> _Counts:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters. A tied pair counts once."""
+    """Counts the parameters. Tied parameters count once."""
     return _counts(config).all
 
 
 def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
-    """Counts the parameters used in matmuls, which are N in the 6N FLOPs per token.
+    """Counts the parameters used in matmuls, N in the 6N FLOPs per token (PaLM, arXiv 2204.02311, appendix B).
 
-    An embedding is a lookup, not a matmul, so it only counts if it's tied to the head (as in PaLM, arXiv 2204.02311,
-    appendix B). Learned positions, as in GPT-2, are also a lookup.
+    Token and position embeddings are lookups, so they don't count, unless they're tied to the head.
     """
     return _counts(config).in_matmuls
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
-    """Counts the active parameters, without the experts that a token doesn't use."""
+    """Counts the active parameters, which exclude the experts that a token isn't routed to."""
     counts = _counts(config)
     return counts.all - counts.inactive
 
 
 def matrix_parameters(config: PreTrainedConfig) -> int:
-    """Counts the active parameters used in matmuls, N in 6N (see `count_non_embedding_parameters`)."""
+    """Counts the active parameters used in matmuls (see `count_non_embedding_parameters`)."""
     counts = _counts(config)
     return counts.in_matmuls - counts.inactive
 
 
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
-    """Counts the FLOPs in a forward and backward pass: FORMULA (PaLM, arXiv 2204.02311, appendix B), with active N.
+    """Computes the FLOPs per token of a forward and backward pass (PaLM, arXiv 2204.02311, appendix B).
 
-    If keys and values differ in width, as in multi-head latent attention, the mean of both widths counts. In a hybrid
-    model, only layers with attention count. Operations other than matmuls in the other mixers are ignored.
+    Uses FORMULA with N = `matrix_parameters`. If keys and values differ in width, as in multi-head latent attention,
+    the head width is their mean. In hybrid models, operations other than matmuls in the other mixers are ignored.
     """
     attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
 
 
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
-"""transformers' names for layers without attention."""
+"""transformers' layer types without attention."""
 
 
 def attention_layers(config: PreTrainedConfig) -> int:
-    """Counts the layers with attention."""
+    """Counts the attention layers."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return sum(kind not in WITHOUT_ATTENTION for kind in kinds)
 
 
 def attention_width(config: PreTrainedConfig) -> float:
-    """Returns query heads x head width, which may differ from the hidden width (Qwen3), or 0 without attention."""
+    """Returns the number of query heads x head width, or 0 without attention.
+
+    It may differ from the hidden size, as in Qwen3.
+    """
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0.0 if heads is None else config.hidden_size
@@ -185,25 +185,25 @@ def attention_width(config: PreTrainedConfig) -> float:
 
 
 def embedding_parameter_names(model: nn.Module) -> set[str]:
-    """Names all parameters in nn.Embedding modules, with every name of tied parameters (including the head's).
+    """Returns the names of all parameters in nn.Embedding modules, including the names of tied heads.
 
-    Works for meta, whole and sharded models, because it checks the owner instead of the shape.
+    Also works for meta and sharded models.
     """
     owned = {id(embedding.weight) for embedding in _embeddings(model)}
     return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in owned}
 
 
 def transposed_names(model: nn.Module) -> set[str]:
-    """Names the weights with outputs as columns, such as GPT-2's."""
+    """Returns the names of weights stored as (inputs, outputs), such as GPT-2's."""
     from transformers.pytorch_utils import Conv1D
 
     return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
-    """Builds a model with new fp32 weights on the CPU. They depend only on (config, seed).
+    """Builds a model on the CPU, with fp32 weights that depend only on (config, seed).
 
-    The function neither reads nor changes the global random state. Raises InputError as `build_meta_model` does.
+    The global random state isn't used or changed. Raises InputError as `build_meta_model` does.
     """
     model = build_meta_model(config, attention=attention)
     initialize_module(model, "", seed=seed)
@@ -212,34 +212,30 @@ def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = 
 
 
 def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded: bool = False) -> None:
-    """Initializes only the weights in the module called `name` inside `model` ("" is the whole model).
+    """Initializes the weights of the module `name` in `model` ("" for the whole model).
 
-    Meta tensors are created on the CPU, and existing tensors are written in place. The model's own `_init_weights`
-    initializes modules, children first, each with the seed (seed, module name). A block therefore gets the same
-    weights on its own as within the whole model. You can initialize a module separately if no ancestor's
-    `_init_weights` writes into it: a decoder layer, the embedding, the final norm or the head. (GPT-2's attention sets
-    its c_proj's weights, so initialize the attention or its block instead of the c_proj.) `model.tie_weights()`
-    handles tied parameters.
+    Meta tensors are created on the CPU, because random numbers depend on the device. Existing tensors are written in
+    place. Modules are initialized by the model's own `_init_weights`, children first, each with a seed that depends on
+    the module's name. A decoder layer, the embedding, the final norm or the head therefore gets the same weights
+    whether it's initialized separately or with the whole model. Don't initialize a module separately if its parent's
+    `_init_weights` also writes to it, as GPT-2's does for c_proj. Call `model.tie_weights()` afterwards.
 
-    Random numbers are always drawn on the CPU, because other devices draw different numbers from the same seed. Raises
-    InputError if the architecture leaves a parameter or buffer without a value.
+    Raises InputError if the architecture doesn't initialize a parameter or buffer.
 
-    is_loaded: parameters will be loaded later and stay NaN until then. Buffers get their values.
+    is_loaded: True if parameters will be loaded later. They stay NaN, and only buffers are initialized.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
-    # Reversed pre-order puts children before parents, because a parent may overwrite a child (GPT-2's scaled c_proj).
+    # Reversed pre-order, so that parents can overwrite their children's weights (GPT-2's scaled c_proj).
     modules = list(reversed(list(root.named_modules(prefix=name))))
     random_state = torch.get_rng_state()
     try:
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
-                if is_loaded and not module._buffers:  # otherwise a buffer's random numbers would differ
+                if is_loaded and not module._buffers:  # otherwise, buffers would get different random numbers
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = True  # private, as in `_run_initializer`
-                # Each module has its own seed, so its weights don't depend on which other modules are initialized
-                # here.
                 torch.default_generator.manual_seed(module_seed(seed, module_name))
                 _run_initializer(_initializing_model(model, module_name), module, module_name, tied_names)
     finally:
@@ -248,31 +244,31 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
 
 
 class SavedWeights(Protocol):
-    """Existing weights; see model/pretrained.py."""
+    """Pretrained weights; see model/pretrained.py."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Loads the weights for the module called `unit` on the CPU."""
+        """Loads the weights of the module `unit` to the CPU."""
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A run's initial weights, filled in unit by unit so that no strategy needs the whole model in memory."""
+    """A run's initial weights, filled in unit by unit, so the whole model doesn't have to fit in memory."""
 
     seed: int
     pretrained: SavedWeights | None = None
-    """Weights to load. None means that they are drawn from the seed."""
+    """Weights to load, or None for random weights."""
     dtype: torch.dtype = torch.float32
-    """Dtype of the parameters. Buffers keep their dtype, because rotary tables must not be rounded."""
+    """Dtype of the parameters. Buffers aren't converted, because rotary tables must not be rounded."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """{parameter name: factor} for weights drawn from the seed; see `width_roles`."""
+    """{parameter name: factor} for random weights; see `width_roles`."""
     are_loaded: bool = False
-    """True if a checkpoint is loaded next. The weights stay NaN until then, which takes a third of the time."""
+    """True if a checkpoint will be loaded next. Leaving parameters NaN takes a third of the time."""
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Fills in CPU weights for the module called `unit` inside `causal_lm`, which is on the meta device.
+        """Fills in CPU weights for the module `unit` in `causal_lm`, which is on the meta device.
 
-        The values don't depend on the number or order of filled units. `unit` is one of `units_of(causal_lm)`, or ""
-        for the whole model. Call `causal_lm.tie_weights()` after the last unit.
+        `unit` is one of `units_of(causal_lm)`, in any order, or "" for the whole model. Call `causal_lm.tie_weights()`
+        after the last unit.
         """
         if self.pretrained is not None:
             self.pretrained.fill(causal_lm, unit)
@@ -285,10 +281,10 @@ class InitialWeights:
 
 
 def units_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Names the parts that can be built separately, in the model's order: layers, then modules without layers.
+    """Returns the names of modules that can be built separately: layers, then modules that don't contain layers.
 
-    Together, they make up the whole model. Raises InputError if a module that contains layers has parameters of its
-    own.
+    Together, they make up the whole model. Raises InputError if a parent of the layers has its own parameters or
+    buffers.
     """
     layers = set(layers_of(causal_lm))
     layer_names = [name for name, module in causal_lm.named_modules() if module in layers]
@@ -300,51 +296,46 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
         if own:
             raise InputError(
                 f"model: {type(causal_lm).__name__} has {own[0][0]} outside its layers{name and f', in {name}'}, so "
-                "strategies that build it layer by layer cannot run it; use ddp"
+                "strategies that build models layer by layer do not support it; use ddp"
             )
-        # A module that contains layers can't be built separately, but its other children can.
+        # Parents of layers can't be built separately, but their other children can.
         paths = [f"{name}.{child}" if name else child for child, _ in container.named_children()]
         others += [path for path in paths if path not in ancestors and path not in layer_names]
     return [*layer_names, *others]
 
 
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
-    """Writes the data's end-of-document ID into a base model's configuration.
+    """Sets a base model's bos and eos IDs to the data's end-of-document ID, as in GPT-2.
 
-    Every document follows the ID that ended the previous one. The ID therefore opens and closes each document, and
-    serves as both bos and eos, as in GPT-2. It isn't set as the padding ID, because then it would never be learned
-    (see `build_meta_model`). Batched generation finds its padding ID in generation_config.json (see
-    `save_model_metadata`).
+    It isn't set as the padding ID, because it would then never be trained (see `build_meta_model`). For batched
+    generation, `save_model_metadata` sets the padding ID in generation_config.json.
     """
     config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
-    """Lists problems with training this model on token IDs from 0 to vocabulary_size - 1.
+    """Returns problems with training this model on token IDs from 0 to vocabulary_size - 1.
 
-    has_weights: True for a pretrained model, whose vocabulary can only be extended.
+    has_weights: True for a pretrained model.
     """
     if vocabulary_size <= config.vocab_size:
         return []
     what = f"the data's tokenizer has {vocabulary_size:,} IDs, but the model's vocab_size is {config.vocab_size:,}"
     if has_weights:
         return [
-            f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, give "
-            f"--model.vocab_size auto, which makes it {padded_vocabulary(vocabulary_size):,}"
+            f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, use "
+            f"--model.vocab_size auto, which sets it to {padded_vocabulary(vocabulary_size):,}"
         ]
     return [
-        f"{what}: give --model.vocab_size auto (or omit vocab_size in the model's JSON), which makes it "
-        f"{padded_vocabulary(vocabulary_size):,} here, or prepare the data with a tokenizer of at most "
+        f"{what}: use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
+        f"{padded_vocabulary(vocabulary_size):,}, or prepare the data with a tokenizer that has at most "
         f"{config.vocab_size:,} IDs"
     ]
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Describes the weights that differ in shape between two models or exist in only one.
-
-    Returns None if all match.
-    """
+    """Describes how the weight shapes of two models differ, or returns None if they are the same."""
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -359,12 +350,12 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     """Writes config.json, generation_config.json and the model's own code into a folder.
 
-    A local architecture's file is copied next to config.json, with an auto_map for its classes. Generation's default
-    padding ID is the end-of-document ID. Weights and tokenizer are not written.
+    A local architecture's file is copied next to config.json, which refers to it in auto_map. The default padding ID
+    for generation is the end-of-document ID.
     """
     config = copy.deepcopy(model.config)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    # A bare configuration saves no class name, but AutoModel and vLLM need it.
+    # Configurations don't save the class name themselves, but AutoModel and vLLM need it.
     config.architectures = [type(model).__name__]
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
@@ -389,10 +380,10 @@ def _embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def _embed_in_bf16(model: PreTrainedModel) -> None:
-    """Makes embeddings, and thus the residual stream, use bf16 with bf16 autocast.
+    """Makes embeddings return bf16 under bf16 autocast, so that the residual stream is bf16.
 
-    Autocast leaves a lookup in the weights' fp32. The residual stream would then be read and written in fp32, which
-    means more memory traffic. fp16 is excluded, because its largest number is 65,504.
+    Autocast itself leaves lookups in fp32, which causes more memory traffic. fp16 isn't used, because it overflows
+    above 65,504.
     """
     for embedding in _embeddings(model):
         embedding.register_forward_hook(_in_bf16_of_autocast)
@@ -405,9 +396,9 @@ def _in_bf16_of_autocast(module: nn.Module, args: tuple, looked_up: Tensor) -> T
 
 
 def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> None:
-    """Makes BLOOM's ALiBi ignore the document mask. Otherwise, it would count positions as in a padding mask.
+    """Makes BLOOM's ALiBi ignore the document mask, which it would otherwise interpret as a padding mask.
 
-    The biases are linear in the key's position and softmax ignores a constant offset, so all documents can share them.
+    The biases are linear in the key position and softmax ignores constant offsets, so all documents can share them.
     """
     if "+mask" not in attention or not hasattr(model.base_model, "build_alibi_tensor"):
         return
@@ -422,25 +413,25 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
 def _building_problem(config: PreTrainedConfig, attention: str, error: Exception) -> str:
     in_its_table = isinstance(error, KeyError) and error.args == (
         implementation_of(attention),
-    )  # in the table of attention classes
+    )  # the architecture looks up its attention class in a dict
     if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     if isinstance(error, ImportError | ValueError):
         return f"attention {attention} cannot be used with this model here: {first_line(error)}"
     return (
-        f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with a "
-        "model of this type that works"
+        f"model: {type(config).__name__} cannot be built with these values ({described(error)}); compare them with "
+        "a working model of the same type"
     )
 
 
 def module_seed(seed: int, module_name: str) -> int:
-    """Returns a 63-bit seed for one module. It is hashed because adjacent seeds may give correlated random streams."""
+    """Returns a 63-bit seed for one module, hashed because adjacent seeds may produce correlated random numbers."""
     digest = hashlib.sha256(f"{seed}:{module_name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """Returns the innermost PreTrainedModel that contains the module. Its `_init_weights` handles the module."""
+    """Returns the innermost PreTrainedModel that contains the module, whose `_init_weights` initializes it."""
     innermost = current = model
     for part in module_name.split(".") if module_name else ():
         current = getattr(current, part)
@@ -450,7 +441,7 @@ def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedM
 
 
 def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> None:
-    """Moves a module's own meta tensors to the CPU, filled with NaN so that we can detect missing values later."""
+    """Replaces a module's own meta tensors with NaN on the CPU, to detect missing initial values later."""
     prefix = f"{module_name}." if module_name else ""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta and prefix + name not in tied_names:
@@ -465,12 +456,12 @@ def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> N
 def _run_initializer(
     initializing_model: PreTrainedModel, module: nn.Module, module_name: str, tied_names: set[str]
 ) -> None:
-    """Runs `_init_weights` on one module, except for tied parameters, which a different module initializes."""
+    """Runs `_init_weights` on one module, except for tied parameters, which another module initializes."""
     prefix = f"{module_name}." if module_name else ""
     own = module.named_parameters(recurse=False)
     tied = [parameter for name, parameter in own if prefix + name in tied_names]
     for parameter in tied:
-        parameter._is_hf_initialized = True  # private, but the only way to make transformers skip it
+        parameter._is_hf_initialized = True  # private, but transformers has no other way to skip a parameter
     initializing_model._init_weights(module)
     for parameter in tied:
         del parameter._is_hf_initialized
@@ -488,5 +479,5 @@ def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]
     ]
     if forgotten:
         raise InputError(
-            f"{model_class} gives no initial values to {', '.join(sorted(forgotten))}: set them in its _init_weights"
+            f"{model_class} does not initialize {', '.join(sorted(forgotten))}: set them in its _init_weights"
         )

@@ -1,4 +1,4 @@
-"""Compiles a model's layers, or sets up activation checkpointing, in place. Parameter names don't change."""
+"""Compiles a model's layers and enables activation checkpointing, in place and without renaming parameters."""
 
 import importlib.util
 import math
@@ -19,17 +19,17 @@ from pretrain.config import MemoryBudget, RunConfig
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
-    """Lists the model's blocks in order, based on transformers' list of modules that must not be split."""
-    # This private attribute is transformers' only list of block classes. accelerate also uses it.
+    """Returns the model's transformer blocks in order, according to transformers' `_no_split_modules`."""
+    # Private, but the only list of block classes in transformers. accelerate also uses it.
     names = set(causal_lm._no_split_modules or ())
-    # Base classes also count, because FSDP replaces a sharded module's class with a subclass that has a different
-    # name.
+    # We also check base classes, because FSDP replaces a sharded module's class with a subclass.
     return [module for module in causal_lm.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
 
 
 LAYERS_COMPILED_WHOLE = 4
-"""Maximum number of layers for which compiling the whole model takes only a few seconds more
-than compiling one layer.
+"""Maximum number of layers in a model that `auto` compiles as a whole.
+
+Compiling this many layers takes only a few seconds longer than compiling one.
 """
 
 
@@ -38,12 +38,12 @@ def choose_compile(
 ) -> str:
     """Returns the mode for `compile_model`, given the recipe's compile setting.
 
-    auto is full for a few layers on a CPU, because calling each compiled layer separately takes 5% of a 1M model's
-    step time (docs/measurements_cpu.md).
+    auto means full for models with few layers on a CPU, because calling compiled layers one by one takes 5% of a 1M
+    model's step time (docs/measurements_cpu.md). Otherwise, it means regional.
 
     Args:
         is_alone: True if a single process trains the model.
-        is_plain: True if nothing in the layers is counted or recomputed.
+        is_plain: True for dense models without activation checkpointing or separate document rows.
     """
     if requested != "auto":
         return requested
@@ -54,46 +54,41 @@ def choose_compile(
 def compile_model(
     model: torch.nn.Module, causal_lm: PreTrainedModel, mode: str, lengths: int = 1, memory_budget: float = 1.0
 ) -> None:
-    """Compiles in place. none: nothing. regional: each block, with one shared compilation. full: all of `model`.
-
-    Shapes are static. A batch with a different shape is recompiled instead of running slower dynamic code.
+    """Compiles the model in place. Shapes are static, so a batch with a new shape causes a recompilation.
 
     Args:
-        lengths: number of sequence lengths in the run. Each is compiled for training and for validation.
-        memory_budget: share of the activations that each compiled graph keeps.
+        mode: none, regional (each block, with one shared compilation) or full (all of `model`).
+        lengths: number of different sequence lengths in the run.
+        memory_budget: share of the activations that each compiled graph saves.
     """
-    # This setting is documented, although its module's name is private. Layers are compiled later, in the first step.
+    # torch documents this setting, although the module is private.
     functorch_config.activation_memory_budget = memory_budget
-    # With tp, process groups are inputs of the graph, and recent torch versions fail because they can't measure them.
-    # They hold no activations.
+    # With tp, process groups are graph inputs, and recent torch versions fail to compute their size.
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
-        # Beyond torch's limit of eight, layers would silently run uncompiled. Most layers share one compilation,
-        # unless a strategy gives each of them its own functions, as tensor parallelism does for experts.
+        # Beyond torch's limit of eight recompilations, layers would silently run uncompiled. Layers usually share one
+        # compilation, but not if each has its own functions, as the experts do with tensor parallelism.
         most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
-            # These two classes use the tanh approximation. The exact GELU doesn't change.
+            # These two classes use the tanh approximation.
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
-        # To overlap DDP's buckets with a layer's backward pass, Dynamo would split the layer after every 25 MB. Layers
-        # overlap with each other anyway, and unsplit layers move less memory.
+        # Dynamo would split layers at DDP's 25 MB buckets to overlap communication. It already overlaps with other
+        # layers, and unsplit layers cause less memory traffic.
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
-            # layer.compile() would trace the hooks of FSDP and DeepSpeed, and break the graph.
+            # layer.compile() would trace FSDP's and DeepSpeed's hooks, which causes graph breaks.
             layer.forward = torch.compile(layer.forward, dynamic=False)
     elif mode == "full":
         model.compile(dynamic=False)
 
 
 def compiler_problems(requested: str, device_type: str) -> list[str]:
-    """Lists torch.compile's missing requirements on this machine for the recipe's compile setting, with remedies.
-
-    Without this check, the first compiled step would fail, after the model has been built.
-    """
+    """Returns error messages for requirements of torch.compile that are missing on this machine."""
     if requested == "none":
         return []
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -115,16 +110,16 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """Computes GELU's tanh form with a sigmoid, because 1 + tanh(y) = 2 sigmoid(2 y).
+    """Computes GELU's tanh approximation with a sigmoid, because 1 + tanh(y) = 2 sigmoid(2 y).
 
-    Compiled for a CPU, tanh takes three times as long as an exponential (docs/measurements_cpu.md).
+    In compiled CPU code, tanh takes three times as long as an exponential (docs/measurements_cpu.md).
     """
     fp32 = x.float()
     return (fp32 * torch.sigmoid(math.sqrt(8.0 / math.pi) * (fp32 + 0.044715 * fp32.pow(3)))).to(x.dtype)
 
 
 def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> list[str]:
-    """Lists reasons why this model's activations can't be recomputed as requested."""
+    """Returns reasons why this model doesn't support the requested activation checkpointing."""
     mode = config.activation_checkpointing
     if mode == "none":
         return []
@@ -133,12 +128,13 @@ def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> lis
         if config.compile not in ("auto", "regional"):
             problems.append(
                 f"activation_checkpointing: {mode} does not work with compile: {config.compile}, because the compiler "
-                "chooses within each layer what to recompute; use compile: auto, or a share of the layers such as 50%"
+                "chooses what to recompute in each layer; use compile: auto, or a share of the layers such as 50%"
             )
         if dropouts := dropouts_of(causal_lm):
             problems.append(
                 f"activation_checkpointing: {mode} does not work with dropout ({', '.join(dropouts)}): the compiler "
-                "would draw other masks when it recomputes; set them to 0, or use a share of the layers such as 50%"
+                "would use different masks in the recomputation; set dropout to 0, or use a share of the layers such "
+                "as 50%"
             )
         return problems
     model_type = causal_lm.config.model_type
@@ -153,7 +149,7 @@ def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> lis
 
 
 def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
-    """Lists the dropouts in the model's layers by attribute name, with their probabilities."""
+    """Returns 'name: probability' for each nonzero dropout in the model's layers."""
     found = set()
     for module in (module for layer in layers_of(causal_lm) for module in layer.modules()):
         own = {name: value for name, value in vars(module).items() if "drop" in name}
@@ -163,11 +159,10 @@ def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
 
 
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
-    """Sets up activation recomputation outside the compiler.
+    """Enables activation checkpointing.
 
-    none: keep all activations. full: keep each block's input and recompute the rest. A share: recompute this share of
-    the blocks, rounded up and spread evenly so that it also applies to each pipeline stage. If mode is a memory
-    budget, `compile_model` sets it.
+    mode: none; full, to checkpoint every block; or the share of blocks to checkpoint, rounded up. These blocks are
+    spread evenly, so the share also applies to each pipeline stage. Memory budgets are set in `compile_model` instead.
     """
     if mode == "none" or isinstance(mode, MemoryBudget):
         return

@@ -1,14 +1,11 @@
 """Causal attention within segments on a CPU.
 
-It uses a custom operator, which torch.compile doesn't trace, and for short windows plain matmuls, which torch.compile
-does trace.
+Short windows in compiled code use plain matmuls, with all other operations fused. Other windows use a custom operator.
 
-Segments of medium length are computed in blocks of queries with plain matmuls. The scores are in fp32 and everything
-else in the inputs' dtype, and the probabilities are kept for the backward pass. On two cores without AMX, this takes
-about half as long as torch's flash kernel, whose backward pass is slow on a CPU in half precision. The memory for the
-probabilities grows with the square of the length, so long segments use the flash kernel. Short segments also use it,
-because call overhead dominates. The limit for short segments depends on the dtype, and is the same with AVX2 and
-AVX-512.
+The operator computes medium-length segments in blocks of queries and saves the probabilities for the backward pass. On
+two cores without AMX, this takes about half as long as torch's flash kernel, whose backward pass is slow in half
+precision. Long segments use the flash kernel, because the probabilities need memory quadratic in the length. Short
+segments also use it, because call overhead dominates.
 
 Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads in one block.
 """
@@ -23,12 +20,10 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 HALF_SHORTEST_IN_BLOCKS = 48
 FP32_SHORTEST_IN_BLOCKS = 256
 LONGEST_IN_BLOCKS = 1024
-"""Range of segment lengths that are computed in blocks of queries (measured in docs/measurements_cpu.md)."""
+"""Range of segment lengths to compute in blocks of queries (measured in docs/measurements_cpu.md)."""
 HALF_LONGEST_AS_PRODUCTS = 64
 FP32_LONGEST_AS_PRODUCTS = 128
-"""Maximum window length in tokens that is left to the compiler, if available (measured in
-docs/measurements_cpu.md).
-"""
+"""Maximum window length for plain matmuls in compiled code (measured in docs/measurements_cpu.md)."""
 BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
 """Bytes of fp32 scores per block of queries, over all windows computed together.
@@ -46,7 +41,7 @@ number of shapes. fp32 matmuls don't need it, because MKL's kernels work for eve
 def attend(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Returns causal attention (B, H, T, E) within the segments given by cu_seq_lens (S + 1,).
+    """Computes causal attention (B, H, T, E) within the segments in cu_seq_lens (S + 1,).
 
     If cu_seq_lens is None, each window is one segment.
     """
@@ -60,10 +55,7 @@ def attend(
 
 
 def as_products(dtype: torch.dtype, tokens: int) -> bool:
-    """Returns True if compiled code is faster with `attend_by_products` than with torch's flash kernel or with blocks.
-
-    On short windows, the flash kernel gains little from a second thread, and needs one call per segment.
-    """
+    """Returns True if `attend_by_products` is the fastest method, as for short windows in compiled code."""
     longest = HALF_LONGEST_AS_PRODUCTS if dtype in HALF_DTYPES else FP32_LONGEST_AS_PRODUCTS
     return dtype != torch.float64 and tokens <= longest and torch.compiler.is_compiling()
 
@@ -71,10 +63,7 @@ def as_products(dtype: torch.dtype, tokens: int) -> bool:
 def attend_by_products(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Computes `attend` with operations that the compiler fuses, except the matmuls.
-
-    The scores are in fp32, and everything else is in the inputs' dtype.
-    """
+    """Computes `attend` with plain matmuls and softmax, for compiled code. The scores are in fp32."""
     batch, heads, length, width = query_BHTE.shape
     scale = width**-0.5 if scaling is None else scaling
     dtype = _score_dtype(query_BHTE.dtype)
@@ -92,23 +81,20 @@ def attend_by_products(
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Returns True if segments of this length, in this many windows, are computed in blocks of queries.
-
-    torch's flash kernel is slow in half precision on every CPU. In fp32, it handles short segments well.
-    """
+    """Returns True if segments of `tokens` tokens in `windows` windows are computed in blocks of queries."""
     if dtype not in HALF_DTYPES:
         return FP32_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS
     return HALF_SHORTEST_IN_BLOCKS <= tokens <= LONGEST_IN_BLOCKS and windows * tokens >= BLOCK_QUERIES
 
 
 def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
-    """Returns True if `attend` is faster than torch's own causal attention when each window is one segment."""
+    """Returns True if `attend` is faster than torch's causal attention for windows with one segment each."""
     own = in_blocks(dtype, windows, tokens) or as_products(dtype, tokens)
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """Lists (rows, positions) for the segments. Adjacent rows that have only one segment each are grouped."""
+    """Returns (rows, positions) for each segment. Adjacent rows with only one segment each are grouped."""
     ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(ends):
@@ -124,7 +110,7 @@ def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slic
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
-    """Lists (rows, positions, True if in blocks of queries) in the order of computation."""
+    """Returns (rows, positions, True if in blocks of queries) for each attention call, in order."""
     batch, heads, length, _ = query_BHTE.shape
     parts = []
     for rows, positions in segments_of(cu_seq_lens, batch, length):
@@ -139,7 +125,7 @@ def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, s
 
 
 def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
-    """Returns fp32 for half precision, because it's faster even with the conversions, unless the segment is long."""
+    """Returns the dtype for the flash kernel. Unless the segment is long, fp32 is faster than half precision."""
     is_long = positions.stop - positions.start > LONGEST_IN_BLOCKS
     return dtype if is_long or dtype not in HALF_DTYPES else torch.float32
 
@@ -169,7 +155,7 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Probabilities:
-    """Probabilities for all blocks, concatenated into one tensor in the order of computation."""
+    """Softmax results of all blocks, concatenated into one tensor in the order of computation."""
 
     def __init__(self, kept: Tensor):
         self._kept = kept
@@ -182,9 +168,9 @@ class _Probabilities:
 
 
 def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
-    """Allocates probabilities for the worst case, a segment as long as the window or as the longest one in blocks.
+    """Allocates memory for the probabilities, large enough for the longest possible segment in blocks.
 
-    Memory that isn't written takes no pages.
+    The operating system doesn't allocate pages that are never written.
     """
     batch, heads, length, _ = query_BHTE.shape
     longest = min(length, LONGEST_IN_BLOCKS)
@@ -210,14 +196,14 @@ def _heads_together(x_RHTE: Tensor, heads: int, tokens: int | None = None) -> Te
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
-    """Returns a (Q, Q) mask to add to the scores for a block's last keys. masked_fill takes seven times as long."""
+    """Returns an additive causal mask (Q, Q) for a block's last keys. masked_fill takes seven times as long."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
 def _forward_in_blocks(
     out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities | None
 ) -> None:
-    """Writes the attention output for some rows into out_RHTE."""
+    """Computes attention for some rows and writes it to out_RHTE."""
     rows, heads, length, _ = query_RHTE.shape
     score_dtype = _score_dtype(query_RHTE.dtype)
     tokens = _padded(query_RHTE.dtype, length)
@@ -240,7 +226,7 @@ def _forward_in_blocks(
 def _backward_in_blocks(
     gradients, grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities
 ) -> None:
-    """Writes the gradients of query, key and value."""
+    """Computes the gradients of query, key and value and writes them to `gradients`."""
     rows, heads, length, _ = query_RHTE.shape
     dtype = query_RHTE.dtype
     sum_dtype = _score_dtype(query_RHTE.dtype)
@@ -255,7 +241,7 @@ def _backward_in_blocks(
         grad_out_NQE = _heads_together(grad_out_RHTE[:, :, begin:end], heads, end - begin)
         softmax_NQK = softmaxes_NQK.pop()
         grad_NQK = torch.bmm(grad_out_NQE, value_NET[:, :, :end])
-        # This private function is the only way to write a softmax's gradient in place.
+        # Only this private function computes the gradient of softmax in place.
         torch._softmax_backward_data(grad_NQK, softmax_NQK, -1, dtype, grad_input=grad_NQK)
         grad_query_NQE = torch.bmm(grad_NQK, key_NTE[:, :end]).mul_(scale)
         gradients[0][:, :, begin:end] = grad_query_NQE.unflatten(0, (rows, heads))[:, :, : length - begin]
@@ -277,7 +263,7 @@ def _backward_in_blocks(
 def _packed_attention(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (output (B, H, T, E), logsumexp (B, H, T) from the flash kernel, probabilities from the blocks).
+    """Returns (output (B, H, T, E), the flash kernel's logsumexp (B, H, T), the blocks' probabilities).
 
     keeps: True if a backward pass will follow.
     """
@@ -289,7 +275,7 @@ def _packed_attention(
             _forward_in_blocks(out_BHTE[rows, :, positions], *inputs, scale, probabilities)
             continue
         dtype = _flash_dtype(query_BHTE.dtype, positions)
-        # The public function doesn't return the logsumexp, which our backward pass needs.
+        # torch's public function doesn't return the logsumexp, which our backward pass needs.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(x.to(dtype) for x in inputs), 0.0, True, scale=scale
         )
@@ -342,13 +328,13 @@ def _(grad_out_BHTE, query_BHTE, key_BGTE, value_BGTE, out_BHTE, lse_BHT, kept, 
 
 
 def _empty_like_heads_last(x_BHTE: Tensor) -> Tensor:
-    """Allocates (B, H, T, E) in the memory order (B, T, H, E), which saves copies in the projections around it."""
+    """Allocates (B, H, T, E) with the memory layout (B, T, H, E), which avoids copies in the projections."""
     batch, heads, length, width = x_BHTE.shape
     return x_BHTE.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
 def _empty_outputs(query_BHTE: Tensor, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernel returns the logsumexp in fp32, or in fp64 for fp64 inputs.
+    # The kernel's logsumexp is fp32, or fp64 for fp64 inputs.
     dtype = _score_dtype(query_BHTE.dtype)
     batch, heads, length, _ = query_BHTE.shape
     lse_BHT = query_BHTE.new_empty(batch, length, heads, dtype=dtype).transpose(1, 2)

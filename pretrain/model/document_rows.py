@@ -1,9 +1,8 @@
-"""Separates documents in mixers, which are layers that pass state from token to token without attention.
+"""Separates documents in state-space models, linear attention, short convolutions and other causal mixers.
 
-Gated delta rules, state-space scans, short convolutions and recurrences start each row at zero and never look ahead.
-Before the mixer, we therefore gather tokens into rows with one document each, padded at the end. Afterwards, we gather
-the outputs back. This is correct for any causal mixer with any kernel. Documents that differ in length by less than a
-factor of two share a call. The remaining documents share a call if their padding costs little.
+These mixers start each row with a zero state. We therefore gather the tokens into rows of one document each, padded at
+the end, run the mixer, and gather the outputs back, which works with any kernel. Documents whose lengths differ by
+less than a factor of two share a call. The remaining documents share one call if they need little padding.
 
 Shapes: B windows, T positions, N = B x T tokens, R rows in a call, L row length, C cells (R x L summed over all
 calls).
@@ -22,21 +21,21 @@ from transformers import PreTrainedModel
 from pretrain.model.compile import layers_of
 
 LITTLE = 1 / 16
-"""Share of all tokens up to which padding costs less than another mixer call."""
+"""Maximum padding, as a share of all tokens, that costs less than another mixer call."""
 MAX_CELLS_PER_TOKEN = 2 + LITTLE
-"""Maximum number of cells per token."""
+"""Maximum number of cells per token, including padding."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe packed documents. Rows with a single document don't need them."""
+"""Arguments for packed documents, which rows of a single document don't need."""
 
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Positions of each document's tokens in rows."""
+    """Mapping between a micro-batch's tokens and rows of one document each."""
 
     shapes: tuple[tuple[int, int], ...]
     """(rows, length) for each mixer call."""
     tokens: Tensor
-    """Token index (C,) for each cell, int64. Padding repeats a document's last token, and its outputs are ignored."""
+    """Token index (C,) for each cell, int64. Padding repeats the document's last token."""
     cells: Tensor
     """Cell index (N,) for each token, int64."""
     shape: tuple[int, int]
@@ -44,11 +43,11 @@ class DocumentRows:
 
     @classmethod
     def of(cls, cu_seq_lens: Tensor, shape: tuple[int, int], device: torch.device | str = "cpu") -> "DocumentRows":
-        """Sorts documents by length and assigns their tokens to rows.
+        """Assigns documents to rows, sorted by length.
 
         Args:
-            cu_seq_lens: cumulative lengths in CPU memory; see `attention.document_layout`.
-            device: device for the indices. A GPU copies them from pinned memory without waiting.
+            cu_seq_lens: cumulative lengths from `attention.document_layout`, on the CPU.
+            device: device for the indices.
         """
         bounds = np.unique(cu_seq_lens.numpy())
         lengths = np.diff(bounds)
@@ -81,7 +80,7 @@ class DocumentRows:
         return cls(tuple(shapes), *(index.to(device, non_blocking=True) for index in indices), shape)
 
     def calls(self, arguments: Any) -> Iterator[Any]:
-        """Yields each call's arguments. Tensors (B, T, ...) or (1, T, ...) are replaced by rows (R, L, ...)."""
+        """Yields each call's arguments, with tensors (B, T, ...) or (1, T, ...) gathered into (R, L, ...)."""
         first = 0
         for rows, length in self.shapes:
             index = self.tokens[first : first + rows * length]
@@ -103,7 +102,7 @@ class DocumentRows:
         return {self.shape, (1, self.shape[1])}
 
     def together(self, outputs: list[Any]) -> Any:
-        """Combines all calls' outputs, rows (R, L, ...), into (B, T, ...). States become None."""
+        """Combines the outputs (R, L, ...) of all calls into (B, T, ...), and replaces states with None."""
         if isinstance(outputs[0], tuple | list):
             return type(outputs[0])(self.together(list(parts)) for parts in zip(*outputs, strict=True))
         if not all(
@@ -116,7 +115,7 @@ class DocumentRows:
 
 
 class Current:
-    """The current micro-batch's rows, shared by a model's mixers."""
+    """Rows of the current micro-batch, shared by all mixers in a model."""
 
     given: DocumentRows | None = None
     rows: DocumentRows | None = None
@@ -125,8 +124,8 @@ class Current:
 def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None:
     """Makes mixers of these classes process each document separately if the model receives `document_rows`.
 
-    The model and its base model then accept this argument, a `DocumentRows`. A layer recomputed in the backward pass
-    uses the rows from the last forward pass, so only one micro-batch may be in flight.
+    The model and its base model then accept this argument, a `DocumentRows`. Layers that are recomputed in the
+    backward pass use the rows of the last forward pass, so only one micro-batch may be in flight.
     """
     classes = set(classes)
     mixers = [child for layer in layers_of(model) for child in layer.children() if type(child).__name__ in classes]
@@ -135,7 +134,7 @@ def keep_documents_apart(model: PreTrainedModel, classes: Iterable[str]) -> None
 
 def _replace_forwards(model: PreTrainedModel, modules: Iterable[nn.Module], forward: Callable[..., Any]) -> Current:
     current = Current()
-    # We use methods and attributes, because a copy of the model would share closures with the original.
+    # A copy of the model would share closures with the original, so we use methods and attributes.
     for module in modules:
         module.current_documents = current
         module.forward = MethodType(forward, module)
@@ -157,33 +156,33 @@ def _take(base_model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[t
     return args, kwargs
 
 
-@torch.compiler.disable  # its shapes change with every batch
+@torch.compiler.disable  # shapes change in every batch
 def in_rows(mixer: nn.Module, *args, **kwargs) -> Any:
-    """Runs the mixer's own forward pass on each document separately."""
+    """Runs the mixer's forward pass on each document separately."""
     forward = type(mixer).forward
     rows = mixer.current_documents.rows
     if rows is None:
         return forward(mixer, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in OF_SEGMENTS}
     if "attention_mask" in kwargs:
-        kwargs["attention_mask"] = None  # the mask covers the window's positions, not the rows'
+        kwargs["attention_mask"] = None  # the mask is for windows, not for rows
     if not any(_has_tokens(value, rows) for value in (*args, *kwargs.values())):
-        raise ValueError(f"{type(mixer).__name__} got no hidden states of {rows.shape}, the windows of its documents")
+        raise ValueError(f"{type(mixer).__name__} needs hidden states of shape {rows.shape}, as in document_rows")
     return rows.together([forward(mixer, *a, **k) for a, k in rows.calls((args, kwargs))])
 
 
 LEAK = 1e-4
-"""Minimum relative change in a module's outputs for other documents that counts as a leak."""
+"""Minimum relative change in a module's outputs that counts as a leak from another document."""
 
 
 def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, arguments: dict[str, Any]) -> set[str]:
-    """Names the classes of the layers' direct children that mix documents despite `arguments`.
+    """Returns the class names of the layers' direct children that mix documents despite `arguments`.
 
-    Each child is called a second time with a different first document. If it mixes documents, the pass continues with
-    separated documents, so that we also find later children. The model is changed permanently.
+    Each child is called twice, with different first documents. If it leaks, the forward pass continues with separate
+    documents to test later children. This changes the model permanently.
 
     Args:
-        first: length of the first document.
+        first: length of the first document in tokens.
         arguments: the model's arguments for `ids_BT`, with `document_rows`.
     """
     found: set[str] = set()

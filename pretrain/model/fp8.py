@@ -1,7 +1,7 @@
-"""fp8 matmuls, using torchao's dynamic tensorwise scaling for the linear layers inside the blocks.
+"""fp8 matmuls for the linear layers in the transformer blocks, with torchao's dynamic tensorwise scaling.
 
-Weights, optimizer and everything between the matmuls are the same as with bf16. The embedding and the output head
-don't use fp8, because it hurts their matmuls most (Peng et al., arXiv 2310.18313).
+Everything except these matmuls is the same as with bf16. The embedding and the output head don't use fp8, because they
+are the most sensitive to it (Peng et al., arXiv 2310.18313).
 """
 
 import importlib.util
@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from pretrain.model.compile import layers_of
 
 SMALLEST_CAPABILITY = (8, 9)
-"""Minimum CUDA compute capability with fp8 tensor cores: L4, L40, RTX 4090, H100 and newer."""
+"""Minimum CUDA compute capability for fp8 tensor cores (L4, L40, RTX 4090, H100 and newer)."""
 SIZE_MULTIPLE = 16
-"""Divisor that the fp8 kernels require for matrix dimensions. All other layers stay in bf16."""
+"""Matrix dimensions must be multiples of this for the fp8 kernels. Other layers stay in bf16."""
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Explains why 'cpu' or 'cuda' on this machine can't train in fp8, or returns None."""
+    """Explains why this machine can't train in fp8 on 'cpu' or 'cuda', or returns None."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
-            "precision: fp8 needs a GPU with fp8 matrix units (compute capability 8.9 or newer: L4, L40, RTX 4090, "
+            "precision: fp8 needs a GPU with fp8 tensor cores (compute capability 8.9 or newer: L4, L40, RTX 4090, "
             "H100); use bf16"
         )
     if importlib.util.find_spec("torchao") is None:
@@ -31,9 +31,9 @@ def fp8_problem(device_type: str) -> str | None:
 
 
 def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
-    """Converts the blocks' linear layers to fp8 in place, with unchanged names, and returns their number.
+    """Converts the blocks' linear layers to fp8 in place, and returns the number of converted layers.
 
-    The model may be on the meta device. emulate: simulate the rounding slowly without fp8 hardware, for tests.
+    Works on the meta device and doesn't change names. emulate: simulate fp8 (slowly) without fp8 hardware, for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -46,7 +46,7 @@ def use_fp8(causal_lm: PreTrainedModel, *, emulate: bool = False) -> int:
 
 
 def fp8_layers(causal_lm: PreTrainedModel) -> list[torch.nn.Linear]:
-    """Lists the linear layers inside the blocks that the fp8 kernels support."""
+    """Returns the blocks' linear layers whose dimensions the fp8 kernels support."""
     inside = [module for layer in layers_of(causal_lm) for module in layer.modules()]
     return [
         module

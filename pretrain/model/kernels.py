@@ -1,4 +1,4 @@
-"""Activates FlashAttention 3 if it works, and lists a GPU run's kernels and the faster ones it doesn't use."""
+"""Activates FlashAttention 3 if possible, and reports which kernels a GPU run uses and why it doesn't use others."""
 
 import functools
 import importlib.metadata
@@ -23,15 +23,15 @@ from pretrain.model.model_config import first_line
 HOPPER = (9, 0)
 """Compute capability that FlashAttention 3 requires."""
 FLASH_3_TOLERANCE = 2e-2
-"""Maximum difference between two flash attentions due to bf16 or fp16 rounding, relative to the largest value."""
+"""Maximum difference between FlashAttention 3 and torch's kernel, relative to the largest value."""
 
 
 def prefer_flash_3(
     requested: str, attention: str, *, dtype: torch.dtype, window: WindowSpec, model_config: PreTrainedConfig
 ) -> str | None:
-    """Makes varlen run FlashAttention 3 in this process if `attention: auto` chose varlen and it works here.
+    """Makes torch's varlen attention use FlashAttention 3, if `attention: auto` chose varlen and the kernel works.
 
-    Returns None, or the reason why not. The arguments are the same as in `kernels_not_used`.
+    Returns None on success, or the reason why not. For the arguments, see `kernels_not_used`.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if requested != "auto" or attention != "groundwork_sdpa" or varlen:
@@ -39,19 +39,19 @@ def prefer_flash_3(
     if problem := why_not("flash_attention_3", device_type="cuda", dtype=dtype, window=window):
         return problem
     if torch.cuda.get_device_capability() != HOPPER:
-        return "torch runs it on Hopper only"
+        return "torch only supports it on Hopper"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic is true, but its backward pass is deterministic only for some head widths"
+        return "deterministic is true, but its backward pass is only deterministic for some head widths"
     width, _ = head_widths(model_config) or (64, 64)
-    return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # the width to which `sdpa` pads heads
+    return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # `sdpa` pads heads to this width
 
 
 @functools.cache
 def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None:
-    """Makes torch run FlashAttention 3, and compares it with torch's own kernel on a small batch.
+    """Activates FlashAttention 3 in torch, and compares it with torch's own kernel on a small batch.
 
-    If that fails, undoes the change and returns the problem. The package has its own versions and arguments, and may
-    be built without heads of this width. Without this check, the first step would fail.
+    If it fails or the results differ, restores torch's kernel and returns the problem. The package may be incompatible
+    with torch or built without this head width, and the first step would then fail.
     """
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
@@ -63,14 +63,14 @@ def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None
         if all(difference <= FLASH_3_TOLERANCE for difference in differences):
             return None
         problem = f"its results differ from torch's kernel by {max(differences):.2g}"
-    except Exception as error:  # a package built for a different torch may fail in any way
+    except Exception as error:  # a package built for a different torch version may raise any error
         problem = f"fails here ({first_line(error)})"
     restore_flash_attention_impl(_raise_warn=False)
     return problem
 
 
 def _small_varlen(dtype: torch.dtype, width: int, device: str) -> list[torch.Tensor]:
-    """Returns the output and the gradients in fp32 for two segments, two empty ones, and grouped heads."""
+    """Returns varlen attention's output and gradients in fp32, for two segments and two empty ones."""
     from torch.nn.attention import varlen
 
     generator = torch.Generator().manual_seed(0)
@@ -92,23 +92,23 @@ def kernels_used(
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> str:
-    """Names a GPU run's kernels, with versions. The arguments are the same as in `kernels_not_used`."""
+    """Describes the kernels that a GPU run uses, with versions. For the arguments, see `kernels_not_used`."""
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
         module, _ = FLASH_PACKAGES[name]
         used = f"{name} ({module} {version_of(module)})"
     elif attention != "groundwork_sdpa":
-        used = f"{attention} of torch {torch.__version__}"
+        used = f"{attention} in torch {torch.__version__}"
     elif prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config) is None:
         module, _ = FLASH_PACKAGES["flash_attention_3"]
-        used = f"varlen of torch {torch.__version__} by FlashAttention 3 ({module} {version_of(module)})"
+        used = f"varlen in torch {torch.__version__} with FlashAttention 3 ({module} {version_of(module)})"
     elif varlen is None:
-        used = f"varlen, the flash attention of torch {torch.__version__} for packed documents"
+        used = f"varlen (flash attention for packed documents) in torch {torch.__version__}"
     elif window.document_mask:
-        used = f"sdpa of torch {torch.__version__} with a dense mask for the documents"
+        used = f"sdpa in torch {torch.__version__} with a dense mask for packed documents"
     else:
-        used = f"sdpa of torch {torch.__version__}"
-    return f"{used}; layers compiled by Triton {version_of('triton')}" if compile_mode != "none" else used
+        used = f"sdpa in torch {torch.__version__}"
+    return f"{used}; layers compiled with Triton {version_of('triton')}" if compile_mode != "none" else used
 
 
 def kernels_not_used(
@@ -120,10 +120,10 @@ def kernels_not_used(
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> list[str]:
-    """Lists GPU kernels that are or may be faster, with the reason why this run doesn't use them.
+    """Returns a line for each possibly faster GPU kernel, with the reason why this run doesn't use it.
 
     Args:
-        requested: `attention` in the recipe.
+        requested: the recipe's `attention`.
         attention: the model's attention, one of `attention.candidates_of`.
         dtype: dtype of the matmuls.
     """
@@ -131,12 +131,12 @@ def kernels_not_used(
     capability = torch.cuda.get_device_capability()
     if dtype not in HALF_DTYPES:
         half = "bf16" if capability >= FLASH_CAPABILITY else "fp16"
-        reasons.append(f"{half} matrix units: precision is fp32")
+        reasons.append(f"{half} tensor cores: precision is fp32")
     if compile_mode == "none":
-        triton = "" if importlib.util.find_spec("triton") else ", and needs Triton, which is not installed"
+        triton = "" if importlib.util.find_spec("triton") else ", and Triton is not installed"
         reasons.append(f"compiled layers: compile is none{triton}")
     if torch.are_deterministic_algorithms_enabled():
-        reasons.append("kernels that add in any order, such as cuDNN's attention: deterministic is true")
+        reasons.append("nondeterministic kernels, such as cuDNN's attention: deterministic is true")
     by_flash_3 = prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config)
     for name in ("varlen", *FLASH_PACKAGES):
         problem = why_not(name, device_type="cuda", dtype=dtype, window=window)
@@ -152,7 +152,7 @@ def kernels_not_used(
 
 
 def version_of(module: str) -> str:
-    """Returns the version of the package that provides a module, which may have a different name."""
+    """Returns the version of the package that contains a module. The package may have a different name."""
     packages = importlib.metadata.packages_distributions().get(module, [module])
     try:
         return importlib.metadata.version(packages[0])

@@ -1,6 +1,6 @@
-"""Computes every head's largest attention logit in blocks of queries, without a (T, T) matrix.
+"""Computes each head's largest attention logit in blocks of queries, without a (T, T) matrix.
 
-Shapes: B windows, R some of the windows, T positions, Q queries in a block, K keys, H query heads, G key heads, N
+Shapes: B windows, R windows in a block, T positions, Q queries in a block, K keys, H query heads, G key heads, N
 query heads per key head, E head width.
 """
 
@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.model.attention import segment_ids
 
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Number of logits to compute together, by device. It fits a CPU's cache, and takes 256 MB on a GPU."""
+"""Maximum number of logits per block on each device type. This fits into a CPU's cache, or takes 256 MB on a GPU."""
 MAX_QUERIES = 256
 RECORDING = "groundwork_recording"
 """Name of the attention function registered by `record_largest_logits`."""
 RECORD = "largest_logits_H"
-"""Name of an attention module's attribute with the largest logits since its last reset, (H,) in fp32."""
+"""Attribute of attention modules with the largest logits since the last reset, (H,) in fp32."""
 
 
 def largest_logits(
@@ -31,10 +31,10 @@ def largest_logits(
     sliding_window: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Returns each query head's largest unmasked attention logit, (H,) in fp32, without waiting for the device.
+    """Returns each query head's largest unmasked attention logit, (H,) in fp32, without device synchronization.
 
-    mask: a dense mask, or flex attention's. None means causal attention within segments and window. The queries are at
-    the positions of the last keys.
+    The queries are at the last key positions. mask: a dense mask or a flex attention block mask. None means causal
+    attention within segments and the sliding window.
     """
     batch, heads, length, width = query_BHTE.shape
     groups, keys = key_BGTE.shape[1:3]
@@ -75,7 +75,7 @@ def largest_logits(
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 
 
-# This is a custom operator because the compiler would unroll the blocks in every layer.
+# This is a custom operator, because torch.compile would unroll the loop over blocks in every layer.
 @torch.library.custom_op("groundwork::largest_logits", mutates_args=())
 def _largest_logits(
     query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None
@@ -89,7 +89,7 @@ def _(query_BHTE, key_BGTE, cu_seq_lens, scaling, window):
 
 
 def record_largest_logits(causal_lm: PreTrainedModel) -> None:
-    """Makes the model's attention record the largest logits in training, in modules with the RECORD attribute."""
+    """Makes attention modules with a RECORD attribute record their largest logits during training."""
     name = causal_lm.config._attn_implementation  # private; transformers has no public name for it
     attend = ALL_ATTENTION_FUNCTIONS[name]
 

@@ -1,4 +1,4 @@
-"""Next-token loss from hidden states that never materializes all logits.
+"""Next-token loss from hidden states, without materializing all logits.
 
 Shapes: B sequences, T positions, N = B x T tokens, D hidden width, V vocabulary, C tokens in a chunk.
 """
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
     from pretrain.model.loss_terms import LossTerms
 
 CPU_CHUNK_BYTES = 64 * 2**20
-"""Bytes per chunk of fp32 logits on a CPU."""
+"""Size of a chunk's fp32 logits on a CPU."""
 GPU_CHUNK_SHARE = 1 / 40
 GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
-"""Minimum and maximum bytes per chunk of fp32 logits on a GPU.
+"""Minimum and maximum size of a chunk's fp32 logits on a GPU.
 
-In between, the size is GPU_CHUNK_SHARE of its memory.
+Between these limits, the size is GPU_CHUNK_SHARE of the GPU's memory.
 """
 CPU_PIECE_BYTES = 2 * 2**20
-"""Bytes of fp32 logits per softmax piece on a CPU, small enough for its cache."""
+"""Size of the fp32 logits in one softmax call on a CPU, small enough for its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
-"""Bytes of fp32 rows in the head's gradient per addition on a CPU."""
+"""Size of each addition to the head's fp32 gradient on a CPU."""
 FEW_LOGITS = 2**20
-"""Number of logits that take 4 MB in fp32 and fit into a CPU's caches."""
-NO_Z_LOSS = "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0"
+"""Maximum number of logits that fit into a CPU's caches (4 MB in fp32)."""
+NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0"
 NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
     f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
 )
 MIN_CHUNK_TOKENS = 256
-"""Minimum rows per chunk.
+"""Minimum number of tokens per chunk.
 
-Every chunk reads and writes the head's whole gradient, which dominates if there are fewer rows.
+With fewer, reading and writing the head's gradient in every chunk would dominate.
 """
 
 
 class LossRecorder:
-    """Holds the optional list that collects every token's loss; see `recording_losses`."""
+    """Optional list that collects every token's loss; see `recording_losses`."""
 
     losses: list[Tensor] | None = None
 
 
 @contextmanager
 def recording_losses(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` without gradients in this context.
+    """Collects every token's loss in nats, (N,) in fp32, from calls to `model` without gradients.
 
-    A pipeline's last stage adds its microbatches one by one. The other ranks in the pipeline add nothing.
+    In a pipeline, the last stage adds a tensor per microbatch. The other stages add none.
     """
     losses: list[Tensor] = []
     recorders = [module.recorder for module in model.modules() if hasattr(module, "recorder")]
@@ -82,16 +82,16 @@ def next_token_loss(
     backend: str = "chunked",
     record: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean cross-entropy in nats over the targets that aren't IGNORED, or 0 if there are none.
+    """Computes the mean next-token loss over all targets that aren't IGNORED, or 0 if there are none.
 
-    Matmuls use autocast's dtype if autocast is on. Softmax and sums are always in fp32. Returns (loss, cross_entropy),
-    both fp32 scalars. The loss is for the backward pass and includes z_loss x mean(logsumexp^2) (PaLM, arXiv
-    2204.02311). The cross-entropy is detached and excludes this term.
+    Returns (loss, cross_entropy), both fp32 scalars. The cross-entropy is in nats and detached. The loss also includes
+    z_loss x mean(logsumexp^2) (PaLM, arXiv 2204.02311). Matmuls run in autocast's dtype if autocast is on. Softmax and
+    sums are always in fp32.
 
     Args:
-        cap: logits are cap x tanh(logits / cap), in fp32. None means no cap.
-        backend: a key in LOSS_BACKENDS.
-        record: collects every token's loss, (N,) in fp32, but only without gradients.
+        cap: if not None, logits are replaced by cap x tanh(logits / cap), in fp32.
+        backend: a key of LOSS_BACKENDS.
+        record: list to which every token's loss is appended, (N,) in fp32. Only works without gradients.
     """
     hidden_ND = hidden_BTD.flatten(0, -2)
     targets_N = targets_BT.flatten()
@@ -99,7 +99,7 @@ def next_token_loss(
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Lists loss settings that don't work with this model. Raises InputError as `reference_of` does."""
+    """Returns problems with the loss settings for this model. Raises InputError as `reference_of` does."""
     if settings.backend != "torch" or not projects_hidden_states(model_config):
         return []
     return torch_loss_problems(settings.z_loss, logit_cap(model_config))
@@ -108,11 +108,10 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
     """Returns the number of tokens per chunk.
 
-    Every chunk reads and writes the head's fp32 gradient once, so a GPU with a lot of memory is faster with few
-    chunks.
+    Every chunk reads and writes the head's fp32 gradient once, so chunks are larger on GPUs with more memory.
 
     Args:
-        device_bytes: the GPU's memory; ignored for a CPU.
+        device_bytes: the GPU's memory; ignored on a CPU.
     """
     least, most = GPU_CHUNK_BYTES
     chunk_bytes = max(least, min(most, GPU_CHUNK_SHARE * device_bytes)) if device_type == "cuda" else CPU_CHUNK_BYTES
@@ -142,7 +141,7 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
 
 
 def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
-    """Lists reasons why the `torch` backend can't compute this loss."""
+    """Returns reasons why the `torch` backend can't compute this loss."""
     has_options = hasattr(nn, "LinearCrossEntropyOptions")
     return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
 
@@ -157,7 +156,7 @@ def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, r
     loss = F.linear_cross_entropy(
         hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
     ).float()
-    if record is not None:  # F.linear_cross_entropy needs all logits for per-token losses
+    if record is not None:  # for per-token losses, F.linear_cross_entropy would need all logits
         _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record)
     return loss, loss.detach()
 
@@ -175,23 +174,19 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "torch": _torch,
     "logits": _logits,
 }
-"""Implementations of the same loss: this module's chunked loss, eager or with a compiled softmax per chunk, torch's
-own chunked function, and plain logits (large, for comparison).
-"""
+"""Implementations of the same loss: chunked, chunked with compiled softmax, torch's chunked function, full logits."""
 
 
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
-    """Returns the key in LOSS_BACKENDS for the recipe's loss.backend.
+    """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
 
-    auto is chunked, or chunked_compiled on a GPU with compilation. On a GPU, every kernel reads and writes a chunk's
-    logits. This takes 26 bytes per logit in eager bf16, because torch's softmax first copies bf16 to fp32, and 6 bytes
-    if compiled. On a CPU, a piece stays in the caches, so compiling gains nothing (docs/measurements_cpu.md). The
-    exception is a fully compiled model with few logits. For such a model, auto is logits, which the compiler
-    optimizes.
+    auto means chunked_compiled on a GPU with compilation, because eager kernels read and write 26 bytes per bf16 logit
+    and compiled ones 6. On a CPU, compiling the softmax gains nothing (docs/measurements_cpu.md), so auto means
+    chunked, or logits for a fully compiled model with few logits.
 
     Args:
-        logits: number of fp32 logits per micro-batch. None means that the number is unknown, or that the logits aren't
-            fp32, so that gradients would be summed in bf16.
+        logits: number of fp32 logits per micro-batch. None if it's unknown, or if the logits are bf16 and gradients
+            would therefore be summed in bf16.
     """
     if requested != "auto":
         return requested
@@ -203,11 +198,11 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
 def loss_of_logits(
     logits_BTV: Tensor, targets_BT: Tensor, z_loss: float, record: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns (loss, cross_entropy) as in `next_token_loss`, from existing logits."""
+    """Computes (loss, cross_entropy) as in `next_token_loss`, from logits."""
     logits_NV = logits_BTV.flatten(0, -2).float()
     targets_N = targets_BT.flatten()
     is_target_N = targets_N != IGNORED
-    count = is_target_N.sum().clamp(min=1)  # with only padding rows, the loss is 0 instead of NaN
+    count = is_target_N.sum().clamp(min=1)  # without targets, the loss is 0 instead of NaN
     if record is not None:
         record.append(F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="none"))
     cross_entropy = F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum") / count
@@ -239,12 +234,11 @@ def _chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the summed loss and its gradients chunk by chunk.
 
-    Returns the sums of cross-entropy and logsumexp^2, the number of targets, the summed loss's gradients with respect
-    to the three inputs, and, if no gradient is needed, each token's cross-entropy (otherwise empty).
+    Gradients are computed in the forward pass, so that no logits are computed twice. They are gradients of the sum of
+    cross-entropy + z_loss x logsumexp^2, because gradients of the mean could underflow in half-precision matmuls.
 
-    We compute the gradients here so that no chunk's logits are computed twice. They are gradients of the sum, not the
-    mean, of cross-entropy + z_loss x logsumexp^2, because the mean's gradients could underflow in half-precision
-    matmuls. Gradients not in `needs` are empty.
+    Returns the sums of cross-entropy and logsumexp^2, (2,); the number of targets; the gradients of hidden states,
+    weight and bias (empty if not in `needs`); and each token's cross-entropy (empty if any gradient is needed).
     """
     grad_hidden_ND, grad_weight_VD, grad_bias_V = _empty_gradients(hidden_ND, weight_VD, bias_V, needs)
     losses_N = _empty_losses(hidden_ND, needs)
@@ -252,7 +246,7 @@ def _chunked_loss(
     sums = torch.zeros(2, dtype=torch.float32, device=hidden_ND.device)
     eager = functools.partial(_softmax_less_target_, cap=cap, needs_gradient=any(needs))
     softmax_less_target_ = _compiled_softmax_less_target_(cap) if compiled else eager
-    # The casts below set each matmul's dtype, so autocast is off.
+    # The casts below set the matmuls' dtype, so autocast is off.
     with torch.no_grad(), torch.autocast(hidden_ND.device.type, enabled=False):
         head_VD = weight_VD.to(dtype)
         bias = None if bias_V is None else bias_V.to(dtype)
@@ -261,7 +255,7 @@ def _chunked_loss(
             hidden_CD = hidden_ND[rows].to(dtype)
             weights_C1 = is_target_N[rows, None].float()
             block_CV = F.linear(hidden_CD, head_VD, bias)
-            # IGNORED isn't a valid index. Rows with this target get weight 0.
+            # IGNORED isn't a valid index. These rows have weight 0.
             target_C1 = targets_N[rows].where(is_target_N[rows], 0)[:, None]
             cross_entropy_C1, lse_C1 = softmax_less_target_(block_CV, target_C1, z_loss)
             sums += torch.cat([cross_entropy_C1 * weights_C1, lse_C1.square() * weights_C1], dim=1).sum(dim=0)
@@ -274,7 +268,7 @@ def _chunked_loss(
                 _add_product(grad_weight_VD, block_CV.T, hidden_CD * weights_C1.to(dtype))
             if needs[2]:
                 grad_bias_V += (block_CV.T @ weights_C1.to(dtype))[:, 0]
-            del block_CV, hidden_CD  # otherwise the next chunk's logits would be allocated before these are freed
+            del block_CV, hidden_CD  # frees this chunk's logits before the next chunk's are allocated
     count = is_target_N.sum().clamp(min=1)
     return sums, count, grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), grad_bias_V, losses_N
 
@@ -290,16 +284,14 @@ def _(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, dtype,
 
 def _save_for_backward(ctx, inputs, output):
     *_, ctx.needs = inputs
-    # The forward pass has already computed the gradients. The backward pass only scales them.
     ctx.save_for_backward(*output[2:5])
-    # Only the sums have a gradient. Zeros for the other outputs would take as much memory as the head.
+    # Only the sums have a gradient. Zero gradients for the other outputs would take as much memory as the head.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_sums, *_):
-    # Outside compiled code, we scale in place, because the head's gradient is too large to hold twice. But if the
-    # graph is kept for a second backward pass, as in zero-bubble pipelines, scaling in place would scale the gradients
-    # twice.
+    # To save memory, we scale the gradients in place. We can't if the graph is retained for a second backward pass, as
+    # in zero-bubble pipelines, because the gradients would be scaled twice.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
@@ -314,12 +306,12 @@ _chunked_loss.register_autograd(_backward, setup_context=_save_for_backward)
 def _softmax_less_target_(
     block_CV: Tensor, target_C1: Tensor, z_loss: float, cap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns each row's (cross-entropy, logsumexp), and overwrites the logits with gradients.
+    """Returns each row's (cross-entropy, logsumexp), and overwrites the logits with their unscaled gradients.
 
-    The new values are softmax - onehot / (1 + 2 z_loss lse). Multiplied by (1 + 2 z_loss lse), they are d loss / d
-    logits. We apply this factor on the (C, D) side of the matmuls, which saves a pass over the block. With a cap,
-    softmax and logsumexp use cap x tanh(logits / cap), and the result includes its derivative 1 - tanh^2. A CPU
-    processes the block in pieces that fit into its cache.
+    The gradients are softmax - onehot / (1 + 2 z_loss lse). The caller multiplies them by (1 + 2 z_loss lse) on the
+    (C, D) side of the matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x
+    tanh(logits / cap), and the gradients include the factor 1 - tanh^2. On a CPU, rows are processed in groups that
+    fit into its cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -345,7 +337,7 @@ def _softmax_less_target_(
 def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]:
     """Compiles `_softmax_less_target_` into one kernel that reads the block twice and writes it once.
 
-    The kernel overwrites the block even if no gradient is needed, so that validation doesn't recompile it.
+    The kernel writes gradients even if they aren't needed, so that validation doesn't cause a recompilation.
     """
 
     def softmax_less_target_(logits_CV: Tensor, target_C1: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
@@ -353,7 +345,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
         if cap is not None:
             tanh_CV = (fp32_CV / cap).tanh()
             fp32_CV = cap * tanh_CV
-        # Inductor fuses maximum and sum into one pass only in this form. logsumexp takes two passes.
+        # Written like this, Inductor fuses maximum and sum into one pass. logsumexp would take two.
         largest_C1 = fp32_CV.amax(-1, keepdim=True)
         lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
@@ -367,12 +359,9 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
 
 
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each row's (softmax, logsumexp) in fp32. The top probability is exp(0) / sum, which gives the sum.
-
-    We cast first, because softmax and maximum of half-precision rows take a CPU twice as long.
-    """
+    """Returns each row's (softmax, logsumexp) in fp32. The largest probability is 1 / sum(exp(logits - max))."""
     if logits_RV.device.type == "cpu":
-        logits_RV = logits_RV.float()
+        logits_RV = logits_RV.float()  # half precision takes twice as long on a CPU
     softmax_RV = F.softmax(logits_RV, dim=-1, dtype=torch.float32)
     return softmax_RV, logits_RV.amax(-1, keepdim=True) - softmax_RV.amax(-1, keepdim=True).log()
 
@@ -389,28 +378,27 @@ def _empty_losses(hidden_ND: Tensor, needs: list[bool]) -> Tensor:
 
 
 def _add_product(total_VD: Tensor, left_VC: Tensor, right_CD: Tensor) -> None:
-    """Adds left @ right to total, in fp32 even if the matmul is in bf16."""
+    """Adds left @ right to total. The sum is in fp32 even if the matmul is in bf16."""
     if left_VC.dtype == total_VD.dtype:
         total_VD.addmm_(left_VC, right_CD)
         return
-    if total_VD.is_cuda and torch.version.hip is None:  # a single kernel that is only available on CUDA
+    if total_VD.is_cuda and torch.version.hip is None:  # this fused kernel is only available on CUDA
         torch.addmm(total_VD, left_VC, right_CD, out_dtype=total_VD.dtype, out=total_VD)
         return
     rows = total_VD.shape[0]
-    if total_VD.device.type == "cpu":  # to add two dtypes, a CPU first copies one of the tensors
+    if total_VD.device.type == "cpu":  # a CPU would copy a full tensor to add two dtypes
         rows = max(1, CPU_PRODUCT_BYTES // (4 * total_VD.shape[1]))
     for start in range(0, total_VD.shape[0], rows):
         total_VD[start : start + rows] += left_VC[start : start + rows] @ right_CD
 
 
 class LanguageModelLoss(nn.Module):
-    """transformers' causal language model with its loss. Strategies wrap it, and the training loop calls it.
+    """A transformers causal language model with its loss, which strategies wrap and the training loop calls.
 
-    Parameter names start with "causal_lm." for the model, and "loss_terms." for loss terms.
+    Parameter names start with "causal_lm." or "loss_terms.".
 
-    from_hidden_states: True if the logits are exactly head(last hidden state), capped or not, so they don't have to be
-    materialized. None means that `projects_hidden_states` determines this. Models that scale their logits (cohere,
-    granite) compute them in their own forward pass, which needs the memory.
+    from_hidden_states: True to compute the loss from the last hidden states without materializing the logits. The
+    default is `projects_hidden_states`, which is False for models that scale their logits (cohere, granite).
     """
 
     def __init__(
@@ -436,18 +424,18 @@ class LanguageModelLoss(nn.Module):
 
     @property
     def config(self):
-        """The model's config. DeepSpeed reads hidden_size from it."""
+        """Model configuration, from which DeepSpeed reads hidden_size."""
         return self.causal_lm.config
 
     @property
     def _no_split_modules(self):
-        """Names of the block classes, which accelerate uses for wrapping."""
+        """Class names of the blocks, which accelerate uses for wrapping."""
         return self.causal_lm._no_split_modules
 
     def forward(self, input_ids_BT: Tensor, targets_BT: Tensor, **attention_kwargs) -> tuple[Tensor, Tensor]:
         """Returns (loss, cross_entropy) as in `next_token_loss`.
 
-        The model receives attention_kwargs (position_ids ...).
+        attention_kwargs (position_ids ...) are passed to the model.
         """
         if not self.from_hidden_states:
             outputs = self.causal_lm(input_ids=input_ids_BT, use_cache=False, **attention_kwargs)

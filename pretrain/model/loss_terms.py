@@ -1,4 +1,4 @@
-"""Additional loss terms, each defined by a class in an extension; see docs/own_loss.md.
+"""Additional loss terms, defined by classes in extensions; see docs/own_loss.md.
 
 Shapes: B sequences, T positions, D hidden width, V vocabulary.
 """
@@ -25,58 +25,58 @@ class TermOptions(Section):
     """Base class for a term's `Options`."""
 
     coefficient: float = 1.0
-    """Factor by which the term is multiplied in the loss."""
+    """Weight of the term in the loss."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """View of a micro-batch for a loss term."""
+    """A micro-batch as seen by a loss term."""
 
     input_ids_BT: Tensor
     targets_BT: Tensor
     hidden_BTD: Tensor
-    """Last hidden states, which are the head's input."""
+    """Last hidden states, the input to the head."""
     documents_BT: Tensor
-    """Index of each token's document within its sequence, from 0. All indices are 0 without document_mask."""
+    """Document index of each token within its sequence, from 0. Always 0 without document_mask."""
     step: int
     """Step number, from 0."""
     head: "nn.Module | Shared"
-    """Output head with a weight of shape (V, D)."""
+    """Output head, with a weight of shape (V, D)."""
     given_embedding: "nn.Module | Shared | None"
-    """Result of `embedding`."""
+    """Value of `embedding`, or None if the term has embeds = False."""
     attention: Mapping[str, Any]
-    """The model's other arguments. If you pass them to another transformers model, it separates the same documents."""
+    """The model's other arguments. Pass them to other transformers models to use the same document mask."""
     cap: float | None = None
-    """Cap in cap x tanh(logits / cap), which the model applies to its logits, or None."""
+    """Soft cap c if the model computes c x tanh(logits / c), or None."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
-    """Converter between this rank's tokens and whole sequences."""
+    """Conversion between this rank's tokens and full sequences."""
 
     @property
     def embedding(self) -> "nn.Module | Shared":
-        """Embedding of the token IDs, for terms with `embeds = True`."""
+        """Token embedding, available to terms with `embeds = True`."""
         if self.given_embedding is None:
-            raise InputError("loss.terms: seen.embedding needs embeds = True in the term's class; add that line")
+            raise InputError("loss.terms: to use seen.embedding, add embeds = True to the term's class")
         return self.given_embedding
 
     def whole(self, values_BT: Tensor) -> Tensor:
-        """Returns values for whole sequences, given values (B, T, ...) for this rank's tokens."""
+        """Converts values (B, T, ...) of this rank's tokens to values of full sequences."""
         return self.sequences.whole(values_BT)
 
     def own(self, values_BT: Tensor) -> Tensor:
-        """Returns values for this rank's tokens, given values for whole sequences."""
+        """Converts values of full sequences to values of this rank's tokens."""
         return self.sequences.own(values_BT)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits (..., V) for hidden states (..., D).
 
-        Pass a few rows at a time, because all logits may not fit.
+        Pass only a few rows at a time, because the logits need a lot of memory.
         """
         logits = F.linear(hidden, self.head.weight, getattr(self.head, "bias", None))
         return logits if self.cap is None else self.cap * (logits.float() / self.cap).tanh()
 
 
 class Sequences:
-    """Sequences with all positions on one rank. cp has a separate class."""
+    """Full sequences on each rank. cp uses a different class."""
 
     def whole(self, values_BT: Tensor) -> Tensor:
         return values_BT
@@ -86,9 +86,9 @@ class Sequences:
 
 
 class Shared:
-    """The model's head or embedding, for a term that several ranks compute for the same tokens.
+    """The model's head or embedding, for terms that several ranks compute for the same tokens.
 
-    Gradients of its parameters are summed over these ranks, so each rank contributes only its share.
+    Parameter gradients are divided by the number of these ranks, because they're summed over the ranks later.
     """
 
     def __init__(self, module: nn.Module, ranks: int):
@@ -111,68 +111,68 @@ class Shared:
 
 
 class LossTerm(ABC):
-    """A loss term, which is a sum over tokens.
+    """Base class for loss terms, which are sums over tokens.
 
-    Register a subclass in `registry.LOSS_TERMS`. Its nested class `Options` declares its settings. Its trained
-    parameters are in `module`; it has no other state.
+    Register a subclass in `registry.LOSS_TERMS`. Declare its settings in a nested class `Options`. Its parameters must
+    be in `module`, and it must have no other state.
     """
 
     Options: type[TermOptions] = TermOptions
     by_token = False
-    """True if a token's part depends on other tokens only through `seen.whole` and the model's own attention.
+    """True if a token's value depends on other tokens only through `seen.whole` and the model's attention.
 
-    The term can then run with cp, which gives a rank only a part of each sequence.
+    This is required for cp, which splits each sequence across ranks.
     """
     embeds = False
-    """True if the term uses `seen.embedding`. A pipeline's last stage then also has the embedding."""
+    """True if the term uses `seen.embedding`. The last pipeline stage then also has the embedding."""
 
     def __init__(self, options: TermOptions, model_config: PreTrainedConfig):
         self.options = options
         self.model_config = model_config
         self.trained: nn.Module | None = None
-        """Module built by `module`."""
+        """Result of `module`."""
 
     def module(self) -> nn.Module | None:
-        """Builds the term's trained module on the CPU in fp32, with random numbers from the run's seed.
+        """Builds the term's trainable module on the CPU in fp32. torch is already seeded.
 
-        All of its parameters must have a gradient in every step.
+        Every parameter must receive a gradient in every step.
         """
         return None
 
     @classmethod
     def has_parameters(cls) -> bool:
-        """Returns True if terms of this class have trained parameters."""
+        """Returns True if this class has trainable parameters."""
         return cls.module is not LossTerm.module
 
     @abstractmethod
     def __call__(self, seen: Seen) -> Tensor:
-        """Returns each token's term (B, T), or the sum over tokens.
+        """Returns the term for each token, (B, T), or the sum over all tokens.
 
-        It is divided by the number of tokens in the step.
+        The result is later divided by the number of tokens in the step.
         """
 
 
 class LossTerms:
-    """A run's loss terms, and their means since the last log."""
+    """All loss terms in a run, with their means since the last log."""
 
     def __init__(self, settings: Loss, model_config: PreTrainedConfig, *, seed: int, dtype: torch.dtype):
         self.terms: dict[str, LossTerm] = {}
         self.trained = nn.ModuleDict()
-        """{name of a term: trained module}, with parameters in `dtype`."""
+        """{term name: trainable module}, with parameters in `dtype`."""
         for name, given in settings.terms.items():
             made = LOSS_TERMS[name]
             term = made(made.Options.model_validate(given or {}), model_config)
             self.terms[name] = term
             if made.has_parameters():
                 with torch.random.fork_rng(devices=[]):
-                    # Each term has its own seed, so that its weights don't depend on other terms.
+                    # Each term has its own seed, so its weights don't depend on other terms.
                     torch.default_generator.manual_seed(module_seed(seed, f"loss_terms.{name}"))
                     term.trained = self.trained[name] = term.module()
                 for parameter in term.trained.parameters():  # buffers, such as rotary tables, must not be rounded
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
-                        f"loss.terms.{name}: {min(lost)} of its module would be missing in checkpoints, which only "
+                        f"loss.terms.{name}: {min(lost)} in its module would be missing from checkpoints, which only "
                         "contain its parameters, each once; make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
@@ -180,7 +180,7 @@ class LossTerms:
         self.step = 0
         self.sequences = Sequences()
         self.ranks = 1
-        """Number of ranks that compute the terms for the same tokens, and sum their head gradients."""
+        """Number of ranks that compute the terms for the same tokens and sum their head gradients."""
         self._sums: Tensor | None = None
 
     def add(
@@ -192,7 +192,7 @@ class LossTerms:
         embedding: nn.Module | None,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        """Returns the sum of all terms times their coefficients, per token on this rank."""
+        """Returns the weighted sum of all terms, averaged over this rank's tokens."""
         is_tied = embedding is not None and embedding.weight is head.weight
         shown = [Shared(each, self.ranks) if self.ranks > 1 else each for each in (head, embedding)]
         if not (self.embeds and is_tied):  # an untied embedding's gradient is already complete on every rank
@@ -201,7 +201,7 @@ class LossTerms:
         seen = Seen(
             input_ids_BT, targets_BT, hidden_BTD, documents_BT, self.step, *shown, arguments, self.cap, self.sequences
         )
-        # All micro-batches in a step have the same number of tokens, so the mean of their means is the step's mean.
+        # Micro-batches have the same number of tokens, so the mean of their means is the step's mean.
         means = [
             _of_tokens(name, term(seen), seen).float().sum() / targets_BT.numel() for name, term in self.terms.items()
         ]
@@ -210,14 +210,14 @@ class LossTerms:
         return sum(term.options.coefficient * mean for term, mean in zip(self.terms.values(), means, strict=True))
 
     def documents(self, positions_BT: Tensor | None, like_BT: Tensor) -> Tensor:
-        """Returns each token's document index within its whole sequence."""
+        """Returns each token's document index within its full sequence."""
         if positions_BT is None:
             return torch.zeros_like(like_BT)
         starts_BT = self.sequences.whole((positions_BT == 0).long())
         return self.sequences.own((starts_BT.cumsum(dim=1) - 1).clamp(min=0)).expand_as(like_BT)
 
     def figures(self, strategy: Any) -> dict[str, float]:
-        """Returns {'loss_NAME': mean over all ranks since the last call}, without coefficients (a collective call)."""
+        """Returns {'loss_NAME': mean over all ranks since the last call}, unweighted. All ranks must call it."""
         known = torch.zeros(len(self.terms) + 1, device=strategy.device) if self._sums is None else self._sums.float()
         *sums, count = strategy.sum(known).tolist()
         self._sums = None
@@ -225,20 +225,20 @@ class LossTerms:
 
 
 def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
-    """Validates a term's result. Raises InputError unless it is a tensor with one value per token, or a scalar."""
+    """Validates a term's result. Raises InputError unless it's a scalar tensor or has one value per token."""
     if isinstance(value, Tensor) and (value.shape == seen.targets_BT.shape or value.numel() == 1):
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
-        f"loss.terms.{name}: returned {kind}; it must return a tensor, of shape {tuple(seen.targets_BT.shape)} with a "
-        "value for each token, or their sum"
+        f"loss.terms.{name}: returned {kind}; it must return a tensor of shape {tuple(seen.targets_BT.shape)} with "
+        "one value per token, or a scalar tensor with their sum"
     )
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
-    """Lists reasons why the terms don't run with the launched strategy or these settings.
+    """Returns problems with the loss terms under the launched strategy and these settings.
 
-    scales_width: True if optim.parametrization sets each model parameter's learning rate.
+    scales_width: True if optim.parametrization sets a learning rate per parameter.
     """
     if not settings.terms:
         return []
@@ -247,13 +247,13 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     if launched_sizes().cp > 1 and needy:
         problems.append(
             f"loss.terms: {', '.join(needy)}: does not support cp, which splits each "
-            "sequence over ranks, unless its class sets by_token = True; use fsdp2"
+            "sequence across ranks, unless its class sets by_token = True; use fsdp2"
         )
     if compile_mode == "full":
-        problems.append("loss.terms: do not run with compile: full; use regional or auto")
+        problems.append("loss.terms: not supported with compile: full; use regional or auto")
     if scales_width and (trained := [name for name in settings.terms if LOSS_TERMS[name].has_parameters()]):
         problems.append(
-            f"loss.terms: {trained[0]} has trained parameters, for which optim.parametrization has no learning "
+            f"loss.terms: {trained[0]} has trainable parameters, for which optim.parametrization defines no learning "
             "rate; use parametrization: standard"
         )
     return problems

@@ -1,7 +1,7 @@
-"""Reads and verifies a model's configuration, because transformers ignores unknown keys.
+"""Loads and validates model configurations, because transformers ignores unknown keys.
 
-In transformers, `{"model_type": "llama", "hiden_size": 512}` silently creates a model with a width of 4,096. Here, an
-unknown key is an error, reported together with all other problems in the file.
+In transformers, `{"model_type": "llama", "hiden_size": 512}` silently creates a model with a hidden size of 4,096.
+Here, an unknown key is an error, and all errors in a file are reported together.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
 from pretrain.registry import ARCHITECTURES, place_of
 
-# Keys that transformers reads from a file although they aren't dataclass fields.
+# Keys that transformers accepts although they aren't dataclass fields.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
 # Flat keys that transformers moves into rope_parameters.
 READ_INTO_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
@@ -44,21 +44,21 @@ LARGEST = (
     (r"(?:^|_)n?_?layers?$", 1024, "layers"),
     (r"heads?$", 1 << 14, "heads"),
     (r"experts", 1 << 17, "experts"),
-    (r"vocab", 10**8, "tokens in a vocabulary"),
-    (r"(?:size|dim|rank|width|inner|_embd|d_model|dff?)$", 1 << 20, "numbers in a vector"),
-    (r"", 10**9, "of anything"),
+    (r"vocab", 10**8, "vocabulary tokens"),
+    (r"(?:size|dim|rank|width|inner|_embd|d_model|dff?)$", 1 << 20, "vector dimensions"),
+    (r"", 10**9, "for any key"),
 )
-"""(keys, largest value, unit).
+"""(pattern for a key's name, maximum value, unit). The first matching pattern applies.
 
-The first matching pattern counts. The largest known models have about 130 layers, 128 heads, 16,384 experts, 300,000
-tokens, 110,000 numbers in a vector and 10 million positions.
+The limits are far above the largest known models, which have about 130 layers, 128 heads, 16,384 experts, 300,000
+tokens, vectors with 110,000 dimensions and 10 million positions.
 """
 NUMBER_RULES = (
-    (r"drop", lambda value: 0 <= value < 1, "a probability from 0 to below 1"),
-    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number above 0 and below 1, such as 1e-6"),
-    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number from 0, such as 0.02"),
+    (r"drop", lambda value: 0 <= value < 1, "a probability, at least 0 and below 1"),
+    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1, such as 1e-6"),
+    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0, such as 0.02"),
 )
-"""(pattern for a key's name, check for a number, description of allowed numbers)"""
+"""(pattern for a key's name, check for the value, allowed values in words)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -75,17 +75,17 @@ def load_model_config(
     vocabulary_size: int | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedConfig:
-    """Returns the configuration for a model, given a .json file, a folder with config.json, or a Hub ID.
+    """Loads a model's configuration from a .json file, a folder with config.json, or a Hub ID.
 
-    A .json file is verified key by key. If special-token IDs are missing, they are None instead of the class's
-    defaults, which belong to a different tokenizer. A folder or Hub ID isn't verified, because it was written by a
-    library, often an older one with different keys. No weights are read. Raises an InputError that lists all problems.
+    Every key in a .json file is validated. Missing special-token IDs are set to None, because the class's defaults are
+    for a different tokenizer. Folders and Hub IDs aren't validated, because they may have been written by older
+    libraries with different keys. Raises an InputError that lists all problems.
 
     Args:
-        changes: {key: new value}, verified in the same way as the keys in a .json file. Objects are merged.
-        vocabulary_size: number of token IDs in the data. If the model's vocabulary follows the data (see
-            `follows_the_data`), its size is `padded_vocabulary` of this number. Without data (None), its size is the
-            file's value or the class's default.
+        changes: {key: new value}, validated like the keys in a .json file. Objects are merged.
+        vocabulary_size: the data's number of token IDs, or None without data. If the model's vocabulary follows the
+            data (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`. Without
+            data, it's the file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions
@@ -116,7 +116,7 @@ def load_model_config(
 
 
 def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -> PreTrainedConfig:
-    """Calls `load_model_config` for a recipe's model. Raises InputError for models that need more than text."""
+    """Calls `load_model_config` for a recipe's model. Raises InputError for multimodal models."""
     if source.trusts_code:
         register_code_of(source.config)
     config = load_model_config(source.config, changes=source.changes, vocabulary_size=vocabulary_size)
@@ -125,7 +125,7 @@ def load_recipe_model_config(source: ModelSource, vocabulary_size: int | None) -
 
 
 def register_code_of(name_or_path: str) -> None:
-    """Registers a model's own code, so that it's found in the same way as the library's models."""
+    """Registers the custom code in a model's folder with transformers."""
     from pretrain.model.own_code import own_keys_of, register_folder
 
     path = Path(name_or_path)
@@ -136,16 +136,16 @@ def register_code_of(name_or_path: str) -> None:
 
 
 def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns a configuration with replaced keys (objects as a whole), verified as in `load_model_config`."""
+    """Returns a configuration with some keys changed, validated as in `load_model_config`.
+
+    A new rope_parameters object replaces the old one.
+    """
     keys = {key: value for key, value in config.to_dict().items() if key != "rope_parameters" or key not in changes}
     return _checked_config(where, type(config), _changed(type(config), keys, changes), dict(changes))
 
 
 def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
-    """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default'.
-
-    Returns '' for a model without them.
-    """
+    """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default', or '' without rotary positions."""
     shown = {
         key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
     }
@@ -153,10 +153,7 @@ def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
 
 
 def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, Any]) -> bool:
-    """Returns True if the data determines a model's vocabulary size, because vocab_size is missing or auto.
-
-    transformers always writes vocab_size, so a file without it was written by hand.
-    """
+    """Returns True if vocab_size is missing or auto, so that the data determines the vocabulary size."""
     own_name = config_class.attribute_map.get(VOCABULARY_KEY, VOCABULARY_KEY)
     has_one = own_name in fields_of(config_class)
     stated = keys.get(own_name, "auto")
@@ -164,7 +161,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
-    """Rounds up the number of token IDs to a multiple of 64, or of 128 from 16,384 on, for fast matmuls."""
+    """Rounds up the number of token IDs to a multiple of 64 (128 if it's at least 16,384), for fast matmuls."""
     multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
     return -(-vocabulary_size // multiple) * multiple
 
@@ -177,7 +174,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
         if not (path / "config.json").is_file():
             raise InputError(f"{name_or_path}: this folder has no config.json, so it is not a model folder")
     elif name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") > 1:
-        raise InputError(f"{name_or_path}: no such folder; give a model's .json file, a model folder or a Hub ID")
+        raise InputError(f"{name_or_path}: no such folder; use a .json file, a model folder or a Hub ID")
     elif (SHIPPED_CONFIGS / f"{name_or_path}.json").is_file():
         raise InputError(f"{name_or_path}: no such folder; did you mean {SHIPPED_CONFIGS.name}/{name_or_path}.json?")
     register_all()
@@ -188,7 +185,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys with the changes applied. A key's aliases count as the same key."""
+    """Applies the changes to the keys. Aliases of a changed key are removed."""
     names = config_class.attribute_map
     changed = dict(keys)
     for key, value in changes.items():
@@ -209,43 +206,44 @@ def _merged(value: Any, change: Any) -> Any:
 
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
-    """Raises InputError for a multimodal model, with the name of its text part."""
+    """Raises InputError for multimodal models, and suggests the text model's model_type if there is one."""
     try:
         text = config.get_text_config()
-    except ValueError:  # several text parts
+    except ValueError:  # several text models
         text = None
     if text is not config:
         advice = f"use a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
         if text:
-            advice = f"its text part is {text.model_type}: write a JSON with that model_type"
+            advice = f"its text model is {text.model_type}: write a JSON with that model_type"
         raise InputError(f"{name}: model_type {config.model_type} is multimodal; {advice}")
 
 
 def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            f"{name_or_path}: this model has its own code, which runs with your permissions; allow it with "
+            f"{name_or_path}: this model has custom code, which runs with your permissions; allow it with "
             "--trust_remote_code (in a recipe trust_remote_code: true) if you trust its author"
         )
     if is_folder:
         return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
     return (
-        f"{name_or_path}: no file or folder here, and it cannot be read from the Hugging Face Hub "
-        f"({first_line(error)}); give a model's .json file, a model folder or a Hub ID"
+        f"{name_or_path}: no such file or folder, and it cannot be loaded from the Hugging Face Hub "
+        f"({first_line(error)}); use a .json file, a model folder or a Hub ID"
     )
 
 
 def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
-    """Builds the configuration from these keys, and verifies those in `stated`, which were written by hand."""
+    """Builds the configuration from `keys`, and validates the keys in `stated`, which were written by hand."""
     if _depth(stated) > MAX_DEPTH:  # the checks below recurse
-        raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} deep, which no model needs")
+        raise InputError(
+            f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep, which no model needs"
+        )
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
     problems = _value_problems(stated, defaults)
-    # transformers accepts standard names for a class's own (hidden_size for GPT-2's n_embd), so we check its own
-    # names.
+    # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
     wrong_types = {key: problem for key in stated if (problem := _type_problem(names[key], stated[key], fields))}
@@ -263,8 +261,8 @@ def _checked_config(
         config = config_class.from_dict(keys)
     except Exception as error:  # a class's own code may raise any error for unexpected values
         reason = error.__cause__ or error
-        raise InputError(f"{where}: {config_class.__name__} rejects it: {described(reason)}") from error
-    # Some models read head_dim without falling back to the usual default.
+        raise InputError(f"{where}: not a valid {config_class.__name__}: {described(reason)}") from error
+    # Some models read head_dim without a default.
     if "head_dim" in fields and config.head_dim is None and reads_plainly(config_class, "head_dim"):
         config.head_dim = config.hidden_size // config.num_attention_heads
     return config
@@ -279,29 +277,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     except RecursionError:
-        raise InputError(f"{path}: is nested too deeply for a model's JSON; check for a repeated bracket") from None
+        raise InputError(f"{path}: is nested too deeply for a model's JSON; check for repeated brackets") from None
     except (ValueError, _RepeatedKeyError) as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
-        raise InputError(f"{path}: must be a JSON object of keys and values (got {type(keys).__name__})")
+        raise InputError(f"{path}: must be a JSON object with keys and values (got {type(keys).__name__})")
     return keys
 
 
 class _RepeatedKeyError(Exception):
-    """Raised for a key that occurs twice in a JSON object, because the last one would silently win."""
+    """Raised if a JSON object contains a key twice, because the last one would silently win."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     if repeated := sorted(key for key, count in counts.items() if count > 1):
-        raise _RepeatedKeyError(f"{', '.join(repeated)} is given more than once; keep one")
+        raise _RepeatedKeyError(f"{', '.join(repeated)} occurs more than once; keep one")
     return dict(pairs)
 
 
 def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]:
     model_type = keys.get("model_type")
     if model_type is None:
-        raise InputError(f"{where}: model_type is missing; state it, for example {', '.join(COMMON_MODEL_TYPES)}")
+        raise InputError(f"{where}: model_type is missing; set it, for example to {', '.join(COMMON_MODEL_TYPES)}")
     if model_type in MODEL_TYPES:
         from pretrain.model.own_code import register_own
 
@@ -312,13 +310,13 @@ def _config_class(where: str, keys: Mapping[str, Any]) -> type[PreTrainedConfig]
             hint = f"; for example {', '.join(COMMON_MODEL_TYPES)}"
         problem = f"{where}: unknown model_type {shortened(repr(model_type))}{hint}"
         if "auto_map" in keys:
-            problem += "; its auto_map names its own code; allow it with --trust_remote_code"
+            problem += "; its auto_map refers to custom code; allow it with --trust_remote_code"
         raise InputError(problem)
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
-            f"{where}: model_type {model_type!r} has no causal language model; use one with "
-            f"a causal language model, such as {', '.join(COMMON_MODEL_TYPES)}"
+            f"{where}: model_type {model_type!r} has no causal language model; use another one, "
+            f"such as {', '.join(COMMON_MODEL_TYPES)}"
         )
     return config_class
 
@@ -339,7 +337,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
 
 @functools.cache
 def model_source(config_class: type[PreTrainedConfig]) -> str:
-    """Returns the source of the module with the class's causal language model, or '' if it's unreadable."""
+    """Returns the source code of the module with the class's causal language model, or '' if it's unavailable."""
     try:
         return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
     except (ImportError, OSError, TypeError, ValueError, KeyError):
@@ -347,14 +345,14 @@ def model_source(config_class: type[PreTrainedConfig]) -> str:
 
 
 def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Finds keys that the model reads but the class doesn't declare, such as Qwen3-MoE's head_dim."""
+    """Finds all keys that the model reads, even if the class doesn't declare them, such as Qwen3-MoE's head_dim."""
     source = model_source(config_class)
     by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
     return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
 
 
 def reads_plainly(config_class: type[PreTrainedConfig], key: str) -> bool:
-    """Returns True if the model reads the key directly, without a default for an explicit null."""
+    """Returns True if the model reads the key without replacing null with a default."""
     plain = rf"""= (?:config\.{key}|getattr\(config, "{key}", (?!None)[^\n]*\))$"""
     return re.search(plain, model_source(config_class), re.MULTILINE) is not None
 
@@ -364,14 +362,14 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Formats an error from a library or from a model's own code (with its location) as one line."""
+    """Formats an error as one line, with file and line if it was raised in custom code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
 
 
 def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
-    """Describes how the keys of two models differ, as in 'num_hidden_layers 2, now 4'."""
+    """Describes the differences between two configurations, as in 'num_hidden_layers 2, now 4'."""
     if type(earlier) is not type(now):
         return f"model_type {earlier.model_type}, now {now.model_type}"
     names = sorted(_own_fields(type(now)) - {"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -382,14 +380,17 @@ def config_differences(earlier: PreTrainedConfig, now: PreTrainedConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigField:
-    """A configuration key: a field in transformers 5's classes, or an `__init__` argument in older classes."""
+    """Type and default of a configuration key."""
 
     type: Any
     default: Any
 
 
 def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
-    """Returns {key: type and default} for all keys in a configuration class."""
+    """Returns {key: type and default} for a configuration class.
+
+    Keys are dataclass fields, or `__init__` arguments in older classes.
+    """
     fields = {field.name: ConfigField(field.type, field.default) for field in dataclasses.fields(config_class)}
     for kind in reversed(config_class.__mro__):
         own = kind.__dict__.get("__init__")
@@ -404,12 +405,12 @@ def fields_of(config_class: type[PreTrainedConfig]) -> dict[str, ConfigField]:
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Returns the keys that describe the model: those that a class adds to the general keys."""
+    """Returns the keys that a class adds to those of PreTrainedConfig."""
     return fields_of(config_class).keys() - fields_of(PreTrainedConfig).keys()
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """Checks a value's type against the class's annotations. Returns the problem, or None."""
+    """Checks a value's type against the class's annotation. Returns the problem, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
         return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
@@ -425,7 +426,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
-    """Lists impossible shapes among values with the right type, under transformers' standard names."""
+    """Returns problems with the model's shape, such as a hidden size that isn't a multiple of the number of heads."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
@@ -451,15 +452,14 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
         )
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
-        problems.append(f"head_dim is {head_width}; rotary positions rotate pairs, so it must be even")
+        problems.append(f"head_dim is {head_width}; it must be even for rotary positions")
     return problems
 
 
 def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Lists problems with the values in a model's JSON, except rotary positions.
+    """Returns problems with the values in a model's JSON, except for rotary positions.
 
-    Args:
-        defaults: the class's default values. A key accepts activations or negative numbers if its default is one.
+    defaults: the class's default values, used to detect keys that are activations or may be negative.
     """
     problems = []
     for path, value in _numbers(keys):
@@ -471,14 +471,14 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
         if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is not an object of labels; a language model needs none")
+            problems.append(f"{key}: {_shown(value)} is not an object of labels; omit it for a language model")
     return problems
 
 
 def _number_problems(path: str, value: float, default: Any) -> list[str]:
-    """Lists problems with one number.
+    """Returns problems with one number.
 
-    path: dotted if the number is inside an object, as in 'rope_parameters.factor'.
+    path: key, dotted in nested objects, as in 'rope_parameters.factor'.
     """
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
@@ -490,7 +490,7 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     if isinstance(value, int):
         _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
         if value > most:
-            return [f"{path}: {_shown(value)} is more than any model has; allowed: at most {most:,} {what}"]
+            return [f"{path}: {_shown(value)} is too large; allowed: at most {most:,} {what}"]
         is_negative = isinstance(default, int | float) and default < 0
         if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
             return [f"{path}: {_shown(value)}; allowed: 0 or more"]
@@ -498,9 +498,9 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 
 
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
-    """Lists problems with rotary positions, given as one object or one per kind of layer.
+    """Returns problems with rotary parameters, given as one object or as one object per layer type.
 
-    has_keys: True if the class declares rope_parameters, so their keys are known. transformers checks nested objects.
+    has_keys: True if the class declares rope_parameters. If so, unknown keys are problems.
     """
     known = {*RopeParameters.__annotations__, "type"}
     problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
@@ -509,7 +509,7 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             continue
         if not isinstance(given, dict):
             problems.append(
-                f"{outer}: {_shown(given)} is not an object; give one such as {{'rope_type': 'linear', 'factor': 8.0}}"
+                f"{outer}: {_shown(given)} is not an object; use one such as {{'rope_type': 'linear', 'factor': 8.0}}"
             )
             continue
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
@@ -517,7 +517,7 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             problems += _rope_kind_problems(prefix, values)
         for key in given if has_keys and not nested else ():
             if key not in known:
-                problems.append(f"{outer}.{key} is not a key of rotary positions{did_you_mean(key, known)}")
+                problems.append(f"{outer}.{key} is not a rotary parameter{did_you_mean(key, known)}")
     return problems
 
 
@@ -532,16 +532,13 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
         least = 1 if key == "factor" else 0
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < least or value == 0:
-            allowed = "a number from 1, such as 8.0" if key == "factor" else "a number above 0"
+            allowed = "a number of at least 1, such as 8.0" if key == "factor" else "a number above 0"
             problems.append(f"{prefix}{key}: {_shown(value)}; allowed: {allowed}")
     return problems
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (dotted path, number) for every number in nested objects and lists.
-
-    Numbers in a list have the list's path.
-    """
+    """Yields (dotted path, number) for every number in nested objects and lists. Lists don't extend the path."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _numbers(value, f"{path}.{key}" if path else str(key))

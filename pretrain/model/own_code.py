@@ -1,4 +1,4 @@
-"""Registers models that transformers lacks: files in `architectures`, and folders with their own code."""
+"""Registers models that aren't in transformers: files in `architectures`, and model folders with custom code."""
 
 import json
 import sys
@@ -22,15 +22,15 @@ USUAL_NAMES = {
     "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "hidden_dim"),
     "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_length", "block_size"),
 }
-"""{transformers' name: common names in other code}"""
+"""{transformers' name: names commonly used in other code}"""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
-"""Sizes that FLOPs and memory depend on."""
+"""Sizes that are needed to compute FLOPs and memory."""
 
 
 def register(module: ModuleType) -> str:
     """Registers a module's causal language model and returns its model_type.
 
-    Raises InputError unless the module defines exactly one, according to the convention in `architectures`.
+    Raises InputError unless the module defines exactly one and follows the conventions in `architectures`.
     """
     defined_here = {
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
@@ -41,12 +41,12 @@ def register(module: ModuleType) -> str:
         raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
     base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
     if base_name not in defined_here:
-        raise InputError(f"{module.__file__}: must define {base_name} next to {causal_names[0]} as its base model")
+        raise InputError(f"{module.__file__}: must define {base_name}, the base model of {causal_names[0]}")
     causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
     config_class = causal_class.config_class
     if getattr(config_class, "__module__", "") != module.__name__:
         raise InputError(
-            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration defined in the file, with its "
+            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration class in this file, with its "
             "own model_type"
         )
     register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
@@ -55,13 +55,13 @@ def register(module: ModuleType) -> str:
 
 
 def register_extensions() -> None:
-    """Registers the extensions' entries in `registry.ARCHITECTURES`. Raises InputError as `register` does."""
+    """Registers the architectures that extensions added to ARCHITECTURES. Raises InputError as `register` does."""
     for name, causal_class in ARCHITECTURES.items():
         if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
             continue
         module = sys.modules[causal_class.__module__]
         if (model_type := causal_class.config_class.model_type) != name:
-            raise InputError(f"{module.__file__}: is registered as {name}, but its model_type is {model_type}")
+            raise InputError(f"{module.__file__}: registered as {name}, but its model_type is {model_type}")
         register(module)
         LOADED_CODE["code of the model"] = digest_of([Path(module.__file__)])
 
@@ -72,19 +72,19 @@ def register_classes(
     causal_class: type[PreTrainedModel],
     model_class: type[PreTrainedModel] | None,
 ) -> None:
-    """Registers the classes with transformers, and adds aliases for sizes to `attribute_map`.
+    """Registers the classes with transformers, and adds size aliases to `attribute_map`.
 
-    Registered classes are saved with their code, so `from_pretrained(folder, trust_remote_code=True)` works on
-    machines without this project. Raises InputError if the model_type belongs to transformers, the classes belong to a
-    different configuration, or a size is missing.
+    Their code is saved with the model, so `from_pretrained(folder, trust_remote_code=True)` works on machines without
+    this project. Raises InputError if the model_type is already taken, the classes use a different configuration, or a
+    size is missing.
     """
     model_type = config_class.model_type
-    # In this lazy mapping, get() only finds entries that are already loaded.
+    # get() only finds entries of this lazy mapping that are already loaded.
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
-        said = f"model_type {model_type!r} is another model's" if model_type else "it has no model_type"
+        said = f"model_type {model_type!r} is already taken" if model_type else "it has no model_type"
         raise InputError(
-            f"{file}: {config_class.__name__}: {said}; give it another one, here and in config.json (for "
+            f"{file}: {config_class.__name__}: {said}; choose a different one, here and in config.json (to use "
             "transformers' own model, omit trust_remote_code)"
         )
     name_sizes(file, config_class)
@@ -92,7 +92,7 @@ def register_classes(
         return
     for made in filter(None, (causal_class, model_class)):
         if getattr(made.config_class, "__name__", None) != config_class.__name__:
-            raise InputError(f"{file}: {made.__name__} needs the line config_class = {config_class.__name__}")
+            raise InputError(f"{file}: {made.__name__} must contain config_class = {config_class.__name__}")
     AutoConfig.register(model_type, config_class)
     config_class.register_for_auto_class("AutoConfig")
     if model_class is not None:
@@ -103,15 +103,12 @@ def register_classes(
 
 
 def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
-    """Adds aliases for sizes, such as n_layer, to the class's attribute_map.
-
-    Raises InputError if a size is missing.
-    """
+    """Adds size aliases, such as n_layer, to the class's attribute_map. Raises InputError if a size is missing."""
     try:
         example = config_class()
-    except Exception as error:  # a class's own code may raise any error
+    except Exception as error:  # custom code may raise any error
         raise InputError(
-            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work; give its arguments defaults"
+            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; add defaults"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():
@@ -125,21 +122,21 @@ def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
     if missing:
         entries = json.dumps({name: found[0] if found else "YOUR_NAME" for name, found in missing.items()})
         raise InputError(
-            f"{file}: {config_class.__name__} has no {', '.join(missing)}, which FLOPs and memory depend on; "
+            f"{file}: {config_class.__name__} has no {', '.join(missing)}, needed to compute FLOPs and memory; "
             f"map them to your names in the class: attribute_map = {entries}"
         )
 
 
 def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
-    """Registers the classes named by auto_map in a config.json, with the code next to it.
+    """Registers the classes in a config.json's auto_map, from the Python files next to it.
+
+    Raises InputError with file, line and message if the code has an error.
 
     Args:
         name_or_path: a folder or Hub ID.
         keys: its config.json.
-
-    Raises InputError with file, line and message if there is a mistake in the code.
     """
-    register_all()  # makes sure that the folder can't reuse a local architecture's model_type
+    register_all()  # so that the folder can't reuse a local architecture's model_type
     auto_map = keys["auto_map"]
     names = {kind: auto_map.get(kind) for kind in ("AutoConfig", "AutoModelForCausalLM", "AutoModel")}
     for kind in ("AutoConfig", "AutoModelForCausalLM"):
@@ -157,11 +154,11 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
     digest = digest_of(files)
     classes = {}
     for kind, path in paths.items():
-        # The module's name depends on its content, so that a checkpoint's copy of the code is the same module.
+        # The module is named after its content, so a checkpoint's copy of the code is the same module.
         module = import_file(path, f"groundwork_own_{digest}")
         class_name = names[kind].partition(".")[2]
         if not hasattr(module, class_name):
-            raise InputError(f"{path}: has no {class_name}, which auto_map names for {kind}")
+            raise InputError(f"{path}: has no {class_name}, which is the {kind} in auto_map")
         classes[kind] = getattr(module, class_name)
     causal_class = classes["AutoModelForCausalLM"]
     register_classes(paths["AutoConfig"], classes["AutoConfig"], causal_class, classes.get("AutoModel"))
@@ -169,7 +166,7 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
 
 
 def fetched(name_or_path: str, file: str) -> Path:
-    """Returns the path of a Python file in a folder or Hub ID, after fetching its relative imports.
+    """Fetches a Python file and its relative imports from a folder or Hub ID, and returns the file's path.
 
     Raises InputError if a file is missing.
     """
@@ -188,7 +185,7 @@ def fetched(name_or_path: str, file: str) -> Path:
 
 
 def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
-    """Returns a folder's or Hub ID's config.json if its auto_map names its own code, and otherwise None."""
+    """Returns the config.json of a folder or Hub ID if it has an auto_map, or None."""
     try:
         keys = json.loads(Path(cached_file(name_or_path, "config.json")).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -199,15 +196,15 @@ def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
 def register_own(model_type: str) -> None:
     """Registers the file in `architectures` for a model_type in MODEL_TYPES.
 
-    Raises InputError with file, line and message if there is a mistake in the file.
+    Raises InputError with file, line and message if the file has an error.
     """
     path = Path(architectures.__path__[0]) / f"{model_type}.py"
     found = register(import_file(path, architectures.__name__))
     if found != model_type:
-        raise InputError(f"{path}: its model_type is {found!r}; name the file {found}.py, or change its model_type")
+        raise InputError(f"{path}: its model_type is {found!r}; rename the file to {found}.py, or change model_type")
 
 
 def register_all() -> None:
-    """Registers every file in `architectures` that has no errors, for folders with unknown models."""
+    """Registers all files in `architectures`. Files with errors are skipped."""
     for model_type in architectures.MODEL_TYPES:
         Problems().attempt(register_own, model_type)

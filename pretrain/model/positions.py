@@ -1,7 +1,6 @@
-"""Changes a model's positions during a run: their number, or the rotary frequencies (docs/long_context.md).
+"""Changes a model's maximum number of positions or its rotary frequencies during a run (docs/long_context.md).
 
-The frequencies aren't weights, so a model keeps all of its weights when they change. Learned position embeddings, as
-in GPT-2, can't grow.
+This doesn't change any weights. Learned position embeddings, as in GPT-2, can't be extended.
 """
 
 import copy
@@ -19,18 +18,18 @@ from pretrain.model.model_config import changed_config, described
 from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, reference_of
 
 KEPT_BY_TYPE = ("rope_theta", "partial_rotary_factor")
-"""Keys that a stage keeps from the previous stage if its rope_type is different."""
+"""Keys that a stage inherits from the previous stage even if it changes rope_type."""
 OF_EACH_INPUT = ("dynamic", "longrope")
-"""Types with frequencies that depend on the input's length, so they would differ for shorter sequences."""
+"""Values of rope_type with frequencies that depend on the input length."""
 KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
-"""Configuration keys that a stage changes."""
+"""Configuration keys that a stage can change."""
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
-    """Returns the model's configuration in each stage, with enough positions and the stage's rotary parameters.
+    """Returns the model's configuration for each stage, with enough positions and the stage's rotary parameters.
 
-    A stage that changes neither shares the previous stage's configuration object. Raises InputError if the model's
-    positions can't be changed in this way.
+    Stages without changes share the previous stage's configuration object. Raises InputError if the model doesn't
+    support a change.
     """
     problems = Problems()
     configs = [config]
@@ -39,7 +38,7 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
         rope_parameters = data.mixtures[number].rope_parameters
         longest = getattr(configs[-1], "max_position_embeddings", None)
         grows = longest is not None and window.sequence_length > longest
-        # Without stages, `length_problems` checks the length.
+        # Without stages, `length_problems` checks the sequence length.
         if not data.stages or not (grows or rope_parameters):
             configs.append(configs[-1])
             continue
@@ -53,9 +52,9 @@ def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedCo
 def _changed(
     config: PreTrainedConfig, place: str, length: int | None, rope_parameters: dict[str, Any] | None
 ) -> PreTrainedConfig:
-    """Returns the configuration with these positions and rotary parameters.
+    """Returns the configuration with a new number of positions and new rotary parameters (None: unchanged).
 
-    None leaves them unchanged. Raises InputError.
+    Raises InputError if the model doesn't support the change.
     """
     changes: dict[str, Any] = {} if length is None else {"max_position_embeddings": length}
     if rope_parameters:
@@ -64,8 +63,8 @@ def _changed(
     if learned := _tables_that_differ(config, changed):
         raise InputError(
             f"{place}.sequence_length: {length:,} is more than the {config.max_position_embeddings:,} positions of "
-            f"{config.model_type}, which {learned}; give the model enough from the start "
-            f"(--model.max_position_embeddings {length}), or use one with rotary positions, such as llama"
+            f"{config.model_type}, which {learned}; set --model.max_position_embeddings {length} from the start, "
+            "or use a model with rotary positions, such as llama"
         )
     if rope_parameters and (problem := _rope_problem(KeyedConfig.of(config), KeyedConfig.of(changed))):
         raise InputError(f"{place}.rope_parameters: {config.model_type} {problem}")
@@ -73,15 +72,15 @@ def _changed(
 
 
 def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration changes for a stage's rope_parameters. Raises InputError."""
+    """Returns the configuration changes for a stage's rope_parameters. Raises InputError if they are invalid."""
     before = getattr(config, "rope_parameters", None)
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
             return dict(given)
-        how = "has one set for each kind of layer" if before else "has no rotary positions"
+        how = "has different ones for each layer type" if before else "has no rotary positions"
         raise InputError(
             f"{place}.rope_parameters: {config.model_type} {how}, so a stage can't change them; omit "
-            "rope_parameters, or use a model with one set, such as llama or qwen3"
+            "rope_parameters, or use a model with the same rotary positions in all layers, such as llama or qwen3"
         )
     rope_type = given.get("rope_type", before["rope_type"])
     if rope_type in OF_EACH_INPUT:
@@ -96,20 +95,17 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if missing := [key for key in needed.get(rope_type, ()) if rope.get(key) is None]:
         raise InputError(
             f"{place}.rope_parameters: rope_type {rope_type} needs {' and '.join(missing)} "
-            "(original_max_position_embeddings: the length trained so far; factor: the new length divided by it)"
+            "(original_max_position_embeddings: the previous sequence length; factor: the new length divided by it)"
         )
     return {"rope_parameters": rope}
 
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Names tables whose length is the model's number of positions, which can't grow.
-
-    Returns None if there are none.
-    """
+    """Describes tables with a row per position, which can't be extended. Returns None if there are none."""
     shapes = [
         {
-            "learns a vector for each": {name: p.shape for name, p in model.named_parameters()},
-            "has a table of all": {name: buffer.shape for name, buffer in model.named_buffers()},
+            "learns an embedding for each position": {name: p.shape for name, p in model.named_parameters()},
+            "has a table of all positions": {name: buffer.shape for name, buffer in model.named_buffers()},
         }
         for model in map(build_meta_model, (config, changed))
     ]
@@ -119,7 +115,10 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Compares a small copy whose frequencies are changed in place with one built with the new frequencies."""
+    """Tests on a small copy whether changing frequencies in place is equivalent to rebuilding the model.
+
+    Returns the problem, or None.
+    """
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
     _take_positions(small, keyed_changed.config)
@@ -131,21 +130,21 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         use_positions(model, keyed_changed.config)
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
-    except Exception as error:  # the library's own classes may raise any error
+    except Exception as error:  # the library's classes may raise any error
         return f"does not support changed positions ({described(error)}); omit rope_parameters"
     if torch.equal(wanted, before):
-        return "computes the same with and without them; omit them"
+        return "does not use them; omit rope_parameters"
     if not torch.equal(found, wanted):
-        return "has frequencies that a stage can't change; omit rope_parameters"
+        return "has rotary frequencies that a stage can't change; omit rope_parameters"
     return None
 
 
 def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTrainedModel) -> None:
-    """Gives a built model the positions in `config`, by updating its configuration and rotary tables in place.
+    """Updates a built model's configuration and rotary tables in place to the positions in `config`.
 
     Args:
-        model: a model, a part of one, or a module that contains one.
-        others: further modules with their own configuration.
+        model: a model, one of its submodules, or a module that contains it.
+        others: more modules to update.
     """
     for root in (model, *others):
         for module in root.modules():
@@ -166,7 +165,7 @@ def _take_positions(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _rebuild_tables(module: nn.Module) -> None:
-    """Recomputes a rotary module's tables with its own constructor, on the CPU as when the model was built."""
+    """Recomputes a rotary module's tables with its constructor, on the CPU, as when the model was built."""
     with torch.device("cpu"):
         fresh = type(module)(config=module.config)
     for name, table in fresh.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""Reads a pretrained model's weights from safetensors one tensor at a time, so that no rank holds them all."""
+"""Loads pretrained weights from safetensors one tensor at a time, so that no rank needs memory for all of them."""
 
 import json
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from pretrain.model.routers import as_buffers
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens added to a tokenizer. Each is initialized with the mean of the old tokens that make up its text."""
+    """Tokens added to a tokenizer, each initialized with the mean of the original tokens for the same text."""
 
     first: int
-    """First new ID. Smaller IDs belong to the original model."""
+    """First new ID. Smaller IDs are in the original vocabulary."""
     parts: list[list[int]]
-    """IDs for each new token's text in the original tokenizer."""
+    """Original token IDs for each new token's text."""
     rows: int
     """Number of rows in the extended embedding, including padding."""
 
     def extend(self, old: torch.Tensor) -> torch.Tensor:
         """Adds rows for the new tokens to an embedding, a head or its bias, (tokens, ...).
 
-        Padding beyond the old rows is initialized with the mean of all tokens.
+        Padding rows are initialized with the mean over the original tokens.
         """
         mean = old[: self.first].mean(dim=0)
         extended = torch.cat([old, mean.expand(max(0, self.rows - len(old)), *old.shape[1:])])
@@ -41,11 +41,11 @@ class NewTokens:
 
 
 TensorPlaces = dict[str, tuple[Path, str]]
-"""{name of a tensor, or of each of its published pieces: (file, name in the file)}"""
+"""{tensor name or published name: (file, name in the file)}"""
 
 
 class PretrainedTensors:
-    """Weights from a folder or Hub ID, under the training model's names and always in fp32."""
+    """Weights in a folder or Hub ID, read in fp32 under the training model's names."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class PretrainedTensors:
         self._of_vocabulary = vocabulary_tensors(names.meta_model) if new_tokens else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor into newly allocated CPU memory. Integers keep their type."""
+        """Reads a tensor to newly allocated CPU memory. Integer tensors aren't cast to fp32."""
         tensor = self._found(name)
         if name in self._of_vocabulary:
             return self._new_tokens.extend(tensor.to(torch.float32))
-        # We always copy, because safetensors returns a view of the memory-mapped file.
+        # safetensors returns a view of the memory-mapped file, so we always copy.
         return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def _found(self, name: str) -> torch.Tensor:
@@ -76,9 +76,9 @@ class PretrainedTensors:
         return tensors[name] if name in tensors else self._names.join(name, tensors.pop)
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Loads the weights for the module called `unit` inside `causal_lm`, which is on the meta device.
+        """Loads the weights of the module `unit` in `causal_lm`, which is on the meta device.
 
-        Buffers that aren't saved (rotary tables) are computed. `tie_weights` handles tied parameters.
+        Buffers that aren't in the files (rotary tables) are computed. Call `causal_lm.tie_weights()` afterwards.
         """
         root = causal_lm.get_submodule(unit)
         values: list[tuple[nn.Module, str, torch.Tensor]] = []
@@ -89,12 +89,11 @@ class PretrainedTensors:
                     tensor = self.read(prefix + key)
                     values.append((module, key, tensor))
                     parameter = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-                    parameter._is_hf_initialized = True  # transformers' initializers skip marked parameters
+                    parameter._is_hf_initialized = True  # transformers' initializers skip these parameters
                     setattr(module, key, parameter)
-        initialize_module(causal_lm, unit, seed=0)  # for buffers missing in the files
+        initialize_module(causal_lm, unit, seed=0)  # for buffers that aren't in the files
         for module, key, tensor in values:
-            # An initializer outside transformers may have overwritten the values despite the mark, so we set them
-            # again.
+            # Custom initializers may ignore _is_hf_initialized and overwrite the values, so we set them again.
             setattr(module, key, nn.Parameter(tensor, requires_grad=module._parameters[key].requires_grad))
         for name, buffer in root.named_buffers(prefix=unit):
             if name in self._places:
@@ -102,20 +101,20 @@ class PretrainedTensors:
 
 
 class TensorsInMemory(PretrainedTensors):
-    """Weights in a dict of CPU tensors. Reading a tensor removes it, so there is never a full second copy."""
+    """Weights in a dict of CPU tensors. Reading a tensor removes it from the dict to save memory."""
 
     def _found(self, name: str) -> torch.Tensor:
         return self._places.pop(name)
 
 
 class LoadedModel:
-    """A whole model with the same architecture on the CPU. Its tensors are moved to the training model."""
+    """Weights in a model on the CPU, whose tensors are moved to the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Moves the parameters and buffers in the module called `unit` to the same module in `causal_lm`."""
+        """Moves the parameters and buffers of the module `unit` to the same module in `causal_lm`."""
         source = self._model.get_submodule(unit)
         for name, module in causal_lm.get_submodule(unit).named_modules():
             twin = source.get_submodule(name)
@@ -126,7 +125,7 @@ class LoadedModel:
 
 
 def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns {name: parameter} for a model's embedding and head, which have one row per token."""
+    """Returns {name: parameter} for the embedding and the head, which have one row per token."""
     modules = [
         module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
     ]
@@ -135,15 +134,15 @@ def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Loads a pretrained model from a folder or the Hub, always with fp32 master weights.
+    """Loads a pretrained model in fp32 from a folder or the Hub.
 
-    It only reads safetensors, because loading the older pickle format can execute code. Raises InputError if the model
-    or some of its weights are missing, or if its attention isn't supported.
+    Only supports safetensors, because pickle files can execute code. Raises InputError if the model or some of its
+    weights are missing, or if transformers can't build the model.
     """
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"{name_or_path}: a JSON describes a model but has no weights; to continue a pretrained model give its "
-            "folder or Hub ID, or train from scratch with init: scratch"
+            f"{name_or_path}: a JSON has no weights; use the folder or Hub ID of a pretrained model, or train from "
+            "scratch with init: scratch"
         )
     load_model_config(name_or_path, trust_remote_code=trust_remote_code)
     try:
@@ -155,19 +154,19 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
             output_loading_info=True,
         )
     except (ImportError, ValueError) as error:
-        raise InputError(f"{name_or_path}: the library cannot build this model: {first_line(error)}") from error
+        raise InputError(f"{name_or_path}: transformers cannot build this model: {first_line(error)}") from error
     except SafetensorError as error:
-        raise InputError(f"{name_or_path}: its weights are damaged ({first_line(error)}); restore them") from error
+        raise InputError(f"{name_or_path}: the weights are damaged ({first_line(error)}); restore them") from error
     except OSError as error:
         raise InputError(
-            f"{name_or_path}: no safetensors weights could be read ({first_line(error)}); give a folder or a Hub ID "
+            f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or a Hub ID "
             "with model.safetensors"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:
         raise InputError(
-            f"{name_or_path}: {len(missing)} weights are missing or have another shape than config.json says, the "
-            f"first is {missing[0]}; the checkpoint is incomplete or belongs to another configuration"
+            f"{name_or_path}: {len(missing)} weights are missing or do not have the shape in config.json, starting "
+            f"with {missing[0]}; the checkpoint is incomplete or belongs to a different configuration"
         )
     clear_padding(model)
     as_buffers(model)
@@ -175,11 +174,12 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
-    """Opens the weights of a folder or Hub ID, and loads the whole model if its files need conversion.
+    """Opens the weights in a folder or Hub ID. Raises InputError as `load_pretrained` does.
 
-    That happens if transformers merges several kinds of tensors while loading, except for separately saved experts,
-    which we join here. Every rank then holds the whole model until its own part is built. new_tokens: tokens added to
-    the vocabulary. Raises InputError as `load_pretrained` does.
+    If the files need a conversion other than joining experts, this loads the whole model. Every rank then needs memory
+    for the whole model until its shards are built.
+
+    new_tokens: tokens added to the vocabulary.
     """
     files = {} if name_or_path.endswith(".json") else find_tensors(name_or_path)
     names = PublishedNames.of(load_model_config(name_or_path)) if files else None
@@ -193,10 +193,10 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError if a local folder's weights are missing or damaged."""
+    """Raises InputError if the weights in a local folder are missing or damaged."""
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"init: pretrained, but model: {name_or_path} is a JSON without weights; give a model's folder or "
+            f"init: pretrained, but model: {name_or_path} is a JSON without weights; use a model folder or "
             "Hub ID, or train from scratch with init: scratch"
         )
     if Path(name_or_path).is_dir() and not find_tensors(name_or_path):
@@ -204,11 +204,11 @@ def find_weights(name_or_path: str) -> None:
 
 
 def find_tensors(name_or_path: str) -> dict[str, Path]:
-    """Returns {name in the file: file} for all tensors of a folder or Hub ID, or {} if it has no safetensors.
+    """Returns {tensor name: file} for a folder or Hub ID, or {} if there are no safetensors.
 
     Raises InputError if a file is damaged.
     """
-    # cached_file has no public way to return None for a missing file.
+    # Private, but cached_file has no public option to return None if the file is missing.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
     try:
         single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, **missing_is_none)
@@ -222,7 +222,7 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
         return {}  # load_pretrained reports this problem
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{index}: is not a valid index of weights ({type(error).__name__}: {error}); restore the file"
+            f"{index}: not a valid weight index ({type(error).__name__}: {error}); restore the file"
         ) from None
     places = {}
     for path in paths:
@@ -230,12 +230,12 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path}: is damaged or not safetensors ({error}); restore or download it") from None
+            raise InputError(f"{path}: damaged or not a safetensors file ({error}); restore or replace it") from None
     return places
 
 
 def places_in_files(files: dict[str, Path], names: PublishedNames) -> dict[str, TensorPlaces] | None:
-    """Finds the model's tensors in the files, with or without the base model's prefix.
+    """Finds the model's tensors in the files, with or without the base model's prefix in their names.
 
     Returns None if a parameter is missing or has the wrong shape.
     """

@@ -1,8 +1,8 @@
-"""Converts between a model's stacked experts and published tensor names with one tensor per expert.
+"""Converts between stacked experts and published checkpoints, which contain one tensor per expert.
 
-transformers 5 stacks experts when it loads them (`experts.gate_up_proj`), and `save_pretrained` splits them
-(`experts.0.gate_proj.weight`). The Hub, vLLM, llama.cpp and transformers 4 use split experts. Both directions use
-transformers' own conversions one tensor at a time, so there is never a second copy of a model.
+transformers 5 stacks experts on loading (`experts.gate_up_proj`), and `save_pretrained` splits them
+(`experts.0.gate_proj.weight`). The Hub, vLLM, llama.cpp and transformers 4 use split experts. We use transformers'
+own conversions, but one tensor at a time, so we never need memory for a second copy of the model.
 """
 
 import copy
@@ -28,12 +28,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PublishedNames:
-    """Names and shapes of an architecture's tensors, as written by `save_pretrained`."""
+    """Tensor names and shapes of an architecture, as written by `save_pretrained`."""
 
     def __init__(self, meta_model: PreTrainedModel):
         tensors = meta_model.state_dict()
         conversions = get_model_conversion_mapping(meta_model, add_legacy=False)
-        # Cached on the model, because `revert_weight_conversion` would otherwise collect them again for each tensor.
+        # `revert_weight_conversion` reads this attribute instead of collecting the conversions for every tensor.
         meta_model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
         self.meta_model = meta_model
         self.pieces: dict[str, Shapes] = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
@@ -44,7 +44,7 @@ class PublishedNames:
         try:
             pieces = {name: shapes_of(self._split_all({name: tensor})) for name, tensor in tensors.items()}
             together = shapes_of(self._split_all(tensors))
-        except Exception:  # if a conversion needs several tensors, it may fail in any way on one
+        except Exception:  # conversions that need several tensors may raise any error
             return
         each = [piece for named in pieces.values() for piece in named.items()]
         if len(each) == len(together) and dict(each) == together:
@@ -58,13 +58,13 @@ class PublishedNames:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns {published name: tensor} for a training model's tensor. Some tensors are views of it."""
+        """Splits a training model's tensor into {published name: tensor}. Some of them are views."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
         return self._split_all({name: tensor})
 
     def join(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """Builds a training model's tensor from the tensors that `read` returns for its published names."""
+        """Builds a training model's tensor from its published tensors, read with `read(name)`."""
         conversions = self.meta_model._weight_conversions
         converter = None
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
@@ -75,7 +75,7 @@ class PublishedNames:
                 return read(piece)
             if converter is None:
                 converter = copy.deepcopy(next(each for each in converters if pattern in each.source_patterns))
-            # add_tensor only collects pieces. `convert` joins them when all are present.
+            # add_tensor only collects the tensors. `convert` joins them.
             converter.add_tensor(name, piece, pattern, read(piece))
         return converter.convert(name, model=self.meta_model, config=self.meta_model.config)[name]
 
@@ -85,7 +85,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Shapes:
 
 
 def shapes_in_files(paths: Iterable[Path]) -> Shapes:
-    """Reads {name: shape} for the tensors in safetensors files from the file headers."""
+    """Reads {name: shape} from the headers of safetensors files."""
     found: Shapes = {}
     for path in dict.fromkeys(paths):
         with safe_open(path, framework="pt") as file:
@@ -94,7 +94,7 @@ def shapes_in_files(paths: Iterable[Path]) -> Shapes:
 
 
 class JoinedTensors(Mapping[str, Tensor]):
-    """Saved tensors under the training model's names, even if they were saved under published names."""
+    """Mapping from the training model's names to saved tensors, which may have published names."""
 
     def __init__(self, saved: Mapping[str, Tensor], names: PublishedNames):
         self._saved = saved
@@ -111,7 +111,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """Returns {name: shape} for tensors saved with these shapes. If pieces don't fit, returns the wrong shape."""
+        """Returns {name: shape}, given the saved shapes. If a published tensor doesn't fit, it's that shape."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]
@@ -119,7 +119,7 @@ class JoinedTensors(Mapping[str, Tensor]):
             found[name] = saved[name] if name in saved else [*wrong, self._names.shapes[name]][0]
         return found
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own method would read the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
         return name in self._keys
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""MoE support: routers in transformers' models, coefficients for their losses, and the experts' matmuls.
+"""MoE models: routers in transformers' models, coefficients for their losses, and expert matmuls.
 
 Shapes: E experts, K experts per token.
 """
@@ -17,17 +17,17 @@ from pretrain.config import Loss
 from pretrain.errors import InputError, Problems
 
 RECORDED = "router_logits"
-"""Key for modules that return router logits, in the declarations of transformers' classes."""
+"""Key under which transformers' classes declare the modules that return router logits."""
 TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
-"""Names of K in modules and configurations."""
+"""Attribute names for K in modules and configurations."""
 BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of a bias that is added to the scores when choosing experts, but not when weighting their outputs.
+"""Attribute names of the balancing bias, as in DeepSeek-V3 (Wang et al., arXiv 2408.15664).
 
-DeepSeek-V3 uses it for balancing (Wang et al., arXiv 2408.15664).
+It's added to the scores for choosing experts, but not for weighting their outputs.
 """
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Configuration keys of the balancing loss's coefficient, on transformers' scale (see training/experts.py)."""
+"""Configuration keys for the balancing loss coefficient, on transformers' scale (see training/experts.py)."""
 Z_LOSS_COEFFICIENT = "router_z_loss_coef"
 EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 TAKEN_OVER = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
@@ -36,18 +36,18 @@ TAKEN_OVER += ("act_fn", "_apply_gate", "post_expert_norm")
 
 @dataclass(frozen=True)
 class Router:
-    """A router in a model."""
+    """A router and the MoE block that contains it."""
 
     name: str
     module: nn.Module
     block: nn.Module
-    """Module that contains the router and its experts."""
+    """Module with the router and its experts."""
     logits_at: int
     """Index of the logits in the router's output."""
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Lists the routers declared by the model's classes, in the model's order."""
+    """Returns the routers that the model's classes declare, in the model's order."""
     specs = list(_declared(model))
     places = {
         name: index
@@ -55,7 +55,7 @@ def routers_of(model: nn.Module) -> list[Router]:
         for kind, index, layer_name in specs
         if isinstance(module, kind) and (layer_name is None or f".{layer_name.strip('.')}." in f".{name}.")
     }
-    # A block that returns its router's logits may also be declared, so we take the innermost match.
+    # A block that returns its router's logits may also be declared, so we use the innermost modules.
     innermost = [name for name in places if not any(other.startswith(f"{name}.") for other in places)]
     return [
         Router(name, model.get_submodule(name), model.get_submodule(name.rpartition(".")[0]), places[name])
@@ -64,9 +64,9 @@ def routers_of(model: nn.Module) -> list[Router]:
 
 
 def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
-    """Yields (class, index of the logits in its output, part of the module's name) for every declaration."""
+    """Yields (class, index of the logits in its output, part of the module name or None) for each declaration."""
     for module in model.modules():
-        # No public attribute gives the index of a router's logits in its outputs.
+        # Private, but the only place with the index of the logits in a router's output.
         declared = getattr(module, "_can_record_outputs", None) if isinstance(module, PreTrainedModel) else None
         specs = (declared or {}).get(RECORDED) or []
         for spec in specs if isinstance(specs, list) else [specs]:
@@ -76,7 +76,7 @@ def _declared(model: nn.Module) -> Iterator[tuple[type, int, str | None]]:
 
 
 def experts_per_token(router: Router, config: object) -> int | None:
-    """Returns K, as found in the router, its block or the configuration."""
+    """Returns K from the router, its block or the configuration, or None."""
     for owner in (router.module, router.block, config, getattr(config, "ffn_config", None)):
         for name in TOP_K:
             if isinstance(value := getattr(owner, name, None), int):
@@ -85,17 +85,17 @@ def experts_per_token(router: Router, config: object) -> int | None:
 
 
 def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
-    """Returns (routed experts' parameters by their names in the block, E).
+    """Returns ({name in the block: parameter} for all routed experts, E), or ({}, 0) if E is unknown.
 
-    transformers 5 keeps a layer's experts in one tensor (E, out, in) or, for dbrx, (E x out, in). Older code has a
-    list of modules. The result excludes shared experts, which every token uses.
+    transformers 5 stores a layer's experts in one tensor (E, out, in), or (E x out, in) for dbrx. Older code uses a
+    list of modules. Shared experts aren't included.
     """
     inside = {id(parameter) for parameter in router.module.parameters()}
     others = {n: p for n, p in router.block.named_parameters() if id(p) not in inside}
     numbers = {int(found[1]) for name in others if (found := re.match(r"experts\.(\d+)\.", name))}
     if numbers:
         return {n: p for n, p in others.items() if re.match(r"experts\.\d+\.", n)}, len(numbers)
-    # With ZeRO-3, parameters are empty, and DeepSpeed keeps their shapes in ds_shape.
+    # With ZeRO-3, parameters are empty, and DeepSpeed stores their shapes in ds_shape.
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in others.items()}
     experts = getattr(router.module, "num_experts", None) or getattr(router.block, "num_experts", None)
     experts = experts or next((shape[0] for shape in shapes.values() if len(shape) == 3), None)
@@ -112,10 +112,10 @@ def expert_parameters(router: Router) -> tuple[dict[str, nn.Parameter], int]:
 
 
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
-    """Describes how each expert tensor (E, rows, columns) stores the gate and up projections.
+    """Returns how gate and up projections are combined in each expert tensor (E, rows, columns).
 
-    Returns {name: (matrix dimension along which the two are concatenated, or None for a single matrix; True if they
-    are interleaved along it)}.
+    The result is {name: (matrix dimension along which they are concatenated, or None for a single projection; True if
+    they are interleaved along it)}.
     """
     found: dict[str, tuple[int | None, bool]] = {}
     for router in routers_of(model):
@@ -135,7 +135,7 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
 
 
 def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Lists (owner, name) for every router bias in a module, including parameters and buffers."""
+    """Returns (owner, name) for every router bias in a module, whether parameter or buffer."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -145,15 +145,15 @@ def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
 
 
 def balancing_bias(router: Router) -> Tensor | None:
-    """Returns a router's bias, flat (E,) and sharing the model's storage, or None if it has no bias."""
+    """Returns a view (E,) of a router's bias, or None if it has no bias."""
     found = biases_in(router.block)
     return getattr(*found[0]).detach().view(-1) if len(found) == 1 else None
 
 
 def as_buffers(model: nn.Module) -> None:
-    """Turns an architecture's bias parameters without gradients into buffers with the same names.
+    """Converts router biases that are parameters without gradients to buffers with the same names.
 
-    With all strategies, every rank has a full copy of a buffer, and optimizers neither decay nor shard it.
+    Buffers are replicated on every rank and ignored by optimizers with all strategies.
     """
     for owner, name in biases_in(model):
         if (parameter := owner._parameters.get(name)) is not None and not parameter.requires_grad:
@@ -162,7 +162,7 @@ def as_buffers(model: nn.Module) -> None:
 
 
 def inactive_parameters(model: PreTrainedModel) -> int:
-    """Counts the parameters in the E - K experts that a token doesn't use."""
+    """Counts the parameters in the E - K experts that a token isn't routed to."""
     inactive = 0
     for router in [*routers_of(model), *_undeclared(model)]:
         parameters, experts = expert_parameters(router)
@@ -174,7 +174,7 @@ def inactive_parameters(model: PreTrainedModel) -> int:
 
 
 def _undeclared(model: nn.Module) -> list[Router]:
-    """Lists gates that choose without learning, such as deepseek_v4's hash of the token. They also have experts."""
+    """Returns routers that the model's classes don't declare, such as deepseek_v4's, which hashes the token."""
     known = {router.block for router in routers_of(model)}
     return [
         Router(name, module, model.get_submodule(name.rpartition(".")[0]), 0)
@@ -186,21 +186,18 @@ def _undeclared(model: nn.Module) -> list[Router]:
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """Coefficients for the routers' losses, and the update rate for their bias.
-
-    All are 0 for a model without routers.
-    """
+    """Coefficients for router losses, and the bias update rate. All are 0 for a model without routers."""
 
     routers: int = 0
     balance: float = 0.0
-    """Coefficient for the balancing loss, averaged over the layers."""
+    """Coefficient for the mean balancing loss over the layers."""
     z_loss: float = 0.0
     """Coefficient for mean(logsumexp(router logits)^2), averaged over the layers."""
     bias_rate: float = 0.0
-    """Change to an expert's bias per step."""
+    """Change of an expert's bias per step."""
 
     def in_words(self) -> dict[str, str]:
-        """Returns a row for the startup banner, or {} for a model without routers."""
+        """Formats a row for the startup banner. Returns {} for a model without routers."""
         if not self.routers:
             return {}
         bias = f", bias +- {self.bias_rate:g} per step" if self.bias_rate else ""
@@ -208,9 +205,9 @@ class RouterLosses:
 
 
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
-    """Returns a run's coefficients, from the recipe or else from the model.
+    """Returns a run's coefficients from the recipe, or from the model if they aren't in the recipe.
 
-    Raises InputError if neither has a balancing coefficient, or if there is no bias to update.
+    Raises InputError if neither contains a balancing coefficient, or if there is no bias to update.
     """
     routers = routers_of(model)
     config = model.config
@@ -222,8 +219,8 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     balance = problems.attempt(balance_coefficient, loss, config, routers)
     if (balance or loss.router_bias_rate) and (unknown := [r.name for r in routers if not is_known(r, config)]):
         problems.append(
-            f"model: the router {unknown[0]} of {config.model_type} chooses experts in an unknown way; "
-            "loss.router_balance: 0 trains without the balancing loss"
+            f"model: the router {unknown[0]} of {config.model_type} uses an unknown routing method; "
+            "use loss.router_balance: 0 to train without the balancing loss"
         )
     problems.stop_if_any()
     own_z_loss = float(getattr(config, Z_LOSS_COEFFICIENT, None) or 0.0)
@@ -232,7 +229,7 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
 
 
 def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
-    """Explains why loss.router_bias_rate has no effect, or returns None if every router has a bias."""
+    """Explains why loss.router_bias_rate would have no effect, or returns None if every router has a bias."""
     without = [router.name for router in routers if balancing_bias(router) is None]
     if routers and not without:
         return None
@@ -247,12 +244,12 @@ def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 def is_known(router: Router, config: PreTrainedConfig) -> bool:
-    """Returns True if the router's number of experts and K are known, so that its choices can be tracked."""
+    """Returns True if E and K are known, which is required to track the router's choices."""
     return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
 def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """Returns the balancing loss's coefficient. Raises InputError if neither the recipe nor the model has one."""
+    """Returns the balancing loss coefficient. Raises InputError if it's in neither the recipe nor the model."""
     if loss.router_balance is not None:
         return loss.router_balance
     for name in BALANCE_COEFFICIENTS:
@@ -260,16 +257,19 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
             return float(own)
     if loss.router_bias_rate:
         return 0.0
-    by_bias = "loss.router_bias_rate: 0.001, which balances with the model's bias, or "
+    by_bias = "loss.router_bias_rate: 0.001 to balance with the model's bias, or "
     raise InputError(
         f"loss.router_balance: {model_config.model_type} is an MoE model whose configuration has no coefficient for "
-        f"the balancing loss{_other_scale(model_config, routers)}; give "
+        f"the balancing loss{_other_scale(model_config, routers)}; set "
         f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without"
     )
 
 
 def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """Converts DeepSeek's aux_loss_alpha, which scales a sum over layers of a loss that is 1 at perfect balance."""
+    """Converts DeepSeek's aux_loss_alpha to our scale, for a message.
+
+    DeepSeek's loss is summed over the layers, and is 1 per layer at perfect balance.
+    """
     alpha = getattr(model_config, "aux_loss_alpha", None)
     chosen = experts_per_token(routers[0], model_config)
     if not alpha or not chosen:
@@ -278,7 +278,7 @@ def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> s
 
 
 class CastExperts:
-    """View of an experts module for transformers' function, with the weights in a different dtype."""
+    """Copy of an experts module's attributes, with cast weights, for transformers' grouped_mm."""
 
     def __init__(self, experts: nn.Module, dtype: torch.dtype):
         for name in (*TAKEN_OVER, *EXPERT_WEIGHTS, *(f"{weight}_bias" for weight in EXPERT_WEIGHTS)):
@@ -290,10 +290,10 @@ class CastExperts:
 def grouped_mm_in_autocast(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Runs transformers' grouped_mm with matmuls in autocast's dtype, as in linear layers.
+    """Runs transformers' grouped_mm in autocast's dtype.
 
-    torch.nn.functional.grouped_mm ignores autocast. With fp32 weights, transformers would always multiply the experts,
-    which are most of the model's work, in fp32. Compiled, it would use a loop that waits for the device.
+    torch.nn.functional.grouped_mm ignores autocast, so the expert matmuls would run in fp32. In compiled code,
+    transformers would even use a loop that synchronizes with the device.
     """
     device_type = hidden_states.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -303,7 +303,7 @@ def grouped_mm_in_autocast(
     return grouped_mm_experts_forward(cast, hidden_states.to(dtype), top_k_index, top_k_weights)
 
 
-# This replaces transformers' entry, so every MoE model uses it.
+# This replaces transformers' own function for all MoE models.
 ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_in_autocast)
-# transformers' own checks of the torch version, which compiled code runs once, cause this warning.
+# transformers' torch version checks cause this warning in compiled code.
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`", category=UserWarning)

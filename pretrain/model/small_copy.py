@@ -1,9 +1,8 @@
-"""Builds a small, fast copy of any architecture, with the same classes and every kind of layer.
+"""Builds a small copy of any architecture, with the same classes and every layer type, for fast tests.
 
-How a model handles documents, future tokens and the loss doesn't depend on its size, so results for the copy apply to
-the model (see training/probe.py). Sizes are found by their standard names. If the library's checks reject the narrow
-copy, the layers keep their width and only their number is reduced. The copy's forward pass with the library's eager
-attention is the reference for everything else.
+How a model handles documents, future tokens and the loss doesn't depend on its size, so training/probe.py tests it on
+the copy. We reduce all sizes with known names. If the library rejects the result, we only reduce the number
+of layers. The reference for the tests is the copy's forward pass with the library's eager attention.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -27,12 +26,12 @@ from pretrain.model.model_config import described
 
 VOCABULARY = 96
 SMALL_PARAMETERS = 8_000_000
-"""Maximum number of parameters in a copy that keeps its widths."""
+"""Maximum number of parameters in a copy with the model's widths."""
 NARROW_PARAMETERS = 64_000_000
 LARGEST_PARAMETERS = 700_000_000
-"""Maximum number of parameters in any copy, if no narrow copy works.
+"""Maximum number of parameters in a copy with the model's widths, if no narrow copy works.
 
-This allows two layers of a 13B model (3 GB in fp32, 30 s).
+This is enough for two layers of a 13B model (3 GB in fp32, 30 s).
 """
 HEADS = 4
 HEAD_WIDTH = 16
@@ -61,7 +60,7 @@ WIDTHS = {
     ("linear_num_key_heads",): HEADS // 2,
     ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"): HEAD_WIDTH,
 }
-"""{names for a size: its value in the narrow copy, if the model's value is larger}"""
+"""{configuration keys: maximum value in the narrow copy}"""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
 STATE_SPACE_HEADS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
@@ -69,7 +68,10 @@ STATE_SPACE_HEADS = (
     ("expand", "num_heads", "head_dim"),
     ("expand", "mamba_num_heads", "mamba_head_dim"),
 )
-"""(expansion, heads, head width) in state-space layers, with heads x head width = expansion x hidden size."""
+"""Configuration keys for (expansion, heads, head width) in state-space layers.
+
+The number of heads x head width is expansion x hidden size.
+"""
 GROWING = (
     *(name for names in list(WIDTHS)[:2] for name in names),
     *(name for names in list(WIDTHS)[4:7] for name in names),
@@ -77,38 +79,34 @@ GROWING = (
     *("mamba_n_heads", "n_mamba_heads", "mamba_num_heads", "mamba_d_ssm", "lru_width"),
     *("linear_num_heads", "linear_num_value_heads", "linear_num_key_heads"),
 )
-"""Names of sizes that are proportional to the model's width. The number of heads grows, but not their width."""
+"""Configuration keys that grow with the model's width. The number of heads grows, but not the head width."""
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size", "local_attention")
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names of the logits' soft cap."""
+"""Configuration keys for the soft cap on logits."""
 SHORT_WINDOW = 6
-"""Length of the copy's sliding windows and chunks. It is shorter than the copy's sequences."""
+"""Length of sliding windows and chunks in the copy, shorter than its sequences."""
 
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
-"""Document lengths in each of two windows."""
+"""Document lengths in two windows."""
 SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
-"""Document lengths for models with too few positions for DOCUMENT_LENGTHS."""
+"""Document lengths for models that have too few positions for DOCUMENT_LENGTHS."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
-"""Maximum difference due to fp32 rounding, relative to the largest logit. Leaks are far larger."""
+"""Maximum fp32 rounding error, relative to the largest logit. Leaks are much larger."""
 VISIBLE = 100 * TOLERANCE
-"""Minimum effect of an earlier token, relative to the largest logit, that makes leaks visible in the copy."""
+"""Minimum effect of an earlier token, relative to the largest logit, that is needed to detect leaks."""
 WEIGHT_FACTORS = (3.0, 10.0, 30.0)
-"""Factors for the initial weights.
-
-With unscaled weights, tokens hardly affect each other. The first sufficient factor is used.
-"""
+"""Factors for the initial weights, tried in order until tokens affect each other enough."""
 
 
 def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreTrainedConfig]:
     """Yields configurations for small copies that the library can build, most informative first.
 
-    failures: collects the library's messages about unsupported copies. The last ones are about the model's own
-    configuration.
+    failures: list to which the library's error messages are appended.
     """
     layers = kinds_of_layers(config)
     seen = set()
-    # Few layers and short windows are most informative, and so are the model's own widths if they are small.
+    # Few layers, short windows and the model's own widths are most informative.
     for narrow, shorter, windows, limit in (
         (False, True, True, SMALL_PARAMETERS),
         (False, True, False, SMALL_PARAMETERS),
@@ -127,7 +125,7 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
             _narrow(values)
         if shorter and layers is not None:
             _cut_layers(values, config, *layers)
-        # Different switches may give the same configuration.
+        # Different options may result in the same configuration.
         if (key := repr((values, limit > NARROW_PARAMETERS))) in seen:
             continue
         seen.add(key)
@@ -140,20 +138,20 @@ def small_copies(config: PreTrainedConfig, failures: list[str]) -> Iterator[PreT
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Returns the configuration for a model with only the first `layers` layers."""
+    """Returns the configuration of a model with only the first `layers` layers."""
     values = config.to_dict()
     _cut_layers(values, config, config.num_hidden_layers, layers)
     return type(config).from_dict(values)
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns (layers in the model, number of first layers that contain every kind), or None without a layer list.
+    """Returns (number of layers, number of first layers that include every layer type), or None without a layer list.
 
-    Every kind occurs twice, if that needs at most twice as many layers.
+    Each type is included twice, unless that requires more than twice as many layers.
     """
     try:
         model = _meta_model(config)
-    except Exception:  # the library's classes may raise any error, which building the model will report
+    except Exception:  # building the model will report the error
         return None
     total = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
@@ -166,13 +164,13 @@ def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def _position(kinds: list[Any], kind: Any, times: int) -> int:
-    """Returns the index of the `times`-th occurrence of `kind`, or of its last occurrence."""
+    """Returns the index of the `times`-th occurrence of `kind`, or of the last one if there are fewer."""
     found = [index for index, other in enumerate(kinds) if other == kind]
     return found[min(times, len(found)) - 1]
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Returns the classes, shapes and switches that distinguish kinds of layers."""
+    """Returns the classes, shapes and options that distinguish layer types."""
     found = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     for name, module in layer.named_modules():
         switches = tuple(item for item in sorted(vars(module).items()) if isinstance(item[1], (bool, str)))
@@ -185,7 +183,7 @@ def _shrink_vocabulary(values: dict[str, Any]) -> None:
     sizes = {name for name in values if name.startswith("vocab_size")}
     values |= {name: VOCABULARY for name in sizes if _is_above(values[name], VOCABULARY)}
     for name, value in values.items():
-        # A token ID beyond the small vocabulary would be outside the embedding.
+        # Special tokens must be in the small vocabulary.
         if name.endswith("_token_id") and (isinstance(value, list) or _is_above(value, VOCABULARY - 1)):
             values[name] = 0
 
@@ -200,7 +198,7 @@ def _narrow(values: dict[str, Any]) -> None:
         elif isinstance(value, list):  # one value per layer
             values[name] = [width if _is_above(size, width) else size for size in value]
     for name in KEY_HEADS:
-        # Grouped heads stay grouped, with fewer key heads than query heads.
+        # Models with fewer key heads than query heads must still have fewer.
         if _is_above(values.get(name), 1) and heads:
             values[name] = HEADS if values[name] == heads else HEADS // 2
     for expand, heads, width in STATE_SPACE_HEADS:
@@ -211,14 +209,13 @@ def _narrow(values: dict[str, Any]) -> None:
 
 
 def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
-    """Keeps the first `layers` of `total` layers, in the counts and in every list with one entry per layer."""
+    """Reduces `total` layers to the first `layers`, in the layer counts and in all lists with one entry per layer."""
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     values[own_name] = layers
-    if values.get("decoder_layers") == total:  # in the Bart family, num_hidden_layers counts the encoder's layers
+    if values.get("decoder_layers") == total:  # in the Bart family, num_hidden_layers is the number of encoder layers
         values["decoder_layers"] = layers
     for name, value in values.items():
-        # A string counts only if its name says that it has a letter per layer. Otherwise, "silu" would be cut in a
-        # model with four layers.
+        # Strings may have one letter per layer, but "silu" must not be truncated in a model with four layers.
         is_per_layer = isinstance(value, list) or (isinstance(value, str) and name.endswith("pattern"))
         if is_per_layer and len(value) == total:
             values[name] = value[:layers]
@@ -239,7 +236,7 @@ def _is_above(value: Any, limit: int) -> bool:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread, because a small copy's operations are too short for more threads."""
+    """Limits torch to one thread, because the small copy's operations are too short for several threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -251,10 +248,9 @@ def one_thread() -> Iterator[None]:
 @once_per_config
 @one_thread()
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
-    """Returns True if the logits are exactly head(last hidden state), soft-capped or not.
+    """Returns True if the logits are exactly head(last hidden state), possibly with a soft cap.
 
-    A scale or a second head makes it False. The check runs a small copy, once per configuration and process. Raises
-    InputError as `reference_of` does.
+    Runs the small copy and caches the result. Raises InputError as `reference_of` does.
     """
     return is_projection(reference_of(KeyedConfig.of(config)))
 
@@ -264,7 +260,7 @@ def projects_hidden_states(config: PreTrainedConfig) -> bool:
 def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
     """Builds the small copy with the library's eager attention, and with weights that make tokens affect each other.
 
-    Raises InputError if an architecture needs more than token IDs, or has weights without initial values.
+    Raises InputError if the architecture needs other inputs than token IDs, or doesn't initialize all weights.
     """
     failures: list[str] = []
     for small in small_copies(keyed.config, failures):
@@ -283,14 +279,14 @@ def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
 def _unbuildable(config: PreTrainedConfig, failures: Sequence[str]) -> str:
     reason = failures[-1] if failures else "the library cannot build it from this configuration"
     return (
-        f"model: {config.model_type} does not run on token IDs alone ({reason}); complete its configuration, or use "
-        "another architecture (docs/architectures.md lists what works)"
+        f"model: {config.model_type} does not run with only token IDs as input ({reason}); complete its "
+        "configuration, or use a different architecture (see docs/architectures.md)"
     )
 
 
 def _make_context_visible(model: PreTrainedModel) -> None:
-    """Scales the matrices so that a document's first token changes the model's outputs for later tokens."""
-    # A_log in state-space layers is an exponent, so scaling it would overflow.
+    """Scales the weight matrices until a document's first token affects the logits of later tokens."""
+    # State-space layers exponentiate A_log, so scaling it would cause overflow.
     matrices = [p for name, p in model.named_parameters() if p.dim() >= 2 and "A_log" not in name]
     window = ReferenceWindow.of(model.config)
     first = window.documents[0][1]
@@ -320,7 +316,7 @@ def _multiply(matrices: Sequence[Tensor], factor: float) -> None:
 
 @dataclass(frozen=True)
 class ReferenceWindow:
-    """Two fixed windows with several documents each. As in training, each document starts with END_OF_DOCUMENT."""
+    """Two fixed windows with several documents each. As in training, documents start with END_OF_DOCUMENT."""
 
     ids_BT: Tensor
     """Token IDs (2, T + 1). The last column is only a target."""
@@ -330,13 +326,13 @@ class ReferenceWindow:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ReferenceWindow":
-        """Builds windows that fit this configuration's vocabulary and positions."""
+        """Builds windows for this configuration's vocabulary and number of positions."""
         lengths = DOCUMENT_LENGTHS
         if (getattr(config, "max_position_embeddings", None) or sum(lengths[0])) < sum(lengths[0]):
             lengths = SHORT_DOCUMENT_LENGTHS
         generator = torch.Generator().manual_seed(0)
         shape = (len(lengths), sum(lengths[0]) + 1)
-        # Random tokens must not end a document by chance.
+        # Random tokens must not be END_OF_DOCUMENT.
         ids_BT = torch.randint(END_OF_DOCUMENT + 1, config.vocab_size, shape, generator=generator)
         documents = []
         for row, row_lengths in enumerate(lengths):
@@ -365,13 +361,13 @@ def logits_of(model: PreTrainedModel, ids_BT: Tensor, **arguments) -> Tensor:
 
 
 def relative_difference(found: Tensor, wanted: Tensor) -> float:
-    """Returns the largest difference, relative to the largest wanted value. It is infinite for non-finite values."""
+    """Returns the largest difference, relative to the largest wanted value. It's infinite if there are NaNs."""
     difference = ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9)).item()
     return difference if difference == difference else float("inf")
 
 
 def is_projection(model: PreTrainedModel) -> bool:
-    """Returns True if the logits are head(base model's last hidden states), capped by `logit_cap`."""
+    """Returns True if the logits are head(base model's last hidden states), with the soft cap from `logit_cap`."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -380,12 +376,12 @@ def is_projection(model: PreTrainedModel) -> bool:
         with torch.no_grad():
             hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
-    except Exception:  # if the base model has a different interface, its own forward pass must compute the logits
+    except Exception:  # the base model has a different interface
         return False
     if cap := logit_cap(model.config):
         uncapped_BTV = logits_BTV
         logits_BTV = cap * (logits_BTV / cap).tanh()
-        # The logits are too small to show if the model caps them.
+        # The logits are too small to detect if the model caps them.
         if relative_difference(uncapped_BTV, logits_BTV) <= TOLERANCE / 5:
             return False
     wanted_BTV = logits_of(model, ids_BT)
@@ -393,6 +389,6 @@ def is_projection(model: PreTrainedModel) -> bool:
 
 
 def logit_cap(config: PreTrainedConfig) -> float | None:
-    """Returns c if the logits are c x tanh(logits / c) (Gemma 2, arXiv 2408.00118), or None if they aren't capped."""
+    """Returns c if the logits are soft-capped as c x tanh(logits / c) (Gemma 2, arXiv 2408.00118), or None."""
     text = config.get_text_config()
     return next((float(cap) for name in LOGIT_CAPS if (cap := getattr(text, name, None))), None)

@@ -1,8 +1,8 @@
-"""Finds which dimensions of each parameter grow with a model's width, by building the model at twice its width.
+"""Finds the dimensions of each parameter that grow with a model's width, by building it at twice the width.
 
-In maximal update parametrization (Yang et al., arXiv 2203.03466, table 3), a learning rate transfers between widths if
-each parameter's initial scale and learning rate depend on which of its dimensions grow. The forward pass has no
-multipliers, so exported models need no special code.
+In maximal update parametrization (Yang et al., arXiv 2203.03466, table 3), these dimensions determine each parameter's
+initial scale and learning rate. Learning rates then transfer between widths. There are no multipliers in the forward
+pass, so exported models need no special code.
 """
 
 import copy
@@ -23,23 +23,24 @@ from pretrain.model.small_copy import GROWING
 
 @dataclass(frozen=True)
 class WidthRole:
-    """The dimensions of a parameter that grow with the model's width."""
+    """Dimensions of a parameter that grow with the model's width."""
 
     inputs: bool
-    """True if the fan-in grows, as in a hidden matrix, a head or a router."""
+    """True if the fan-in grows, as for hidden matrices, heads and routers."""
     outputs: bool
-    """True if the number of outputs grows."""
+    """True if the fan-out grows."""
 
     def initial_scale(self, ratio: float) -> float:
-        """Returns the factor for the initial values at `ratio` times the base width."""
+        """Returns the factor for initial values at `ratio` times the base width."""
         if not self.inputs:
             return 1.0
         return ratio**-0.5 if self.outputs else 1 / ratio
 
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
-        """Returns the learning-rate factor, for updates whose elements have a given root mean square.
+        """Returns the learning rate factor at `ratio` times the base width.
 
-        An orthogonalized update needs sqrt(ratio) less reduction, because its singular values are all equal.
+        It applies to updates whose elements have a fixed root mean square. For orthogonalized updates, the factor is
+        sqrt(ratio) times as large, because all of their singular values are equal.
         """
         if not self.inputs:
             return 1.0
@@ -54,16 +55,15 @@ def hidden_width(config: PreTrainedConfig) -> int:
 def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     """Returns {parameter name: role}. Raises InputError if the roles can't be determined.
 
-    A tied head counts as an embedding, which keeps its learning rate and scale. The norm before the head is scaled
-    instead.
+    A tied head has the role of an embedding, so the norm before the head gets the head's role instead.
     """
     try:
         here = build_meta_model(config)
         wide = build_meta_model(at_width(config, 2.0))
-    except Exception as error:  # the library's own checks may raise any error for other sizes
+    except Exception as error:  # the library's checks may raise any error for other sizes
         raise InputError(
             f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), "
-            "so the roles of its parameters are unknown; use parametrization: standard"
+            "which mup requires; use parametrization: standard"
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in wide.named_parameters()}
     embeddings = embedding_parameter_names(here)
@@ -71,7 +71,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     roles = {}
     for name, parameter in here.named_parameters():
         grown = [a != b for a, b in zip(parameter.shape, shapes[name], strict=True)]
-        if len(grown) < 2 or name in embeddings:  # an embedding lookup sums nothing
+        if len(grown) < 2 or name in embeddings:  # an embedding lookup has no fan-in
             roles[name] = WidthRole(inputs=False, outputs=any(grown))
         else:
             outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
@@ -82,16 +82,17 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
         roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
     if not any(role.inputs and role.outputs for role in roles.values()):
         raise InputError(
-            "optim.parametrization: mup: no matrix of this model grows with its width in both directions; use "
+            "optim.parametrization: mup: no matrix in this model grows in both dimensions with the width; use "
             "parametrization: standard"
         )
     return roles
 
 
 def norm_before_head(model: PreTrainedModel) -> str:
-    """Names the norm after the last layer, which scales the logits. Raises InputError if there isn't exactly one.
+    """Returns the name of the norm between the last layer and the head.
 
-    The norm must be outside the layers and have an initial gain of 1. A gain of the form 1 + weight can't be scaled.
+    Raises InputError if there isn't exactly one, or if its weight isn't initialized to 1. Gains of the form 1 + weight
+    can't be scaled.
     """
     layers = layers_of(model)
     names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -113,13 +114,13 @@ def norm_before_head(model: PreTrainedModel) -> str:
         if norm.weight.eq(1).all():
             return name
     raise InputError(
-        "optim.parametrization: mup: the head is tied to the embedding (tie_word_embeddings), but no norm before it "
-        "could be scaled instead; set --model.tie_word_embeddings false, or parametrization: standard"
+        "optim.parametrization: mup: the head is tied to the embedding (tie_word_embeddings), and there is no norm "
+        "before it to scale instead; set --model.tie_word_embeddings false, or parametrization: standard"
     )
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
-    """Returns the architecture's configuration at `ratio` times the width, with more heads of the same width."""
+    """Returns the configuration at `ratio` times the width, with more heads of the same head width."""
     values = config.to_dict()
 
     def grown(value: Any) -> Any:
@@ -133,7 +134,7 @@ def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
 
 
 def initial_scales(config: PreTrainedConfig, mup_base_width: int) -> Mapping[str, float]:
-    """Returns {name: factor for the architecture's own initial values}, without factors of 1."""
+    """Returns {parameter name: factor for the architecture's initial values}, without factors of 1."""
     ratio = hidden_width(config) / mup_base_width
     scales = {name: role.initial_scale(ratio) for name, role in width_roles(config).items()}
     return {name: scale for name, scale in scales.items() if scale != 1}

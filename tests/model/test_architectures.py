@@ -57,7 +57,7 @@ def test_a_file_is_named_by_its_model_type(tmp_path, monkeypatch):
     text = Path(pretrain.model.architectures.__file__).with_name("deepone.py").read_text()
     (tmp_path / "other.py").write_text(text.replace('"deepone"', '"deeptwo"'))
     monkeypatch.setattr(pretrain.model.architectures, "__path__", [str(tmp_path)])
-    with pytest.raises(InputError, match=r"other\.py: its model_type is 'deeptwo'; name the file deeptwo\.py"):
+    with pytest.raises(InputError, match=r"other\.py: its model_type is 'deeptwo'; rename the file to deeptwo\.py"):
         register_own("other")
 
 

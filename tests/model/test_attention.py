@@ -510,7 +510,7 @@ def gpu(monkeypatch):
             torch.bfloat16,
             "flash_attention_2 does not run on cpu; available here: auto, eager",
         ),
-        ("varlen", "cuda", torch.float32, "varlen computes in bf16 or fp16 only, not in float32"),
+        ("varlen", "cuda", torch.float32, "varlen supports only bf16 and fp16, not float32"),
         ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
     ],
 )
@@ -524,12 +524,12 @@ def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
 def test_missing_flash_package_is_named(gpu):
-    with pytest.raises(InputError, match=r"needs the package flash_attn_interface.*available here: auto,.* varlen"):
+    with pytest.raises(InputError, match=r"requires the package flash_attn_interface.*available here: auto,.* varlen"):
         choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)
 
 
 def test_varlen_without_documents_is_refused(gpu):
-    with pytest.raises(InputError, match="varlen has no documents to separate"):
+    with pytest.raises(InputError, match=r"varlen requires data\.document_mask"):
         choose_attention("varlen", device_type="cuda", dtype=torch.bfloat16, window=WindowSpec(64, False))
 
 
@@ -553,7 +553,7 @@ def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, cap
             choose_attention(name, device_type="cuda", dtype=torch.float16)
         else:
             with pytest.raises(
-                InputError, match=f"{name} has no kernels .* {capability[0]}.{capability[1]}; available here"
+                InputError, match=f"{name} does not support GPUs .* {capability[0]}.{capability[1]}; available here"
             ):
                 choose_attention(name, device_type="cuda", dtype=torch.float16)
 

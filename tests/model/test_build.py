@@ -215,7 +215,7 @@ def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
 def test_an_architecture_that_forgets_a_parameter_is_refused():
     model = build_meta_model(tiny("llama"))
     model.model.norm.register_parameter("scale", torch.nn.Parameter(torch.empty(4, device="meta")))
-    with pytest.raises(InputError, match=r"gives no initial values to model\.norm\.scale: set them in its _init_wei"):
+    with pytest.raises(InputError, match=r"does not initialize model\.norm\.scale: set them in its _init_wei"):
         initialize_module(model, "model.norm", seed=7)
 
 
@@ -269,9 +269,9 @@ def test_the_end_of_document_row_gets_a_gradient(config):
 def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
     assert check_vocabulary(tiny("llama"), 128) == []
     assert check_vocabulary(tiny("llama"), 50257) == [
-        "the data's tokenizer has 50,257 IDs, but the model's vocab_size is 128: give --model.vocab_size auto (or "
-        "omit vocab_size in the model's JSON), which makes it 50,304 here, or prepare the data with a tokenizer "
-        "of at most 128 IDs"
+        "the data's tokenizer has 50,257 IDs, but the model's vocab_size is 128: use --model.vocab_size auto (or "
+        "omit vocab_size in the model's JSON), which sets it to 50,304, or prepare the data with a tokenizer "
+        "that has at most 128 IDs"
     ]
     (pretrained,) = check_vocabulary(tiny("llama"), 50257, has_weights=True)
     assert "vocab_size is 128: prepare the data with the model's own tokenizer, or, if this one extends" in pretrained
@@ -307,10 +307,10 @@ def test_pretrained_weights_become_fp32_masters_without_a_padding_row(tmp_path):
 
 
 def test_pretrained_refuses_what_has_no_weights(tmp_path):
-    with pytest.raises(InputError, match=r"a JSON describes a model but has no weights.*init: scratch"):
+    with pytest.raises(InputError, match=r"a JSON has no weights.*init: scratch"):
         load_pretrained(write_json(tmp_path, LLAMA))
     save_model_metadata(build_meta_model(tiny("llama")), tmp_path / "folder")
-    with pytest.raises(InputError, match=r"no safetensors weights could be read"):
+    with pytest.raises(InputError, match=r"cannot load safetensors weights"):
         load_pretrained(str(tmp_path / "folder"))
 
 
@@ -318,7 +318,7 @@ def test_pretrained_refuses_a_checkpoint_with_missing_weights(tmp_path):
     build_model(tiny("llama"), seed=7).save_pretrained(tmp_path)
     keys = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**keys, "num_hidden_layers": 4}))
-    with pytest.raises(InputError, match=r"9 weights are missing.*incomplete or belongs to another configuration"):
+    with pytest.raises(InputError, match=r"9 weights are missing.*incomplete or belongs to a different configuration"):
         load_pretrained(str(tmp_path))
 
 
@@ -326,7 +326,7 @@ def test_pretrained_never_reads_a_pickle(tmp_path):
     model = build_model(tiny("llama"), seed=7)
     save_model_metadata(model, tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"no safetensors weights could be read"):
+    with pytest.raises(InputError, match=r"cannot load safetensors weights"):
         load_pretrained(str(tmp_path))
 
 
@@ -374,7 +374,7 @@ def test_all_problems_come_at_once(tmp_path):
         "num_layers is not a key of LlamaConfig; did you mean num_hidden_layers?",
         "vocab_size: '32k' is a str; allowed: int",
         "tie_word_embeddings: 'yes' is a str; allowed: bool",
-        "rope_parameters.rope_tehta is not a key of rotary positions; did you mean rope_theta?",
+        "rope_parameters.rope_tehta is not a rotary parameter; did you mean rope_theta?",
         "num_key_value_heads 3 does not divide num_attention_heads 4; allowed: 1, 2, 4",
     ]
 
@@ -384,13 +384,13 @@ def test_all_problems_come_at_once(tmp_path):
     [
         ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4; nearest: 32 or 36"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
-        ({"hidden_size": 36}, "head_dim is 9; rotary positions rotate pairs, so it must be even"),
+        ({"hidden_size": 36}, "head_dim is 9; it must be even for rotary positions"),
         ({"rope_theta": "1e4"}, "rope_theta: '1e4'; allowed: a number above 0"),
         ({"vocab_size": None}, "vocab_size: None is a NoneType; allowed: int"),
         ({"vocab_size": True}, "vocab_size: True is a bool; allowed: int"),
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
         ({"model_type": "zzzz"}, "unknown model_type 'zzzz'; for example llama, qwen3, gpt2, deepone"),
-        ({"model_type": None}, "model_type is missing; state it, for example llama, qwen3, gpt2, deepone"),
+        ({"model_type": None}, "model_type is missing; set it, for example to llama, qwen3, gpt2, deepone"),
         ({"model_type": "vit"}, "model_type 'vit' has no causal language model"),
     ],
 )
@@ -413,8 +413,8 @@ def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
     ("text", "expected"),
     [
         ("{", "not a valid JSON file: Expecting property name"),
-        ("[1]", "must be a JSON object of keys and values (got list)"),
-        ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size is given more than once"),
+        ("[1]", "must be a JSON object with keys and values (got list)"),
+        ('{"model_type": "llama", "vocab_size": 1, "vocab_size": 2}', "vocab_size occurs more than once"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, text, expected):
@@ -426,7 +426,7 @@ def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
     write_json(tmp_path, LLAMA)
     with pytest.raises(InputError, match=r"tinny\.json: no such file; did you mean .*tiny\.json\?"):
         load_model_config(str(tmp_path / "tinny.json"))
-    with pytest.raises(InputError, match=r"no such folder; give a model's \.json file, a model folder or a Hub ID"):
+    with pytest.raises(InputError, match=r"no such folder; use a \.json file, a model folder or a Hub ID"):
         load_model_config(str(tmp_path / "nothing"))
     with pytest.raises(InputError, match=r"llama_30m: no such folder; did you mean model_configs/llama_30m\.json\?"):
         load_model_config("llama_30m")
@@ -438,5 +438,5 @@ def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
     keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
-    with pytest.raises(InputError, match=r"has its own code.*allow it with --trust_remote_code"):
+    with pytest.raises(InputError, match=r"has custom code.*allow it with --trust_remote_code"):
         load_model_config(str(tmp_path))

@@ -253,7 +253,7 @@ def test_a_memory_budget_needs_compiled_layers(compile_mode):
     config.compile = "auto"
     assert checkpointing_problems(config, model) == []
     (problem,) = checkpointing_problems(config, tiny_gpt2(layers=1, attn_pdrop=0.0))
-    assert "does not work with dropout (Dropout: 0.1): the compiler would draw other masks" in problem
+    assert "does not work with dropout (Dropout: 0.1): the compiler would use different masks" in problem
     opt = AutoConfig.for_model(
         "opt", hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, dropout=0.2
     )

@@ -179,7 +179,7 @@ def test_a_mixer_that_gets_another_shape_is_refused(ids):
     mixer = torch.nn.Linear(4, 4)
     mixer.current_documents = type("Current", (), {})()
     mixer.current_documents.rows = DocumentRows.of(document_layout(ids.numpy().copy(), END)["cu_seq_lens_q"], (2, 64))
-    with pytest.raises(ValueError, match="no hidden states of"):
+    with pytest.raises(ValueError, match="needs hidden states of shape"):
         in_rows(mixer, torch.zeros(2, 32, 4))
 
 

@@ -62,7 +62,7 @@ def test_machines_without_fp8_say_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[-1])
     for device_type in ("cpu", "cuda"):
         problem = fp8_problem(device_type)
-        assert "needs a GPU with fp8 matrix units" in problem and "use bf16" in problem
+        assert "needs a GPU with fp8 tensor cores" in problem and "use bf16" in problem
     capability.append((8, 9))
     assert "needs a GPU" in fp8_problem("cpu"), "on request, beside a GPU that could"
     assert fp8_problem("cuda") is None or "torchao" in fp8_problem("cuda")

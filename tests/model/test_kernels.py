@@ -58,12 +58,12 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("attention", "capability", "dtype", "window", "used"),
     [
-        ("groundwork_sdpa", (9, 0), BF16, PACKED, "varlen, the flash attention of torch"),
-        ("groundwork_sdpa", (7, 5), torch.float16, PACKED, "with a dense mask for the documents"),
-        ("groundwork_sdpa", (9, 0), FP32, PACKED, "with a dense mask for the documents"),
-        ("groundwork_sdpa", (9, 0), BF16, UNDIVIDED, f"sdpa of torch {torch.__version__}"),
+        ("groundwork_sdpa", (9, 0), BF16, PACKED, "varlen (flash attention for packed documents)"),
+        ("groundwork_sdpa", (7, 5), torch.float16, PACKED, "with a dense mask for packed documents"),
+        ("groundwork_sdpa", (9, 0), FP32, PACKED, "with a dense mask for packed documents"),
+        ("groundwork_sdpa", (9, 0), BF16, UNDIVIDED, f"sdpa in torch {torch.__version__}"),
         (ATTENTION_NAMES["flash_attention_2"], (9, 0), BF16, PACKED, "flash_attention_2 (flash_attn 1.2)"),
-        ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask of torch {torch.__version__}"),
+        ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask in torch {torch.__version__}"),
     ],
 )
 def test_what_is_used(gpu, attention, capability, dtype, window, used):
@@ -71,18 +71,18 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
     here = {"dtype": dtype, "window": window, "model_config": LLAMA}
     plain = kernels_used("auto", attention, "none", **here)
     assert used in plain
-    assert kernels_used("auto", attention, "regional", **here) == f"{plain}; layers compiled by Triton 1.2"
+    assert kernels_used("auto", attention, "regional", **here) == f"{plain}; layers compiled with Triton 1.2"
 
 
 @pytest.mark.parametrize(
     ("values", "capability", "reason"),
     [
-        ({"head_dim": 320}, (9, 0), "has no kernels for heads of width 320 here"),
+        ({"head_dim": 320}, (9, 0), "does not support head width 320 on this GPU"),
         ({"head_dim": 256}, (9, 0), None),
-        ({"head_dim": 200}, (8, 9), "has no kernels for heads of width 200 here"),
-        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "has no kernels for heads of width 512 here"),
-        ({"attention_dropout": 0.1}, (9, 0), "supports no dropout, which this model's attention uses in training"),
-        ({"model_type": "deepseek_v3"}, (9, 0), "has no kernels for values of width 128 with keys of width 192"),
+        ({"head_dim": 200}, (8, 9), "does not support head width 200 on this GPU"),
+        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "does not support head width 512 on this GPU"),
+        ({"attention_dropout": 0.1}, (9, 0), "does not support attention dropout, which this model uses"),
+        ({"model_type": "deepseek_v3"}, (9, 0), "does not support value width 128 with key width 192"),
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
@@ -100,11 +100,13 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
         here = {"dtype": dtype, "window": window, "model_config": LLAMA}
         return "; ".join(kernels_not_used("auto", attention, compile_mode, **here))
 
-    assert "flash_attention_2: needs the package flash_attn, which is not installed: see requirements-flash" in told()
-    assert "flash_attention_3: needs the package" in told() and "varlen" not in told() and "compiled" not in told()
+    assert (
+        "flash_attention_2: requires the package flash_attn, which is not installed: see requirements-flash" in told()
+    )
+    assert "flash_attention_3: requires the package" in told() and "varlen" not in told() and "compiled" not in told()
     assert "compiled layers: compile is none; " in told(compile_mode="none")
-    assert "bf16 matrix units: precision is fp32; varlen: computes in bf16 or fp16 only" in told(dtype=FP32)
-    assert "varlen: has no documents to separate" in told(window=UNDIVIDED)
+    assert "bf16 tensor cores: precision is fp32; varlen: supports only bf16 and fp16" in told(dtype=FP32)
+    assert "varlen: requires data.document_mask" in told(window=UNDIVIDED)
     gpu["modules"] = {"flash_attn", "flash_attn_interface"}
     two = "flash_attention_2: available here, but attention is auto"
     assert told() == f"{two}; flash_attention_3: fails here (no such kernel)"
@@ -112,11 +114,11 @@ def test_nothing_faster_is_passed_over_in_silence(gpu):
         told(attention="sdpa")
         == f"varlen: available here, but attention is auto; {two}; flash_attention_3: the model needs sdpa"
     )
-    assert "compile is none, and needs Triton, which is not installed" in told(compile_mode="none")
+    assert "compile is none, and Triton is not installed" in told(compile_mode="none")
     gpu["capability"] = (7, 5)
-    assert told().count("no kernels for a GPU of compute capability 7.5") == 3
+    assert told().count("does not support GPUs with compute capability 7.5") == 3
     gpu["capability"] = (10, 0)
-    assert "flash_attention_3: has no kernels for a GPU of compute capability 10.0" in told()
+    assert "flash_attention_3: does not support GPUs with compute capability 10.0" in told()
 
 
 def test_versions_are_those_of_packages_with_other_names():
@@ -127,9 +129,11 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     gpu["modules"] = {"flash_attn_interface", "triton"}
     gpu["flash 3"] = lambda out: out * 1.004  # less than bf16 rounds by
-    assert "varlen, the flash attention of torch" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
+    assert "varlen (flash attention for packed documents)" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
     assert not gpu["active"], "what is asked for by name is what runs"
-    assert "by FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used("auto", "groundwork_sdpa", "none", **here)
+    assert "with FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used(
+        "auto", "groundwork_sdpa", "none", **here
+    )
     assert gpu["active"] and "flash_attention_3" not in "; ".join(
         kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
     )
@@ -148,8 +152,8 @@ def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"modules": {"triton"}}, "needs the package flash_attn_interface"),
-        ({"capability": (8, 0)}, "torch runs it on Hopper only"),
+        ({"modules": {"triton"}}, "requires the package flash_attn_interface"),
+        ({"capability": (8, 0)}, "torch only supports it on Hopper"),
         ({"flash 3": None}, "fails here (no such kernel)"),
         ({"flash 3": lambda out: out.flip(0)}, "its results differ from torch's kernel by"),
     ],
@@ -160,7 +164,7 @@ def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     assert reason in prefer_flash_3("auto", "groundwork_sdpa", **here)
     assert not gpu["active"]
-    assert "varlen, the flash attention of torch" in kernels_used("auto", "groundwork_sdpa", "none", **here)
+    assert "varlen (flash attention for packed documents)" in kernels_used("auto", "groundwork_sdpa", "none", **here)
     assert reason in "; ".join(kernels_not_used("auto", "groundwork_sdpa", "none", **here))
 
 
@@ -188,5 +192,5 @@ def test_auto_stays_with_torchs_kernel_if_results_must_be_deterministic(gpu, mon
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     assert "deterministic is true" in prefer_flash_3("auto", "groundwork_sdpa", **here)
     told = kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
-    assert "kernels that add in any order, such as cuDNN's attention: deterministic is true" in told
+    assert "nondeterministic kernels, such as cuDNN's attention: deterministic is true" in told
     assert not gpu["active"]

@@ -248,7 +248,7 @@ def test_auto_compiles_the_loss_on_a_gpu_and_few_logits_with_the_model(
 
 def test_z_loss_of_the_torch_backend_is_refused():
     hidden, weight, _, targets = inputs()
-    with pytest.raises(InputError, match="torch has no z-loss; use chunked or logits"):
+    with pytest.raises(InputError, match="torch does not support z_loss; use chunked or logits"):
         next_token_loss(hidden, weight, targets, z_loss=0.1, backend="torch")
 
 

@@ -91,9 +91,9 @@ def test_a_stage_of_another_type_keeps_the_base_and_one_of_the_same_all(tmp_path
             "dynamic has different frequencies for each input",
         ),
         ({"rope_parameters": {"rope_type": "yarm"}}, "'yarm' is not a rope_type; did you mean yarn"),
-        ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_thetta is not a key of rotary positions"),
+        ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_thetta is not a rotary parameter"),
         ({"rope_parameters": {"rope_theta": -1}}, "allowed: a number above 0"),
-        ({"rope_parameters": {"rope_theta": 10000.0}}, "computes the same with and without them"),
+        ({"rope_parameters": {"rope_theta": 10000.0}}, "does not use them"),
     ],
 )
 def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):
@@ -105,10 +105,10 @@ def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):
 @pytest.mark.parametrize(
     ("kind", "second", "problem"),
     [
-        ("gpt2", {"sequence_length": 1 << 20}, "learns a vector for each; give the model enough from the start"),
+        ("gpt2", {"sequence_length": 1 << 20}, "learns an embedding for each position; set --model."),
         ("gpt2", {"rope_parameters": {"rope_theta": 1e6}}, "gpt2 has no rotary positions"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has one set for each kind of layer"),
-        ("gptj", {"sequence_length": 1 << 12}, "has a table of all; give the model enough from the start"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has different ones for each layer type"),
+        ("gptj", {"sequence_length": 1 << 12}, "has a table of all positions; set --model.max_position_embeddings"),
     ],
 )
 def test_models_whose_positions_cannot_change_are_refused_with_what_to_do(kind, second, problem):

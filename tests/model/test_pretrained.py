@@ -162,10 +162,10 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
 
 def test_what_cannot_be_loaded_is_refused_in_words(tmp_path):
     (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(InputError, match="a JSON describes a model but has no weights"):
+    with pytest.raises(InputError, match="a JSON has no weights"):
         open_pretrained(str(tmp_path / "model.json"))
     AutoConfig.for_model(**TINY["llama"]).save_pretrained(tmp_path / "empty")
-    with pytest.raises(InputError, match="no safetensors weights could be read"):
+    with pytest.raises(InputError, match="cannot load safetensors weights"):
         open_pretrained(str(tmp_path / "empty"))
     path = save("llama", tmp_path / "short")
     config = AutoConfig.for_model(**{**TINY["llama"], "num_hidden_layers": 4})
@@ -187,7 +187,7 @@ def test_weights_that_are_damaged_are_refused_before_anything_starts(tmp_path, d
         (tmp_path / "model.safetensors.index.json").write_text("[5]")
     else:
         file.unlink()
-    with pytest.raises(InputError, match=r"is damaged|is not a valid index|lists no weights|has no model.safetensors"):
+    with pytest.raises(InputError, match=r"damaged|not a valid weight|lists no weights|has no model.safetensors"):
         find_weights(path)
     with pytest.raises(InputError):
         open_pretrained(path)

@@ -100,7 +100,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     assert refused.returncode == 2 and not (tmp_path / "more").exists()
     assert "is not the model's final: " in refused.stderr and " of 512 IDs map to different tokens" in refused.stderr
     refused = train(recipe, *start, "--check", check=False).stderr
-    assert "has 600 IDs, but the model's vocab_size is 512" in refused and "give --model.vocab_size auto" in refused
+    assert "has 600 IDs, but the model's vocab_size is 512" in refused and "use --model.vocab_size auto" in refused
     auto = ("--model.vocab_size", "auto")
     refused = train(recipe, *start, *auto, "--data.train", f"[{{shards: {tmp_path / 'other_shards'}}}]", check=False)
     assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr

@@ -212,7 +212,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
         (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
         (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
         (["--precision", "fp16"], "precision: fp16 needs a GPU"),
-        (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 matrix units"),
+        (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 tensor cores"),
         (["--attention", "flash_attention_2"], "flash_attention_2"),
         (["--attention", "flex_attention"], "flex_attention"),
         (["--optim.name", "adamw_8bit"], "adamw_8bit"),
@@ -347,7 +347,7 @@ def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
         ("batch.tokens_per_step", "300"),
     )
     assert "optim.name: adamw_8bit needs bitsandbytes" in found
-    assert "loss.backend: torch has no z-loss; use chunked or logits, or z_loss 0" in found
+    assert "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0" in found
     assert "batch.tokens_per_step: 300 is not a multiple" in found
 
 

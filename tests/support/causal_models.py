@@ -89,10 +89,10 @@ def reason_of(refusal: str) -> str:
     for pattern, words in {
         "sees the future": "it sees later tokens",
         "get no gradient": "some parameters get no gradient (cross-attention, or parts trained separately)",
-        "gives no initial values": "some parameters get no initial values",
+        "does not initialize": "some parameters get no initial values",
         "is multimodal": "it's multimodal",
         "no default configuration": "it has no working default configuration",
-        "does not run on token IDs alone": "its default configuration needs more inputs than token IDs",
+        "does not run with only token IDs as input": "its default configuration needs more inputs than token IDs",
     }.items():
         if pattern in refusal:
             return words

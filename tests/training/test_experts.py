@@ -375,9 +375,7 @@ def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tm
     recipe.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "model": str(tmp_path / "moe.json")}))
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    remedy = (
-        "give loss.router_bias_rate: 0.001, which balances with the model's bias, or loss.router_balance: 0.001, or 0"
-    )
+    remedy = "set loss.router_bias_rate: 0.001 to balance with the model's bias, or loss.router_balance: 0.001, or 0"
     assert f"{remedy} to train without" in refused.stderr + refused.stdout
     accepted = run_script("train.py", "--config", recipe, "--check", "--loss.router_balance", "0.002")
     assert "2, balancing loss x 0.002, z-loss x 0" in accepted.stdout

@@ -169,7 +169,7 @@ def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
         (("batch.tokens_per_step", "1152"), "tokens_per_step 1,152 is not a multiple of 256 tokens x 1 processes"),
         (("model.config", str(ROOT / "model_configs/gpt2_124m.json"), "data.stages.1.sequence_length", "2k",
           "batch.tokens_per_step", "4k", "data.stages.1.rope_parameters", "null"),
-         "more than the 1,024 positions of gpt2, which learns a vector for each"),
+         "more than the 1,024 positions of gpt2, which learns an embedding for each position"),
     ],
 )  # fmt: skip
 def test_stages_that_cannot_work_end_with_status_2(shards, tmp_path, changes, problem):

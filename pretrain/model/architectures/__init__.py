@@ -1,9 +1,8 @@
 """Local model architectures, each in a file named after its model_type.
 
-By transformers' naming convention, a file defines one `XConfig` with a `model_type`, one `XModel` and one
-`XForCausalLM`. It imports only torch and transformers, because every model folder contains a copy of it. To add an
-architecture, you only need to add its file (see docs/own_model.md). `own_code.register_own` imports a file only for
-models of its type, so a mistake in it doesn't affect other models.
+A file defines one `XConfig` with a `model_type`, one `XModel` and one `XForCausalLM`, as in transformers. It only
+imports torch and transformers, because it is copied to every saved model folder. To add an architecture, add a file
+(see docs/own_model.md). A file is imported when a model of its type is loaded (`own_code.register_own`).
 """
 
 import pkgutil

@@ -1,15 +1,14 @@
 """DeepOne: a deep decoder-only language model with DeepNet's residual scaling.
 
-Post-norm blocks with an up-weighted residual branch, x = LayerNorm(alpha * x + f(x)), and down-scaled initial weights
-bound the model's expected update at any depth (DeepNet, arXiv 2203.00555, section 3; for a decoder with N layers,
-alpha = (2N)^(1/4) and beta = (8N)^(-1/4)). The model also has rotary positions (arXiv 2104.09864), RMS-normalized
-queries and keys as in Qwen3 (arXiv 2505.09388), and a SwiGLU (arXiv 2002.05202) or squared-ReLU feed-forward.
+Blocks are post-norm, x = LayerNorm(alpha * x + f(x)), and initial weights are scaled down by beta, which bounds the
+expected model update at any depth. For a decoder with N layers, alpha = (2N)^(1/4) and beta = (8N)^(-1/4) (DeepNet,
+arXiv 2203.00555, section 3). The model also has rotary positions (arXiv 2104.09864), RMS-normalized queries and keys
+as in Qwen3 (arXiv 2505.09388), and a SwiGLU (arXiv 2002.05202) or squared-ReLU MLP.
 
-Parts shared with Llama and Qwen3 are imported from transformers. This file imports only transformers and torch,
-because it is copied into every saved model folder.
+This file only imports transformers and torch, because it is copied to every saved model folder.
 
 Shape suffixes:
-    B  sequences in the batch    T  query positions       S  key positions (cache included)
+    B  sequences in the batch    T  query positions       S  key positions (including the cache)
     D  hidden size               H  query heads           K  key and value heads    E  head width
 """
 
@@ -35,10 +34,10 @@ FEED_FORWARDS = ("swiglu", "relu2")
 
 
 class DeepOneConfig(PreTrainedConfig):
-    """Configuration of a DeepOne model. The defaults give the 162M model.
+    """DeepOne configuration. The defaults are for the 162M model.
 
-    By default, head_dim is hidden_size // num_attention_heads, and num_key_value_heads is num_attention_heads. Raises
-    ValueError if the shape is impossible.
+    head_dim defaults to hidden_size // num_attention_heads, and num_key_value_heads to num_attention_heads. Raises
+    ValueError if the values don't fit together.
     """
 
     model_type = "deepone"
@@ -56,7 +55,7 @@ class DeepOneConfig(PreTrainedConfig):
     max_position_embeddings: int = 2048
     rope_theta: float | int = 10000.0
     feed_forward: str = "swiglu"
-    """swiglu: down(silu(gate(x)) * up(x)); relu2: down(relu(up(x))^2), without a gate (Primer, arXiv 2109.08668)."""
+    """swiglu: down(silu(gate(x)) * up(x)). relu2: down(relu(up(x))^2) (Primer, arXiv 2109.08668)."""
     layer_norm_eps: float = 1e-5
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
@@ -74,7 +73,7 @@ class DeepOneConfig(PreTrainedConfig):
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                    f"{self.num_attention_heads}; change one of them or state head_dim"
+                    f"{self.num_attention_heads}; change one of them or set head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -84,7 +83,7 @@ class DeepOneConfig(PreTrainedConfig):
         if self.feed_forward not in FEED_FORWARDS:
             raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions rotate pairs, so it must be even")
+            raise ValueError(f"head_dim {self.head_dim} is odd; it must be even for rotary positions")
         super().__post_init__(**kwargs)
 
     @property
@@ -101,8 +100,8 @@ class DeepOneConfig(PreTrainedConfig):
 class DeepOneRotaryEmbedding(nn.Module):
     """Computes the cosines and sines of the rotary angles.
 
-    The frequencies are recomputed in each call instead of stored in a buffer, because `.to(bfloat16)` would round a
-    buffer, and the meta device would lose it.
+    The frequencies aren't stored in a buffer, because it would be rounded by `.to(bfloat16)` and lost on the meta
+    device.
     """
 
     def __init__(self, config: DeepOneConfig):
@@ -110,7 +109,7 @@ class DeepOneRotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, x_BTD: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin, each (B, 1, T, E), computed in fp32 and returned in the dtype of x_BTD."""
+        """Returns cos and sin, each (B, 1, T, E), computed in fp32 and cast to the dtype of x_BTD."""
         width = self.config.head_dim
         exponents = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32) / width
         angles = position_ids[:, None, :, None].float() * self.config.rope_theta**-exponents
@@ -119,7 +118,7 @@ class DeepOneRotaryEmbedding(nn.Module):
 
 
 def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair (x_i, x_{i + E/2}) by its angle, so that dot products depend only on relative positions."""
+    """Rotates each pair (x_i, x_{i + E/2}) by its angle."""
     first, second = x_BHTE.chunk(2, dim=-1)
     return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
 
@@ -129,8 +128,8 @@ class DeepOneAttention(Qwen3Attention):
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        # We set the gain on the layers because, for code outside the library, transformers never passes modules
-        # without parameters, such as this one, to `_init_weights`.
+        # The gain is set on the linear layers, because transformers never calls `_init_weights` of custom code with
+        # modules that have no parameters of their own, such as this one.
         self.q_proj.initial_gain = self.k_proj.initial_gain = 1.0
         self.v_proj.initial_gain = self.o_proj.initial_gain = config.initial_gain
 
@@ -152,14 +151,14 @@ class DeepOneAttention(Qwen3Attention):
         if past_key_values is not None:
             key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # kwargs contains further backend arguments, such as the document boundaries in packed sequences.
+        # kwargs also contains backend arguments, such as the document boundaries in packed sequences.
         kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
         y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
         return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
 class DeepOneMLP(nn.Module):
-    """Feed-forward network with the type `DeepOneConfig.feed_forward`. Only SwiGLU has a gate."""
+    """SwiGLU or squared-ReLU MLP (see `DeepOneConfig.feed_forward`)."""
 
     def __init__(self, config: DeepOneConfig):
         super().__init__()
@@ -178,7 +177,7 @@ class DeepOneMLP(nn.Module):
 
 
 class DeepOneDecoderLayer(GradientCheckpointingLayer):
-    """Two post-norm sublayers, each x = LayerNorm(alpha * x + f(x))."""
+    """Decoder layer with two post-norm sublayers, each x = LayerNorm(alpha * x + f(x))."""
 
     def __init__(self, config: DeepOneConfig, layer_idx: int):
         super().__init__()
@@ -195,7 +194,7 @@ class DeepOneDecoderLayer(GradientCheckpointingLayer):
 
 
 class DeepOnePreTrainedModel(LlamaPreTrainedModel):
-    """Base class for the base model and the language model, with initialization and class attributes."""
+    """Base class with class attributes and weight initialization."""
 
     config_class = DeepOneConfig
     _no_split_modules = ["DeepOneDecoderLayer"]
@@ -203,10 +202,9 @@ class DeepOnePreTrainedModel(LlamaPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draws Xavier normal weights with gain beta for values, outputs and feed-forward, and 1 for queries and keys.
+        """Initializes linear layers with Xavier normal weights: gain beta for values, outputs and MLP, else 1.
 
-        The paper doesn't specify embedding, head and norms, so they follow transformers: normal with
-        initializer_range, ones and zeros.
+        The paper doesn't specify the embedding, head and norms, so they are initialized as in transformers.
         """
         if hasattr(module, "initial_gain"):
             init.xavier_normal_(module.weight, gain=module.initial_gain)
@@ -215,10 +213,10 @@ class DeepOnePreTrainedModel(LlamaPreTrainedModel):
 
 
 class DeepOneModel(DeepOnePreTrainedModel, LlamaModel):
-    """Base model from token IDs to hidden states. It has no final norm, because the last block ends with one."""
+    """Base model without a final norm, because the last block ends with one."""
 
     def __init__(self, config: DeepOneConfig):
-        PreTrainedModel.__init__(self, config)  # LlamaModel's own __init__ would build Llama's layers
+        PreTrainedModel.__init__(self, config)  # LlamaModel's __init__ would build Llama's layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(DeepOneDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.Identity()
@@ -228,7 +226,7 @@ class DeepOneModel(DeepOnePreTrainedModel, LlamaModel):
 
 
 class DeepOneForCausalLM(DeepOnePreTrainedModel, LlamaForCausalLM):
-    """The base model with a linear head over the vocabulary."""
+    """Base model with a linear output head."""
 
     def __init__(self, config: DeepOneConfig):
         PreTrainedModel.__init__(self, config)
