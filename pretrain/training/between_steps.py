@@ -257,7 +257,7 @@ def _measure_benchmarks(run: Run) -> None:
             return
         scores, shortened = found
         if shortened:
-            run.warn(f"benchmarks: {shortened:,} questions are longer than a window and were truncated at the start")
+            run.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
         curves = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}

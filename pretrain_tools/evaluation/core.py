@@ -89,7 +89,7 @@ def _check(task: BundleTask, item: Item) -> None:
     if not answers:
         raise ValueError(f"{FIELDS[task.kind][-1]} is empty")
     if task.kind != "language_modeling" and not 0 <= item["gold"] < len(answers):
-        raise ValueError(f"gold is {item['gold']} of {len(answers)}")
+        raise ValueError(f"gold must be an index from 0 to {len(answers) - 1}, got {item['gold']}")
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:

@@ -268,6 +268,8 @@ class _Run:
                 for encoded in () if intake.is_complete else parts:
                     intake.add(encoded)
                     self.report(intake.tally)
+                    if intake.is_complete and not intake.tally.documents:
+                        break  # nothing to commit
                     if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
                         intake.commit()
                         committed = time.monotonic()
@@ -275,7 +277,7 @@ class _Run:
                         break
                     stop_if_asked()
             if not intake.tally.documents and options.slice is None:
-                raise InputError(self._nothing_found(intake.tally))
+                raise InputError(self._nothing_found(intake.tally, intake.is_complete))
             return intake.tally, intake.writer.finish()
         except (InputError, StoppedError):
             # Save the work done before the bad record or the signal.
@@ -285,16 +287,16 @@ class _Run:
         finally:
             intake.writer.close()
 
-    def _nothing_found(self, tally: Tally) -> str:
+    def _nothing_found(self, tally: Tally, is_first_too_long: bool) -> str:
+        if is_first_too_long:
+            limit = self.request.options.max_tokens
+            return f"the first document is longer than --max_tokens {limit:,}; nothing was written; raise --max_tokens"
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
             skipped += f", {tally.filtered_documents:,} filtered out"
         if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
             skipped += f", {removed:,} removed by cleaning"
         whole = tally.cleaning.removed_whole_lines()
-        limit = self.request.options.max_tokens
-        if limit is not None:
-            skipped += f", and the first document is longer than --max_tokens {limit:,}"
         if whole:
             advice = "use --filter to change a filter's parameters"
             return "\n  ".join([f"no documents are left ({skipped}); nothing was written; {advice}", *whole])

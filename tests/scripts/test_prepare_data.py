@@ -167,7 +167,14 @@ def test_a_truncated_gzip_is_named_and_can_be_skipped(tmp_path, run):
 def test_input_without_documents_is_an_error_that_leaves_nothing(tmp_path, run, content):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=r"the input contains no documents .* nothing was written"):
-        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--max_tokens", 5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_first_document_longer_than_max_tokens_is_an_error_that_leaves_nothing(tmp_path, run):
+    write_jsonl(tmp_path / "a.jsonl", ["", "many more than five tokens of text"])
+    with pytest.raises(InputError, match=r"the first document is longer than --max_tokens 5; .* raise --max_tokens"):
+        run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--max_tokens", 5)
     assert not (tmp_path / "out").exists()
 
 
