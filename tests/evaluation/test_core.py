@@ -157,7 +157,9 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
         (broken / name).symlink_to(bundle / name)
     copa = broken / "eval_data/some/copa.jsonl"
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold must be an index from 0 to 1, got 2\)"):
+    with pytest.raises(
+        InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold must be an index from 0 to 1, got 2\)"
+    ):
         score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy())
 
 
