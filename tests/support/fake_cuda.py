@@ -12,8 +12,8 @@ A case module defines CASES, {name: function}. Each function returns a JSON valu
         torch.empty(2, device="cuda")                       # a fake tensor
         fake.from_tensor(host_tensor)                       # a fake tensor with the same shape
 
-As on a GPU, operations on tensors from different devices fail. Unlike on a GPU, host-device synchronization also fails;
-see `Waits`.
+As on a GPU, operations on tensors from different devices fail. Unlike on a GPU, synchronization between host and
+device also fails; see `Waits`.
 """
 
 import contextlib

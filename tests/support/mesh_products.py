@@ -16,7 +16,7 @@ SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B"
 
 
 def products(processes: int) -> dict[str, tuple[str, Sizes]]:
-    """Returns {name: (model, sizes)} for all valid combinations of sizes up to 2 (4 for ep) with this many processes."""
+    """Returns {name: (model, sizes)} for all valid combinations with this many processes, with sizes up to 2 (ep: 4)."""
     found = {}
     for model, most in (("dense", (1,)), ("moe", (1, 2, 4))):
         for *numbers, ep in product(*[(1, 2)] * 5, most):
