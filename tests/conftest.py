@@ -17,7 +17,7 @@ from support.warm_python import read_by_imports, server, start_server
 # Set before torch is imported: a process forked from a multithreaded one may hang.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would slow down other tests
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each compile process imports for half a minute
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each compile worker spends half a minute on imports
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # reach test servers without a proxy
 
 LONGEST = (
@@ -68,7 +68,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def variables_that_imports_read():
-    """Restores the variables that imports read, because a change would prevent forking from the warm interpreter."""
+    """Restores variables that imports read. Otherwise, scripts couldn't be forked from the warm interpreter."""
     before = read_by_imports(os.environ)
     yield
     after = read_by_imports(os.environ)

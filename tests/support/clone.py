@@ -64,7 +64,7 @@ def make_clone(folder: Path) -> Path:
 
 
 def copy_clone(clone: Path, folder: Path) -> Path:
-    """Copies a clone with everything created in it."""
+    """Copies a clone, including all files created in it."""
     shutil.copytree(clone, folder, symlinks=True)
     return folder
 
@@ -143,7 +143,7 @@ def launched(words: list[str]) -> list[str]:
 
 
 def main(name: str, words: list[str]) -> int:
-    """Runs a command of the clone's `python` or `accelerate` wrapper."""
+    """Runs the clone's `python` or `accelerate` with these arguments."""
     environment = {key: value for key, value in os.environ.items() if key not in SET_BY_SHELLS}
     environment |= {key: os.environ[f"OWN_{key}"] for key in SET_BY_SHELLS if f"OWN_{key}" in os.environ}
     if name == "accelerate":

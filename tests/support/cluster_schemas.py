@@ -1,6 +1,6 @@
 """JSON schemas for SkyPilot task files and Kubernetes JobSets, with only the fields used in the shipped files.
 
-Based on SkyPilot's YAML specification, the Kubernetes API of batch/v1 Jobs and Pods, and jobset.x-k8s.io/v1alpha2.
+Based on SkyPilot's YAML specification, the Kubernetes API for batch/v1 Jobs and Pods, and jobset.x-k8s.io/v1alpha2.
 Unknown keys are errors, because clusters reject or silently drop them.
 """
 

@@ -32,7 +32,7 @@ from pretrain.parallel.mesh import MeshStrategy
 
 LENGTH, END = 64, 1
 VISIBLE = 3.0
-"""Factor for the initial weights, with which attention has little effect otherwise."""
+"""Factor for the initial weights, which are too small for attention to have a visible effect."""
 DOCUMENTS = ((3, 13, 40, 8), (64,), (20, 44), (16, 16, 17, 15))
 """Document lengths per window. With four processes, each process has 16 positions."""
 SHAPE = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

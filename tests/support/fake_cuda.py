@@ -97,7 +97,7 @@ def _library(compiler: str) -> Path:
 
 @contextlib.contextmanager
 def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
-    """Enables fake tensors and a fake torch.cuda with compute capability 9.0; yields the FakeTensorMode.
+    """Enables fake tensors and a fake torch.cuda with compute capability 9.0. Yields the FakeTensorMode.
 
     Args:
         devices: number of GPUs.
@@ -139,7 +139,7 @@ class Waits(Exception):
 
 
 LEAD = 50
-"""Number of kernels after an event that keep the device busy while the host waits for the event."""
+"""Minimum number of kernels issued after an event, so that waiting for it doesn't leave the device idle."""
 
 
 class _Issued:

@@ -35,14 +35,14 @@ class FaultyRun:
     """A finished launch."""
 
     folder: Path
-    """Folder with the notes of the ranks and faults."""
+    """Folder to which the ranks write their notes."""
     output: str
     code: int
     seconds: float
     left: list[int]
     """PIDs of processes that the launcher left running."""
     seconds_to_start: float
-    """Time from the launch to the first process start, an indicator of the machine's speed."""
+    """Time from the launch to the first process start, which shows how busy the machine is."""
 
     def struck(self, number: int = 0) -> float:
         """Returns the time at which a fault was injected."""
@@ -58,7 +58,7 @@ class FaultyRun:
         return min(time for time in times if time > self.struck(number)) - self.struck(number)
 
     def recovery(self, numbers: Iterable[int] = (0,)) -> str:
-        """Describes the longest recovery from these faults."""
+        """Describes the longest downtime and the longest time to a new step after these faults."""
         down = max(self.seconds_to_restart(number) for number in numbers)
         first_step = max(self.seconds_to_first_step(number) for number in numbers)
         return f"down in {down:.1f} s, a new step after {first_step:.0f} s"
@@ -68,7 +68,7 @@ class FaultyRun:
         return [note["began"] for path in self.folder.glob("rank-*.jsonl") for note in notes(path) if "pid" in note]
 
     def notes(self, rank: int) -> list[dict]:
-        """Returns the notes of a rank."""
+        """Returns a rank's notes."""
         return notes(self.folder / f"rank-{rank}.jsonl")
 
     def windows(self) -> dict[int, list[tuple[int, int]]]:
@@ -178,7 +178,7 @@ def kill_everything(process: subprocess.Popen, folder: Path) -> None:
 
 
 def short_source(shards: Path, folder: Path, windows: int, sequence_length: int = 64) -> Path:
-    """Copies prepared shards, but only the first `windows` training windows, for runs of several epochs."""
+    """Copies prepared shards with only the first `windows` training windows, for runs of several epochs."""
     shutil.copytree(shards, folder)
     tokens = windows * sequence_length + 1
     path = folder / "train-00000.bin"

@@ -1,7 +1,7 @@
-"""File system for mirrors, faulty:///path: the local disk with faults that a file next to the mirror turns on and off.
+"""File system for mirrors (faulty:///path) that adds faults to the local disk.
 
-    PATH.faults     JSON with put_seconds (delay per file), errno (error of every write, such as ENOSPC), hangs (writes
-                    hang) and garbles (one byte of every uploaded file is changed)
+    PATH.faults     JSON file with put_seconds (delay per file), errno (error for every write, such as ENOSPC),
+                    hangs (writes hang) and garbles (changes one byte of every uploaded file)
 
 Import this module to register the file system.
 """

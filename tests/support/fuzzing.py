@@ -64,7 +64,7 @@ class Result:
         if self.code not in (0, 2):
             return f"exit status {self.code}"
         said = without_usage(self.output).lower()
-        if self.code == 2 and not any(name.lower()[:200] in said for name in case.names):  # truncated in messages
+        if self.code == 2 and not any(name.lower()[:200] in said for name in case.names):  # long names are truncated
             return f"names none of {case.names}"
         if len(self.output) > 30_000 + sum(map(len, case.arguments)):
             return f"{len(self.output):,} characters of output"

@@ -78,7 +78,7 @@ class Hub:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Returns variables for a command that must use only this server."""
+        """Returns environment variables that make a command use this server."""
         patience = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # this process may be slow
         return patience | {
             "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN

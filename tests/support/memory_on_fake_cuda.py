@@ -1,8 +1,8 @@
 """Fake CUDA cases for tests/planning/test_step_memory.py: the peak GPU memory of a training step.
 
-Each case trains a real-width model on real micro-batches as one of eight GPUs, and adds up the live tensor storages.
-Compiled layers count as the memory that Inductor's scheduler allocates. Attention workspaces and allocator rounding
-are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads values.
+Each case trains a full-width model with full-size micro-batches as one of eight GPUs, and adds up the live tensor
+storages. For compiled layers, it uses the allocations planned by Inductor's scheduler. Attention workspaces and
+allocator rounding are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads values.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ class PeakOfStep(LiveBytes):
 
 @contextlib.contextmanager
 def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
-    """Counts layers compiled in this context by what Inductor allocates for them.
+    """Compiles layers in this context and counts the memory that Inductor allocates for them.
 
     needs: receives the bytes that each graph needs in addition to its inputs.
     """
@@ -124,7 +124,7 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
         known = -1
         while not moments or known < len(graphs):  # the first step creates optimizer state, and any step may compile
             known = len(graphs) if moments else -1
-            gc.collect()  # left over from compilation
+            gc.collect()  # frees objects left over from compilation
             moments = {}
             run.strategy.begin_step(0.001, micro_steps=setup.micro_steps)
             for micro_step in range(setup.micro_steps):

@@ -49,7 +49,7 @@ class MemorySetup:
 
     @property
     def looked_at(self) -> list[int]:
-        """Returns the ranks to measure, one per stage for a pipeline."""
+        """Returns the ranks to measure; for pipelines, one per stage."""
         return list(range(0, RANKS, RANKS // (self.size or RANKS))) if self.strategy == "pp" else [0]
 
     def model_config(self) -> dict[str, Any]:

@@ -11,12 +11,12 @@ MODELS = {
 }
 MODELS["few"] = MODELS["moe"] | {"num_experts": 2, "num_experts_per_tok": 1}
 """A model with fewer experts than ranks, so that experts are sharded along another dimension."""
-# The first two combine zero bubble with settings that it once failed with: TP and tied embeddings, and sharding.
+# The first two run with settings with which zero bubble once failed: TP with tied embeddings, and sharding.
 SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B", "GPipe", "LoopedBFS")
 
 
 def products(processes: int) -> dict[str, tuple[str, Sizes]]:
-    """Returns {name: (model, sizes)} for all valid combinations with this many processes, with sizes up to 2 (ep: 4)."""
+    """Returns {name: (model, sizes)} for all valid combinations of sizes up to 2 (ep: 4) on this many processes."""
     found = {}
     for model, most in (("dense", (1,)), ("moe", (1, 2, 4))):
         for *numbers, ep in product(*[(1, 2)] * 5, most):

@@ -104,7 +104,7 @@ def recipe_case(material: Material, number: int) -> Case:
 
 
 def names_of(path: str) -> list[str]:
-    """Returns names that a message can use for a setting: its own or those of its sections."""
+    """Returns names that a message can use for a setting: its own name and its sections' names."""
     parts = path.replace("[]", "").split(".")
     return [parts[-1], *(f"{part}:" for part in parts[:-1]), *(f"{part}." for part in parts[:-1])]
 
@@ -128,7 +128,7 @@ def put(values: dict, path: str, value: object) -> None:
 
 
 def spoil(rng: random.Random, text: str) -> tuple[str | bytes, list[str]]:
-    """Returns the text with a mistake, and names of which the error message may contain one."""
+    """Returns the text with a mistake, and names that the error message may contain."""
     lines = text.splitlines()
     number = rng.randrange(len(lines))
     key = lines[number].strip(" -").partition(":")[0]

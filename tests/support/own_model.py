@@ -1,4 +1,4 @@
-"""Model folder with custom code, in the style of transformers 4 and with nanoGPT's names for sizes."""
+"""Model folder with custom code in the style of transformers 4, with nanoGPT's setting names."""
 
 import json
 from pathlib import Path

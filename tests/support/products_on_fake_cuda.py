@@ -1,7 +1,7 @@
 """Fake CUDA cases for tests/parallel/test_products.py: combinations of parallel dimensions on one of 64 GPUs.
 
-Extends support.ranks_on_fake_cuda with the dimension of each collective and the bytes on the device. Workspaces of the
-fused loss and attention kernels are not included.
+In addition to support.ranks_on_fake_cuda, cases record each collective's dimension and the bytes on the device.
+Workspaces of the fused loss and attention kernels are not included.
 """
 
 import functools

@@ -97,7 +97,7 @@ class Launch:
     """Additional recipe settings."""
     attention: str = "groundwork_sdpa"
     ranks: int = RANKS
-    """Number of ranks; 1 runs without a launcher and process groups."""
+    """Number of ranks. A single rank runs without a launcher and without process groups."""
     sequences: int = SEQUENCES
     length: int = LENGTH
 
@@ -174,7 +174,7 @@ class Counter(TorchDispatchMode):
         kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
         group = next(group for argument in arguments if (group := group_of(argument)))
         ranks = group.size()
-        # The largest argument is the full tensor, except that functional all-gathers only have the shard.
+        # The largest argument is the full tensor, except in functional all-gathers, which only get the shard.
         size = max(map(bytes_of, arguments))
         self.seen.sent_from_host += any(map(is_on_host, arguments))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
@@ -260,7 +260,7 @@ def init_real_mesh(mesh: DeviceMesh, *arguments, **settings) -> None:
 
 
 def agree_on_shapes(schedule, stages: list, *_) -> None:
-    """Replaces the vote of the pipeline stages on whether shapes are static: they are."""
+    """Makes all pipeline stages use static shapes, instead of letting them vote."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
@@ -273,7 +273,7 @@ def flex_attention(query, key, value, *, block_mask, **_):
 
 
 def even_rows(counts: FakeTensor) -> list[list[int]]:
-    """Replaces `tolist` for the numbers of rows sent and received per process, (2, processes), with equal numbers."""
+    """Replaces `tolist` for the number of rows sent and received per process, (2, processes). All are equal."""
     if Counter.current is not None:
         Counter.current.seen.waits += 1
     sizes = launched_sizes()
@@ -304,7 +304,7 @@ class FixedBuckets:
 
 
 def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduces a DDP bucket as DDP does, which needs a result that the fake group doesn't return."""
+    """Reduces a DDP bucket and returns a future with the result, which the fake group doesn't provide."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -312,7 +312,7 @@ def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def forget_meshes() -> None:
-    """Clears torch's DTensor caches, in which an equal mesh could refer to a destroyed group."""
+    """Clears torch's DTensor caches, which may refer to destroyed groups of earlier launches."""
     torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 

@@ -1,4 +1,4 @@
-"""Recorded runs for experiments, where training would take seconds per run."""
+"""Recorded runs that replace training in tests of experiments."""
 
 import subprocess
 import sys

@@ -41,7 +41,7 @@ def write_model(
 ) -> Path:
     """Writes a sealed model folder with random weights.
 
-    files: additional text files, named with two underscores instead of a dot.
+    files: additional text files. Names have two underscores instead of a dot.
     """
     unfinished = folder.with_name(f".saving-{folder.name}")
     unfinished.mkdir(parents=True)
@@ -80,7 +80,7 @@ def recipe_values(run: Path) -> dict:
 
 
 def write_run(run: Path, *, model: dict = TINY_LLAMA, steps: tuple[int, ...] = (4, 8), **settings: object) -> Path:
-    """Writes a run with a checkpoint at each of `steps`, the first with the best validation loss, and final/.
+    """Writes a run with a checkpoint at each of `steps` and final/. The first has the best validation loss.
 
     settings: recipe sections.
     """
