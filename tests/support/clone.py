@@ -1,7 +1,7 @@
 """Fresh clone of the project, in which tests run shell commands with tiny budgets.
 
 Its .venv/bin contains `python` and `accelerate` wrappers, which run scripts in the warm interpreter with two tiny
-layers, four steps and two processes. Every command imports this module, so imports must be fast.
+layers, four steps and two processes. Every command runs this file, so its imports must be fast.
 """
 
 import json

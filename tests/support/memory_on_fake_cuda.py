@@ -65,7 +65,7 @@ class PeakOfStep(LiveBytes):
 
 @contextlib.contextmanager
 def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
-    """Compiles layers in this context and counts the memory that Inductor allocates for them.
+    """Counts the memory that Inductor allocates for the layers compiled in this context.
 
     needs: receives the bytes that each graph needs in addition to its inputs.
     """

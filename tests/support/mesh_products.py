@@ -11,7 +11,7 @@ MODELS = {
 }
 MODELS["few"] = MODELS["moe"] | {"num_experts": 2, "num_experts_per_tok": 1}
 """A model with fewer experts than ranks, so that experts are sharded along another dimension."""
-# The first two run with settings with which zero bubble once failed: TP with tied embeddings, and sharding.
+# The first two pipeline cases (TP with tied embeddings, and sharding) once failed with these zero-bubble schedules.
 SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B", "GPipe", "LoopedBFS")
 
 

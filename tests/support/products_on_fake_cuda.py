@@ -151,7 +151,7 @@ LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
 OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
-"""OLMoE at its real width. Its layers are identical, so results for two and three layers predict those for sixteen."""
+"""OLMoE at its full width. Its layers are identical, so two and three layers are enough to predict all sixteen."""
 MODELS["olmoe of 64"] = OLMOE
 OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]
 OLMOE_LAUNCHES = {

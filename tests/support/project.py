@@ -34,7 +34,7 @@ def start_script(*arguments, fresh=False, **settings) -> subprocess.Popen:
 def run_script(
     *arguments, check=True, timeout=600, fresh=False, cwd=ROOT, **environment
 ) -> subprocess.CompletedProcess:
-    """Runs a script from the project root or from `cwd`. With `check`, an error fails the test."""
+    """Runs a script from the project root or from `cwd`. With `check`, a nonzero exit status fails the test."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start_script(*arguments, fresh=fresh, cwd=cwd, env=environment, **pipes) as process:
         try:
@@ -91,7 +91,7 @@ def cpu_seconds(*arguments, tries=3) -> float:
 def free_port() -> int:
     """Returns a free port.
 
-    Each xdist worker has its own range, below the ports that Linux assigns itself (32768 and higher).
+    Each xdist worker has its own range, below the ports that Linux assigns automatically (32768 and higher).
     """
     while True:
         with socket.socket() as found, contextlib.suppress(OSError):

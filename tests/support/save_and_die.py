@@ -109,7 +109,7 @@ class Executioner:
 
 
 def save_in_processes(run: Path, ranks: int, victim: int, moment: int) -> bool:
-    """Saves step NEW in forked processes and kills one of them at this moment. Returns False if it exited before."""
+    """Saves step NEW in forked processes and kills one at this moment. Returns False if the save finished first."""
     meeting_point = run.with_name("meeting_point")
     meeting_point.unlink(missing_ok=True)
     children = []

@@ -16,7 +16,7 @@ from support.project import ROOT
 Fields = dict[str, dict[str, str | None]]
 """{section: {field: the field's section, or None for a value}}."""
 SHARED = {base.__name__: tuple(section.__name__ for section in base.__subclasses__()) for base in (Cadence, Shards)}
-"""{base section: its subclasses}. A function with a base section as a parameter can be called with any subclass."""
+"""{base section: its subclasses}. A function that takes a base section can be called with any subclass."""
 
 BINDING = (ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension)
 

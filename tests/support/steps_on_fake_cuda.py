@@ -46,7 +46,7 @@ CHOICES = {
     "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),
     "document_mask": (True, False),
 }
-"""Settings that determine which kernels run, except for fp8 and 8-bit AdamW, which need additional packages."""
+"""Settings that determine which kernels run. fp8 and 8-bit AdamW are left out, as they need additional packages."""
 WINDOW = 128
 
 

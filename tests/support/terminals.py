@@ -68,7 +68,7 @@ class InTerminal:
         """Waits until the text appears in the output after this call."""
         begin, deadline = len(self.output), time.monotonic() + SOON
         while text not in self.output[begin:]:
-            assert time.monotonic() < deadline and self._read(), f"never wrote {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline and self._read(), f"{text!r} is not in the output:\n{self.output}"
 
     def press(self, keys: bytes) -> None:
         os.write(self._terminal, keys)

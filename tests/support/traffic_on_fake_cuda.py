@@ -1,8 +1,8 @@
 """Fake CUDA cases for tests/model/test_gpu_traffic.py: the GPU memory traffic of a layer.
 
-Each case runs a full-width model on a full-size micro-batch as one of eight GPUs, and adds up the bytes that the
-kernels read and write. The kernels are those that Inductor generates for an H100, except matmuls and attention. Each
-kernel counts each buffer once, as with perfect caches.
+Each case runs a full-width model on a full-size micro-batch as one of eight GPUs, and adds up the bytes read and
+written by the kernels that Inductor generates for an H100, except matmuls and attention. Each buffer is counted once
+per kernel, as with perfect caches.
 """
 
 import functools

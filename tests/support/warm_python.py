@@ -59,7 +59,7 @@ ASKED_BY: list[int] = []
 
 
 STARTED: list[int] = []
-"""Pipe that the server writes to when it is ready."""
+"""File descriptor of the pipe that the server writes to when it is ready."""
 
 
 def sizes_of_launch(words: list[str], folder: Path) -> dict[str, str]:
@@ -214,7 +214,7 @@ def server() -> str:
         is_ready = os.read(ready, 1)
         os.close(ready)
         if not is_ready:
-            raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
+            raise RuntimeError("the warm interpreter can't import the project; see its traceback above")
     return os.environ[SOCKET]
 
 
