@@ -1,4 +1,4 @@
-"""What the tests share: text that every machine has, shards of it, a tiny recipe, the scripts run as a user would."""
+"""Shared fixtures: text files, a tokenizer, shards and a tiny recipe."""
 
 import json
 import os
@@ -14,12 +14,11 @@ from support.project import run_script
 from support.tiny_models import TINY_LLAMA
 from support.warm_python import read_by_imports, server, start_server
 
-# Several processes of a test share two cores. Before anything imports torch, so that it counts here as well: a process
-# that is forked from one with threads of its own may wait for them forever.
+# Set before torch is imported: a process forked from a multithreaded one may hang.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a script that takes all cores would spin on those of others
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that import for half a minute
-os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # servers of tests are no proxy's business
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would slow down other tests
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # each compile worker spends half a minute on imports
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # reach test servers without a proxy
 
 LONGEST = (
     "scripts/test_slurm.py", "test_pages.py", "parallel/test_mesh.py", "parallel/test_strategies.py",
@@ -29,16 +28,16 @@ LONGEST = (
     "experiments/test_parity.py", "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py",
     "test_closure.py",
 )  # fmt: skip
-"""Files that take longest, for the order in which processes side by side begin them."""
+"""The slowest test files, which run first."""
 
 
 def runs_others(config) -> bool:
-    """Tells if this process is the one that distributes tests to xdist's workers."""
+    """Returns True in the process that distributes tests to xdist workers."""
     return bool(getattr(config.option, "numprocesses", None)) and not hasattr(config, "workerinput")
 
 
 def pytest_configure(config):
-    """Starts one warm interpreter for all processes of xdist, which inherit its address and collect meanwhile."""
+    """Starts one warm interpreter for all xdist workers."""
     if runs_others(config):
         start_server()
 
@@ -50,16 +49,16 @@ def pytest_runtestloop(session):
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the longest files first: begun last, one would keep a process busy while the others had nothing to do.
+    """Puts the slowest files first, so that all workers finish at about the same time.
 
-    xdist keeps this order with --no-loadscope-reorder; by itself it begins with the files that have the most tests.
+    xdist keeps this order only with --no-loadscope-reorder.
     """
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The faults that the fault tests have injected, as a table."""
+    """Prints a table of the injected faults."""
     if rows := getattr(sys.modules.get("support.faults"), "TABLE", None):
         terminalreporter.section("faults")
         header = ("#", "injected", "what happened", "recovery")
@@ -69,8 +68,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def variables_that_imports_read():
-    """Stay as they are: after a change no script could be forked from the warm interpreter, and each would import for
-    seconds."""
+    """Restores variables that imports read. Otherwise, scripts couldn't be forked from the warm interpreter."""
     before = read_by_imports(os.environ)
     yield
     after = read_by_imports(os.environ)
@@ -81,7 +79,7 @@ def variables_that_imports_read():
 
 @pytest.fixture(scope="session")
 def text_files(tmp_path_factory) -> Path:
-    """A folder with forty files of the standard library's source."""
+    """Returns a folder with 40 source files from the standard library."""
     folder = tmp_path_factory.mktemp("text")
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]:
         (folder / path.name).write_bytes(path.read_bytes()[:20_000].decode("utf-8", "ignore").encode())
@@ -90,7 +88,7 @@ def text_files(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(text_files, tmp_path_factory) -> Path:
-    """A byte-level BPE of 512 IDs."""
+    """Trains a byte-level BPE tokenizer with 512 token IDs."""
     folder = tmp_path_factory.mktemp("tokenizers") / "tiny"
     run_script("prepare_data.py", "--input", f"{text_files}/*.py", "--train_tokenizer", "512", "--output", folder)
     return folder
@@ -98,7 +96,7 @@ def tokenizer(text_files, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def shards(text_files, tokenizer, tmp_path_factory) -> Path:
-    """The text files as shards, a fifth of them for validation."""
+    """Prepares the text files as shards, with 20% for validation."""
     folder = tmp_path_factory.mktemp("shards") / "source"
     run_script(
         "prepare_data.py", "--input", f"{text_files}/*.py", "--tokenizer", tokenizer, "--validation_fraction", "0.2",
@@ -109,7 +107,7 @@ def shards(text_files, tokenizer, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path, shards) -> Path:
-    """A recipe that trains in seconds: 12 steps of 4 x 64 tokens, a checkpoint every 4."""
+    """Writes a recipe for 12 steps of 4 x 64 tokens, with a checkpoint every 4 steps."""
     model = tmp_path / "tiny_llama.json"
     model.write_text(json.dumps(TINY_LLAMA))
     path = tmp_path / "recipe.yaml"
@@ -133,7 +131,7 @@ def recipe(tmp_path, shards) -> Path:
 
 @pytest.fixture
 def run(tokenizer, monkeypatch, capsys):
-    """Runs prepare_data.py in this process with the tiny tokenizer; gives what it printed."""
+    """Returns a function that runs prepare_data.py in this process and returns its output."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(*arguments, with_tokenizer=True):

@@ -1,6 +1,6 @@
-"""A configuration that works, of every causal language model of transformers, and what becomes of each.
+"""Configurations of all causal language models in transformers, and how each model trains.
 
-`PYTHONPATH=. python tests/support/causal_models.py` writes the table of docs/architectures.md.
+`PYTHONPATH=. python tests/support/causal_models.py` writes the table in docs/architectures.md.
 """
 
 import re
@@ -25,21 +25,21 @@ COMPLETED = {
     "nemotron": {"num_key_value_heads": 8},
     "xlstm": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2},
 }
-"""Settings that a class leaves open, or without which the defaults of its configuration do not run."""
+"""Settings for models whose default configuration is incomplete or doesn't work."""
 
 
 def causal_models() -> list[str]:
-    """model_type of everything that AutoModelForCausalLM builds."""
+    """Returns the model_type of every model that AutoModelForCausalLM can build."""
     return sorted({config_class.model_type for config_class in MODEL_FOR_CAUSAL_LM_MAPPING})
 
 
 def config_of(model_type: str) -> PreTrainedConfig:
-    """The class's own defaults, completed; raises whatever the class raises where it has none that work."""
+    """Returns the model's default configuration, updated with COMPLETED."""
     return CONFIG_MAPPING[model_type](**COMPLETED.get(model_type, {}))
 
 
 def outcome(model_type: str, document_mask: bool) -> str:
-    """One word on how the model trains, or 'refused: ' and why."""
+    """Returns the attention and loss that the model trains with, or 'refused: ' and the reason."""
     from pretrain.config import WindowSpec
     from pretrain.errors import InputError
     from pretrain.model.attention import classes_in_rows, without_rows
@@ -48,7 +48,7 @@ def outcome(model_type: str, document_mask: bool) -> str:
 
     try:
         config = config_of(model_type)
-    except Exception as error:  # configurations that have no defaults raise whatever they like
+    except Exception as error:  # can be any type of error
         return f"refused: no default configuration ({type(error).__name__})"
     try:
         refuse_composites(model_type, config)
@@ -62,7 +62,7 @@ def outcome(model_type: str, document_mask: bool) -> str:
 
 
 def table() -> str:
-    """Markdown: every architecture once, by what becomes of it."""
+    """Returns a Markdown table of the architectures, grouped by outcome."""
     works: dict[tuple[str, str], list[str]] = {}
     refused: dict[str, list[str]] = {}
     for model_type in causal_models():
@@ -85,7 +85,7 @@ def without_windows(attention: str) -> str:
 
 
 def reason_of(refusal: str) -> str:
-    """A refusal in the few words of the table."""
+    """Returns a short form of the message for the table."""
     for pattern, words in {
         "sees the future": "it sees later tokens",
         "get no gradient": "some parameters get no gradient (cross-attention, or parts trained separately)",
@@ -100,7 +100,7 @@ def reason_of(refusal: str) -> str:
 
 
 def table_on_page() -> dict[str, tuple[str, ...]]:
-    """{model_type: the cells beside it} of the table as docs/architectures.md has it."""
+    """Returns {model_type: the other cells in its row} from docs/architectures.md."""
     lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("|")]
     return {name: tuple(row[:-1]) for row in cells for name in row[-1].split()}

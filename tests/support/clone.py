@@ -1,7 +1,7 @@
-"""A clone of the project as a newcomer has it, where commands are typed into a shell and end within seconds.
+"""Fresh clone of the project, in which tests run shell commands with tiny budgets.
 
-Its .venv/bin holds a `python` and an `accelerate` that hand each script to the warm interpreter, with its budget cut:
-two tiny layers, four steps, two processes. Imports nothing heavy: a shell starts it for every command.
+Its .venv/bin contains `python` and `accelerate` wrappers, which run scripts in the warm interpreter with two tiny
+layers, four steps and two processes. Every command runs this file, so its imports must be fast.
 """
 
 import json
@@ -29,9 +29,9 @@ LINKED = (
     "requirements.txt",
 )
 LINKED += tuple(path.name for path in ROOT.glob("*.py"))
-COPIED = ("recipes", "model_configs")  # train.py --text adds to them
+COPIED = ("recipes", "model_configs")  # train.py --text writes to them
 SET_BY_SHELLS = ("PATH", "MPLBACKEND", "TERM", "COLUMNS")
-"""Variables that a shell or a notebook changes and that no test is about; imports would read them."""
+"""Variables that shells and notebooks change. `main` restores the test's values."""
 BUDGET = {
     "data.sequence_length": 64, "batch.tokens_per_step": 512, "batch.sequences_per_micro_batch": 1,
     "optim.warmup_steps": 1, "compile": "none", "validation.every_steps": 2, "validation.sequences": 4,
@@ -44,12 +44,12 @@ SHAPES = {
     "qwen3_moe": {"num_hidden_layers": 2, "hidden_size": 32},
     "deepseek_v3": {"num_hidden_layers": 2, "hidden_size": 32},
 }  # fmt: skip
-"""{model_type: keys of its JSON}"""
+"""{model_type: overrides for the model's JSON}"""
 MINUTES = "0.03"
 
 
 def make_clone(folder: Path) -> Path:
-    """The project in an empty folder, with an environment, before anything was prepared."""
+    """Creates a clone with a virtual environment and no prepared data."""
     (folder / ".venv/bin").mkdir(parents=True)
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
@@ -59,18 +59,18 @@ def make_clone(folder: Path) -> Path:
         script = folder / ".venv/bin" / name
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} {name} "$@"\n')
         script.chmod(0o755)
-    (folder / ".venv/requirements").touch()  # as make leaves it
+    (folder / ".venv/requirements").touch()  # make's stamp file
     return folder
 
 
 def copy_clone(clone: Path, folder: Path) -> Path:
-    """Another clone with all that was made in the first."""
+    """Copies a clone, including all files created in it."""
     shutil.copytree(clone, folder, symlinks=True)
     return folder
 
 
 def environment_in(clone: Path) -> dict[str, str]:
-    """The variables of a shell in which the environment of the clone is active."""
+    """Returns the environment variables of a shell with the clone's virtual environment activated."""
     server()
     own = {f"OWN_{name}": os.environ[name] for name in SET_BY_SHELLS if name in os.environ}
     path = f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"
@@ -78,7 +78,7 @@ def environment_in(clone: Path) -> dict[str, str]:
 
 
 def type_in(clone: Path, command: str, timeout: float = 120) -> subprocess.CompletedProcess:
-    """Types a command into a shell whose folder is the clone; the demo's text is the clone's text/."""
+    """Runs a shell command in the clone. `make demo` uses the text in the clone's text/ folder."""
     return subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", command], cwd=clone, env=environment_in(clone),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
@@ -86,7 +86,7 @@ def type_in(clone: Path, command: str, timeout: float = 120) -> subprocess.Compl
 
 
 def shortened(words: list[str]) -> list[str]:
-    """A script and its arguments, cut to what a test has time for; what is asked of the machine's disk stays."""
+    """Returns the command with options that make it finish within seconds."""
     script, *arguments = words
     if script == "train.py" and any(word in ("--check", "--help") for word in arguments):
         return words
@@ -103,14 +103,14 @@ def shortened(words: list[str]) -> list[str]:
     if script == "plan.py" and "--write" in arguments:
         return [*words, "--gpus", "1", "--gpu", "cpu"]
     if script == "plan.py":
-        return [*words, "--compile", "none"]  # tracing what the compiler keeps takes seconds
+        return [*words, "--compile", "none"]  # tracing compiled layers takes seconds
     if script == "prepare_data.py":
         return replaced(words, "--slice", "0/1", "--merge_slices", "1")
     return replaced(words, "--step", "1") if script == "runs.py" else words
 
 
 def tiny(words: list[str]) -> dict[str, object]:
-    """Settings that cut a run of train.py; pretrained weights keep their shapes."""
+    """Returns settings for a tiny training run. Pretrained models keep their size."""
     budget = BUDGET | ({} if "--budget.tokens" in words else {"budget.steps": 4})
     if "--init" in words:
         return budget
@@ -126,14 +126,14 @@ def tiny(words: list[str]) -> dict[str, object]:
 
 
 def replaced(words: list[str], *pairs: str) -> list[str]:
-    """The words with other values of some options, where they are given."""
+    """Returns the command with new values for options that are in it."""
     values = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
 
 
 def launched(words: list[str]) -> list[str]:
-    """The arguments of `accelerate launch`, for at most two processes."""
-    from support.project import free_port  # and with it pytest
+    """Returns arguments for `accelerate launch` with at most two processes."""
+    from support.project import free_port  # slow: imports pytest
 
     place = next(number for number, word in enumerate(words) if word.endswith(".py"))
     options, asked = words[:place], words[place:]
@@ -143,7 +143,7 @@ def launched(words: list[str]) -> list[str]:
 
 
 def main(name: str, words: list[str]) -> int:
-    """What `python` and `accelerate` of a clone do."""
+    """Runs the clone's `python` or `accelerate` with these arguments."""
     environment = {key: value for key, value in os.environ.items() if key not in SET_BY_SHELLS}
     environment |= {key: os.environ[f"OWN_{key}"] for key in SET_BY_SHELLS if f"OWN_{key}" in os.environ}
     if name == "accelerate":

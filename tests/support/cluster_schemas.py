@@ -1,14 +1,14 @@
-"""What SkyPilot's task files and Kubernetes' JobSets may hold, of the fields that the shipped files use.
+"""JSON schemas for SkyPilot task files and Kubernetes JobSets, with only the fields used in the shipped files.
 
-After SkyPilot's YAML specification, the API of batch/v1 Jobs and Pods, and jobset.x-k8s.io/v1alpha2. Unknown keys are
-mistakes: the clusters refuse or, worse, drop them.
+Based on SkyPilot's YAML specification, the Kubernetes API for batch/v1 Jobs and Pods, and jobset.x-k8s.io/v1alpha2.
+Unknown keys are errors, because clusters reject or silently drop them.
 """
 
 TEXT, TEXTS, WHOLE = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
 
 
 def mapping(required: tuple[str, ...] = (), **properties) -> dict:
-    """An object of these keys alone."""
+    """Returns the schema of an object with only these keys."""
     return {
         "type": "object", "properties": properties, "required": list(required), "additionalProperties": False
     }  # fmt: skip

@@ -1,8 +1,9 @@
-"""Under a launch of cp: losses and gradients of several models, beside those of the whole model in one process.
+"""Compares losses and gradients under context parallelism with those of one process.
 
     accelerate launch --config_file accelerate_configs/cp.yaml --num_processes 4 ... tests/support/context_ranks.py OUT
 
-OUT becomes JSON: {name of a case: {what is compared: largest difference}}, relative to the largest value.
+Writes JSON to OUT: {case: {quantity: largest difference}}. Loss and gradient differences are relative to the largest
+value.
 """
 
 import json
@@ -31,9 +32,9 @@ from pretrain.parallel.mesh import MeshStrategy
 
 LENGTH, END = 64, 1
 VISIBLE = 3.0
-"""Initial weights hardly let a token see another: they are multiplied by this."""
+"""Factor for the initial weights, which are too small for attention to have a visible effect."""
 DOCUMENTS = ((3, 13, 40, 8), (64,), (20, 44), (16, 16, 17, 15))
-"""Of each of four windows; a process of four has 16 positions."""
+"""Document lengths per window. With four processes, each process has 16 positions."""
 SHAPE = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
@@ -46,7 +47,7 @@ MODELS = {
     "olmoe": {"model_type": "olmoe", **SHAPE, **EXPERTS, "num_key_value_heads": 4},
 }
 CASES = {
-    # Key heads are fewer than processes.
+    # Fewer key heads than processes.
     "llama, 4": ("llama", 4, "groundwork_sdpa"),
     "llama, 2 x 2": ("llama", 2, "groundwork_sdpa"),
     "llama, 2 x 2, recomputed": ("llama", 2, "groundwork_sdpa"),
@@ -56,11 +57,11 @@ CASES = {
     "qwen3_moe, 2 x 2": ("qwen3_moe", 2, "groundwork_sdpa"),
     "olmoe, 4": ("olmoe", 4, "groundwork_sdpa"),
 }
-"""{name: (model, processes of a sequence, attention)}."""
+"""{name: (model, processes per sequence, attention)}."""
 
 
 def ids_of_documents() -> torch.Tensor:
-    """(4, LENGTH + 1)"""
+    """Returns random token IDs, (4, LENGTH + 1), with END at the start of each document."""
     ids = torch.randint(
         END + 1, SHAPE["vocab_size"], (len(DOCUMENTS), LENGTH + 1), generator=torch.Generator().manual_seed(0)
     )
@@ -116,7 +117,7 @@ def compare(name: str) -> dict[str, float]:
 
 @torch.no_grad()
 def of_documents(strategy, model, whole, ids: torch.Tensor, attention: str):
-    """Difference of the loss of each document in its window from that of the document alone."""
+    """Yields the difference between each document's loss in its window and its loss alone."""
     model.eval()
     documents = DOCUMENTS[strategy.data_rank * len(ids) :][: len(ids)]
     most = max(map(len, DOCUMENTS))
@@ -139,7 +140,7 @@ def of_documents(strategy, model, whole, ids: torch.Tensor, attention: str):
 
 
 class PlainAdamW(OPTIMIZERS["adamw"]):
-    """AdamW without groups."""
+    """AdamW with a single parameter group."""
 
     def make(self, parameters, settings, learning_rate, seed, device_type):
         return torch.optim.AdamW([parameter for _, parameter in parameters], lr=learning_rate)

@@ -1,19 +1,19 @@
-"""CUDA on a machine without a GPU: its tensors have shape, dtype and device, and no values.
+"""Fake CUDA for machines without a GPU: tensors have a shape, dtype and device but no values.
 
-A test file gives its cases to one process of their own, for what makes autograd run there replaces torch's symbols and
-must be loaded before torch:
+The cases of a test file run in a separate process, because the library that enables autograd on fake CUDA replaces
+torch's symbols and must be loaded before torch:
 
-    outcomes = outcomes_of("support.steps_on_fake_cuda")    # {name of a case: its Outcome}
+    outcomes = outcomes_of("support.steps_on_fake_cuda")    # {case: its Outcome}
 
-A module of cases has CASES, {name: function}; what a function returns must be JSON, and what it raises is the
-outcome's `error`. In it,
+A case module defines CASES, {name: function}. Each function returns a JSON value; an exception becomes the outcome's
+`error`. A case can create fake tensors:
 
     with fake_cuda() as fake:
-        torch.empty(2, device="cuda")                       # fake, as all that is made here
-        fake.from_tensor(values_on_the_host)                # likewise, of the same shape
+        torch.empty(2, device="cuda")                       # a fake tensor
+        fake.from_tensor(host_tensor)                       # a fake tensor with the same shape
 
-fails, as a GPU would, where tensors of two devices meet, and, as a GPU would not, wherever the host waits for the
-device: see `Waits`.
+As on a GPU, operations on tensors from different devices fail. Unlike on a GPU, synchronization between host and
+device also fails; see `Waits`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ SUPPORT = "__SUPPORT__"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case."""
+    """Result or error of a case."""
 
     result: Any = None
     error: str | None = None
@@ -51,7 +51,7 @@ class Outcome:
 
 @functools.cache
 def outcomes_of(module: str) -> dict[str, Outcome]:
-    """Runs the CASES of a module on fake CUDA; skips the test where nothing can compile for it."""
+    """Runs a module's CASES on fake CUDA. Skips the test if fake CUDA can't be used on this machine."""
     timeout = 4 * 3600.0 if "all" in (os.environ.get("CUDA"), os.environ.get("STRATEGIES")) else 600.0
     import pytest
     import torch
@@ -59,7 +59,7 @@ def outcomes_of(module: str) -> dict[str, Outcome]:
     from support.project import run_script
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU here: see the tests marked gpu")
+        pytest.skip("this machine has a GPU; run the tests marked gpu instead")
     if not (compiler := shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("fake CUDA needs a C++ compiler")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,12 +71,12 @@ def outcomes_of(module: str) -> dict[str, Outcome]:
     if refused := outcomes.pop(SUPPORT, None):
         pytest.skip(f"fake CUDA does not work with torch {torch.__version__}: {refused.error}")
     if run.returncode:
-        pytest.fail(f"{module} ended with {run.returncode} after {list(outcomes)[-1:]}\n{run.stderr[-4000:]}")
+        pytest.fail(f"{module} exited with {run.returncode} after {list(outcomes)[-1:]}\n{run.stderr[-4000:]}")
     return outcomes
 
 
 def _library(compiler: str) -> Path:
-    """SOURCE compiled for the installed torch, once for all that come."""
+    """Compiles SOURCE for the installed torch and caches the library."""
     import torch
     from torch.utils.cpp_extension import include_paths, library_paths
 
@@ -97,17 +97,18 @@ def _library(compiler: str) -> Path:
 
 @contextlib.contextmanager
 def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
-    """Fake tensors inside, and torch.cuda as on a machine with so many GPUs of compute capability 9.0; gives the
-    FakeTensorMode.
+    """Enables fake tensors and a fake torch.cuda with compute capability 9.0. Yields the FakeTensorMode.
 
-    may_wait: the host may copy from and to the device as it likes; values it cannot read in any case.
+    Args:
+        devices: number of GPUs.
+        may_wait: allow synchronizing copies between host and device. Values still can't be read.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch_cuda_with(devices))
-        for name in ("tensor", "as_tensor"):  # they go to the device past the modes below
+        for name in ("tensor", "as_tensor"):  # these bypass the modes below
             stack.enter_context(mock.patch.object(torch, name, _by_way_of_the_host(getattr(torch, name))))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -121,31 +122,31 @@ def _by_way_of_the_host(make):
         tensor = make(data, dtype=dtype, **settings)
         if device is None:
             return tensor
-        tensor.constant = None  # its value, with which torch would compute on the device
+        tensor.constant = None  # torch would use this known value in computations
         return tensor.to(device)
 
     return made
 
 
 class Waits(Exception):
-    """The host has waited for the device: every kernel in flight must end first, and the next starts late.
+    """Error raised when the host waits for the device, which leaves the device idle.
 
-    Reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, indexing by a mask, writing to
-    one, repeat_interleave, bincount), copies between host and device that are not non_blocking, synchronizing with the
-    device or a stream, freeing its cache, and synchronizing with an event that few kernels have followed: if it is
-    an event of the step before, the device has a whole step left to do.
+    Raised for reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, reading or writing
+    with a mask, repeat_interleave, bincount), copies between host and device without non_blocking, synchronization
+    with the device or a stream, empty_cache, and synchronization with an event that was followed by fewer than LEAD
+    kernels.
     """
 
 
 LEAD = 50
-"""Kernels that have to have been issued since an event for the device to have work while the host waits for it."""
+"""Minimum number of kernels issued after an event, so that waiting for it doesn't leave the device idle."""
 
 
 class _Issued:
-    """What the modes of `refuse_waits` have seen."""
+    """Counts shared by the modes of `refuse_waits`."""
 
     modes = 0
-    """Modes that are active."""
+    """Number of active modes."""
     kernels = 0
 
 
@@ -169,7 +170,7 @@ def _mode_that_refuses_waits() -> type:
     copies = {aten._to_copy.default: "non_blocking", aten.copy_.default: "non_blocking"}
 
     def reads_mask(func, args) -> bool:
-        """True for an index by a mask; a single value is written by masked_fill, which reads nothing."""
+        """Returns True for indexing with a mask, except for writing a single value, which doesn't read the mask."""
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
             return False
         return func is aten.index.Tensor or args[2].numel() > 1
@@ -177,7 +178,7 @@ def _mode_that_refuses_waits() -> type:
     class RefusesWaits(TorchDispatchMode):
         @classmethod
         def is_infra_mode(cls) -> bool:
-            return True  # compiled code would run uncompiled in any other
+            return True  # otherwise compiled code would run uncompiled
 
         def __enter__(self):
             _Issued.modes += 1
@@ -189,35 +190,35 @@ def _mode_that_refuses_waits() -> type:
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if DTensor in types:
-                return NotImplemented  # its parts come by
+                return NotImplemented  # torch calls this again with the local tensors
             kwargs = kwargs or {}
             device = args[0].device.type if args and isinstance(args[0], torch.Tensor) else None
             _Issued.kernels += device == "cuda"
             if func in reads and device == "cuda":
-                raise Waits(f"{func} reads what the device computes")
+                raise Waits(f"{func} reads a value from the device")
             if func is aten.repeat_interleave.Tensor and device == "cuda" and kwargs.get("output_size") is None:
-                raise Waits(f"{func} without output_size reads how much there will be")
+                raise Waits(f"{func} without output_size reads the output's size")
             if func in by_index and device == "cuda" and reads_mask(func, args):
-                raise Waits(f"{func} by a mask reads how much of it is true")
+                raise Waits(f"{func} with a mask reads the number of true elements")
             if func in copies:
                 is_write = func is aten.copy_.default
                 other = args[1].device if is_write else kwargs.get("device") or args[0].device
                 blocks = not (kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2]))
                 if blocks and {device, torch.device(other).type} == {"cpu", "cuda"}:
-                    raise Waits(f"{func} between host and device, not non_blocking")
+                    raise Waits(f"{func} between host and device without non_blocking")
             return func(*args, **kwargs)
 
     return RefusesWaits
 
 
 def refuse_waits():
-    """A context in which the host may not wait for the device."""
+    """Returns a context in which `Waits` is raised if the host waits for the device."""
     return _mode_that_refuses_waits()()
 
 
 @contextlib.contextmanager
 def torch_cuda_with(devices: int) -> Iterator[None]:
-    """torch.cuda as it is with so many H100s: what the project and its libraries ask of it."""
+    """Patches torch.cuda to report this number of H100s."""
     import torch
 
     properties = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 << 30}
@@ -252,13 +253,13 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
 
 
 def _wait(function: str) -> None:
-    """Raises Waits where the host may not wait."""
+    """Raises Waits in a `refuse_waits` context."""
     if _Issued.modes:
         raise Waits(function)
 
 
 class _Inert:
-    """A stream or an event: takes every call and does nothing."""
+    """Stand-in for a stream or an event, whose methods do nothing."""
 
     def __init__(self, *_, **__):
         pass
@@ -274,7 +275,7 @@ class _Inert:
 
 
 class _Stream(_Inert):
-    """Has a name, and is current inside torch.cuda.stream."""
+    """Stream with a name, which torch.cuda.stream can make current."""
 
     current: ClassVar[list[str]] = ["compute"]
 
@@ -308,11 +309,11 @@ class _Event(_Inert):
 
     def synchronize(self) -> None:
         if self.recorded is None or _Issued.kernels - self.recorded < LEAD:
-            _wait("Event.synchronize, and the device has nothing else to do")
+            _wait("Event.synchronize while the device has no other work")
 
 
 def _support() -> str | None:
-    """Why autograd does not run on fake CUDA tensors here; None if it does."""
+    """Returns the error if autograd doesn't work on fake CUDA tensors, else None."""
     import torch
 
     try:
@@ -327,7 +328,7 @@ def _support() -> str | None:
 
 
 def _where(error: Exception) -> str:
-    """The error and the lines that led to it, without torch's own."""
+    """Formats an error and its traceback without torch's frames."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
     lines = [f"  {f.filename.rpartition('site-packages/')[2]}:{f.lineno} {f.line}" for f in frames[-6:]]
     cause = [_where(error.__cause__)] if error.__cause__ else []

@@ -1,4 +1,4 @@
-"""Runs with faults put into them (tests/support/train_with_faults.py), and what they leave behind."""
+"""Training runs with injected faults (tests/support/train_with_faults.py)."""
 
 import hashlib
 import json
@@ -20,65 +20,65 @@ from safetensors.torch import load_file
 from support.project import ROOT, events, free_port, start_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
-"""make test-faults: the long sweep."""
+"""Flag for the long sweep (make test-faults)."""
 TABLE: list[tuple[str, str, str, str]] = []
-"""What was injected and came out as it must: numbers in docs/faults.md, fault, outcome, recovery."""
+"""Rows of the fault table: numbers in docs/faults.md, injected fault, outcome, recovery."""
 
 
 def tell(fault: str, injected: str, outcome: str, recovery: str = "") -> None:
-    """One line of the table."""
+    """Adds a row to the table."""
     TABLE.append((fault, injected, outcome, recovery))
 
 
 @dataclass
 class FaultyRun:
-    """A launch that has ended."""
+    """A finished launch."""
 
     folder: Path
-    """What the faults wrote down."""
+    """Folder to which the ranks write their notes."""
     output: str
     code: int
     seconds: float
     left: list[int]
-    """Processes that the launcher left behind."""
+    """PIDs of processes that the launcher left running."""
     seconds_to_start: float
-    """From the launch until the first of the processes began: how slow the machine is just now."""
+    """Time from the launch to the first process start, which shows how busy the machine is."""
 
     def struck(self, number: int = 0) -> float:
-        """When a fault struck."""
+        """Returns the time at which a fault was injected."""
         return float((self.folder / f"fault-{number}").read_text())
 
     def seconds_to_restart(self, number: int = 0) -> float:
-        """From a fault until all processes had ended and the first of the next attempt had begun."""
+        """Returns the time from a fault until the first process of the next attempt started."""
         return min(start for start in self.starts() if start > self.struck(number)) - self.struck(number)
 
     def seconds_to_first_step(self, number: int = 0) -> float:
-        """From a fault until data was read again: the first new step."""
+        """Returns the time from a fault until the next attempt read its first batch."""
         times = [note["time"] for rank in (0, 1) for note in self.notes(rank) if note["event"] == "first read"]
         return min(time for time in times if time > self.struck(number)) - self.struck(number)
 
     def recovery(self, numbers: Iterable[int] = (0,)) -> str:
-        """How long the run took, at most, to be down after these faults, and to do a new step."""
+        """Describes the longest downtime and the longest time to a new step after these faults."""
         down = max(self.seconds_to_restart(number) for number in numbers)
         first_step = max(self.seconds_to_first_step(number) for number in numbers)
         return f"down in {down:.1f} s, a new step after {first_step:.0f} s"
 
     def starts(self) -> list[float]:
-        """When each process began."""
+        """Returns the start time of each process."""
         return [note["began"] for path in self.folder.glob("rank-*.jsonl") for note in notes(path) if "pid" in note]
 
     def notes(self, rank: int) -> list[dict]:
-        """What a rank wrote down."""
+        """Returns a rank's notes."""
         return notes(self.folder / f"rank-{rank}.jsonl")
 
     def windows(self) -> dict[int, list[tuple[int, int]]]:
-        """{step: (source, first token) read by all ranks}; where a step was repeated, the last time."""
+        """Returns {step: [(source, first token)]} for all ranks. For a repeated step, the last attempt counts."""
         steps: dict[int, list] = {}
         for path in self.folder.glob("rank-*.jsonl"):
             of_rank, last = {}, None
             for note in notes(path):
                 if note["event"] == "read":
-                    if note["step"] != last:  # begun, or begun again
+                    if note["step"] != last:  # a new or repeated step
                         of_rank[note["step"]] = []
                     of_rank[note["step"]] += [tuple(window) for window in note["windows"]]
                 last = note.get("step")
@@ -88,7 +88,7 @@ class FaultyRun:
 
 
 def notes(path: Path) -> list[dict]:
-    """What a rank wrote down; SIGKILL may have cut the last line short."""
+    """Reads a rank's notes, except for a last line that was truncated by SIGKILL."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
@@ -107,12 +107,20 @@ def launch_with_faults(
     cwd: Path = ROOT,
     **environment,
 ) -> FaultyRun:
-    """Trains with these faults.
+    """Trains with injected faults.
 
-    strategy: a launcher file, or torchrun. folder: where they write, a new one or that of the launch before. launcher:
-    more arguments of the launcher. meanwhile: called with its process while it runs. fresh: new interpreters, with all
-    their imports. architecture: a module with a local one. constants: {module.NAME: value} of the product. cwd: where
-    relative paths begin. One process has no launcher.
+    Args:
+        folder: where the ranks write their notes; can be the folder of an earlier launch.
+        strategy: name of an accelerate config, or torchrun.
+        processes: number of processes. A single process runs without a launcher.
+        arguments: arguments for train.py.
+        faults: see train_with_faults.py.
+        launcher: additional launcher arguments.
+        meanwhile: called with the process while it runs.
+        fresh: start new interpreters instead of forking a warm one.
+        architecture: module with a local architecture.
+        constants: {module.NAME: value} to override in the product.
+        cwd: working folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     environment["FAULTS_TO_INJECT"] = json.dumps(
@@ -150,19 +158,19 @@ def launch_with_faults(
 
 
 def alive(folder: Path) -> list[int]:
-    """The ranks' processes that still run, of all attempts; the launcher gives each a session of its own."""
+    """Returns the PIDs of ranks from any attempt that are still running."""
     found = []
     for note in [note for path in folder.glob("rank-*.jsonl") for note in notes(path) if "pid" in note]:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(note["pid"])
-            # Each process derives this from a clock that may be set meanwhile.
+            # create_time changes if the system clock is adjusted.
             if abs(process.create_time() - note["time"]) < 5 and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.pid)
     return found
 
 
 def kill_everything(process: subprocess.Popen, folder: Path) -> None:
-    """SIGKILL to the launcher and all ranks."""
+    """Kills the launcher and all ranks with SIGKILL."""
     pids = alive(folder)
     process.kill()
     for pid in pids:
@@ -170,7 +178,7 @@ def kill_everything(process: subprocess.Popen, folder: Path) -> None:
 
 
 def short_source(shards: Path, folder: Path, windows: int, sequence_length: int = 64) -> Path:
-    """A copy of prepared shards with so many training windows, for runs of several epochs."""
+    """Copies prepared shards with only the first `windows` training windows, for runs of several epochs."""
     shutil.copytree(shards, folder)
     tokens = windows * sequence_length + 1
     path = folder / "train-00000.bin"
@@ -182,26 +190,26 @@ def short_source(shards: Path, folder: Path, windows: int, sequence_length: int 
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, timeout: float = 300.0) -> None:
-    """Polls until the condition holds; fails if the process ends first."""
+    """Waits until the condition holds. Fails if the process exits first."""
     deadline = time.monotonic() + timeout
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail("the run ended or stalled before what was waited for")
+            pytest.fail("the run exited or timed out before the condition was met")
         time.sleep(0.01)
 
 
 def reached(run: Path, step: int) -> bool:
-    """Whether a run has logged this step."""
+    """Returns True if a run has logged this step."""
     return (run / "metrics.jsonl").exists() and any(event["step"] >= step for event in events(run, "train"))
 
 
 def end_of(run: Path) -> dict:
-    """The last `end` event of a run."""
+    """Returns the last `end` event of a run."""
     return events(run, "end")[-1]
 
 
 def same_tensors(one: Path, other: Path, step: int) -> bool:
-    """Whether two runs' checkpoints of a step have the same weights and moments to the last bit."""
+    """Returns True if two runs' checkpoints contain bit-identical weights and optimizer state."""
     for file in ("model.safetensors", "optimizer.safetensors"):
         first, second = (load_file(run / f"checkpoints/step-{step:08d}" / file) for run in (one, other))
         if first.keys() != second.keys() or not all(torch.equal(first[name], second[name]) for name in first):

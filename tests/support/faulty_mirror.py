@@ -1,9 +1,9 @@
-"""A file system faulty:///path for mirrors: the local disk, with faults that a file beside it turns on and off.
+"""File system for mirrors (faulty:///path) that adds faults to the local disk.
 
-    PATH.faults     JSON: put_seconds (each file takes so long), errno (each write fails, such as ENOSPC), hangs (a
-                    write never returns), garbles (a byte of each file is changed on its way there)
+    PATH.faults     JSON file with put_seconds (delay per file), errno (error for every write, such as ENOSPC),
+                    hangs (writes hang) and garbles (changes one byte of every uploaded file)
 
-Imported by a process that shall know it.
+Import this module to register the file system.
 """
 
 import errno
@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """See above; the faults of a path are in the nearest `.faults` beside one of its folders."""
+    """Local file system with the faults in the nearest `.faults` file next to a parent folder of the path."""
 
     protocol = ("faulty", "local")
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages of FlashAttention: their functions' arguments, computed by torch on any device."""
+"""Stand-ins for the FlashAttention packages, implemented in torch for any device."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from torch import Tensor
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, **_
 ) -> Tensor:
-    """(B, T, H, E); the queries are the last of the keys."""
+    """Computes attention over (B, T, H, E). The queries are at the last key positions."""
     queries, keys = q.shape[1], k.shape[1]
     position = torch.arange(keys, device=q.device)
     distance = position[keys - queries :, None] - position[None, :]
@@ -25,7 +25,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, **_,
 ) -> Tensor:  # fmt: skip
-    """(N, H, E) with segments."""
+    """Computes attention over packed segments, (N, H, E)."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and isinstance(max_seqlen_q, int)
     position = torch.arange(q.shape[0], device=q.device)
     segment = torch.searchsorted(cu_seqlens_q, position.to(torch.int32), right=True)
@@ -48,10 +48,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, 
 
 
 def _rounded(function):
-    """As kernels do: half precision in, half precision out."""
+    """Wraps a function to return the input dtype, as the kernels do."""
 
     def rounded(q, *arguments, **settings):
-        assert settings["causal"], "language models look back alone"
+        assert settings["causal"], "attention must be causal"
         return function(q, *arguments, **settings).to(q.dtype)
 
     return rounded
@@ -67,14 +67,14 @@ def _without_dropout(function):
 
 @contextlib.contextmanager
 def flash_packages() -> Iterator[None]:
-    """flash_attn, and flash_attn_interface, which has no dropout, to be imported."""
+    """Makes flash_attn and flash_attn_interface importable. The latter doesn't support dropout."""
     packages = {}
     for name, changed in (("flash_attn", lambda function: function), ("flash_attn_interface", _without_dropout)):
         packages[name] = ModuleType(name)
-        packages[name].__spec__ = ModuleSpec(name, loader=None)  # by which find_spec tells that it is installed
+        packages[name].__spec__ = ModuleSpec(name, loader=None)  # find_spec needs it
         for function in (flash_attn_func, flash_attn_varlen_func):
             setattr(packages[name], function.__name__, changed(_rounded(function)))
-    # Not by mock.patch.dict, which forgets all that is imported meanwhile: torch's modules cannot be imported twice.
+    # mock.patch.dict would also remove torch modules imported in this context, which can't be imported twice.
     sys.modules.update(packages)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Cases of tests/parallel/test_fp8_gathers.py, for support.fake_cuda to run: a sharded model as one of eight GPUs."""
+"""Fake CUDA cases for tests/parallel/test_fp8_gathers.py: a sharded model on one of eight GPUs."""
 
 import functools
 from dataclasses import replace

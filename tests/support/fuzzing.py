@@ -1,7 +1,8 @@
-"""Runs the project's scripts on mutated input, many in a second or two each: a process that has everything imported
-forks one child per case, which is then the script itself, arguments, exit status, output and all.
+"""Runs the project's scripts on mutated input.
 
-    python tests/support/fuzzing.py < cases.jsonl      # one JSON object per line in, one out: what happened
+A process with all imports forks one child per case, which takes a second or two.
+
+    python tests/support/fuzzing.py < cases.jsonl      # prints one JSON result per case
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_CPU_SECONDS, MOST_SECONDS = 20, 120
-"""Of one case. The second is for one that waits: other processes may keep the machine busy."""
+"""Limits per case. The wall-clock limit is higher because the machine may be busy."""
 MOST_BYTES = 16 << 30
 IMPORTS = (
     "pretrain_tools.evaluation.evaluate", "pretrain_tools.planning.report", "pretrain_tools.preparation.prepare",
@@ -35,19 +36,19 @@ IMPORTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, and what a refusal of it must name."""
+    """A command line and what its error message must contain."""
 
     script: str
     arguments: list[str]
     names: list[str] = field(default_factory=list)
-    """Settings, flags or values that were changed: a refusal names one of them, in any case of letters."""
+    """Changed settings, flags or values. An error message must contain one of them, ignoring case."""
     folder: str = ""
-    """Where it runs; what it makes by a relative name is made there."""
+    """Working folder."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What happened."""
+    """The outcome of a case."""
 
     code: int
     output: str
@@ -55,15 +56,15 @@ class Result:
     timed_out: bool = False
 
     def problem(self, case: Case) -> str | None:
-        """What is wrong with it; None for an end that a user can live with."""
+        """Returns what is wrong with the outcome, or None."""
         if self.timed_out:
-            return f"took longer than {MOST_CPU_SECONDS} s of a processor, or {MOST_SECONDS} s"
+            return f"took longer than {MOST_CPU_SECONDS} s of CPU time or {MOST_SECONDS} s"
         if "Traceback (most recent call last)" in self.output:
             return "a traceback"
         if self.code not in (0, 2):
             return f"exit status {self.code}"
         said = without_usage(self.output).lower()
-        if self.code == 2 and not any(name.lower()[:200] in said for name in case.names):  # messages cut long names
+        if self.code == 2 and not any(name.lower()[:200] in said for name in case.names):  # long names are truncated
             return f"names none of {case.names}"
         if len(self.output) > 30_000 + sum(map(len, case.arguments)):
             return f"{len(self.output):,} characters of output"
@@ -71,18 +72,18 @@ class Result:
 
 
 def without_usage(output: str) -> str:
-    """argparse lists every flag before it says which one is wrong."""
+    """Removes argparse's usage, which lists every flag."""
     _, mark, error = output.rpartition("error: ")
     return error if mark and "usage: " in output else output
 
 
 def run_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Result]]:
-    """Every case with its result, in order."""
+    """Yields every case with its result, in order."""
     from support.warm_python import WarmPopen
 
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["HF_TOKEN"] = "hf_of_nobody"
-    if os.path.exists("/dev/nvidiactl"):  # else there is no GPU to hide, and the worker is forked
+    if os.path.exists("/dev/nvidiactl"):  # hide the GPU
         environment["CUDA_VISIBLE_DEVICES"] = ""
     worker = WarmPopen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -93,7 +94,7 @@ def run_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Result]]:
             worker.stdin.flush()
             line = worker.stdout.readline()
             if not line:
-                raise RuntimeError(f"the process that runs the cases has died at {case}")
+                raise RuntimeError(f"the worker process died on {case}")
             yield case, Result(**json.loads(line))
     finally:
         worker.stdin.close()
@@ -101,12 +102,12 @@ def run_cases(cases: Iterable[Case]) -> Iterator[tuple[Case, Result]]:
 
 
 def serve() -> None:
-    """Reads cases from stdin until it ends. No thread of this process may live when a child is forked."""
+    """Runs cases from stdin. No other thread may be running when a child is forked."""
     answers = os.fdopen(os.dup(1), "w")
     sys.path.insert(0, str(ROOT))
     for name in IMPORTS:
         __import__(name)
-    runpy.run_path(str(ROOT / "train.py"), run_name="imported")  # and all that it imports
+    runpy.run_path(str(ROOT / "train.py"), run_name="imported")  # imports its dependencies
     for line in sys.stdin:
         answers.write(json.dumps(asdict(run_case(Case(**json.loads(line))))) + "\n")
         answers.flush()
@@ -125,7 +126,7 @@ def run_case(case: Case) -> Result:
         timer.join()
         seconds = time.monotonic() - begun
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)  # processes that it has left
+            os.killpg(child, signal.SIGKILL)  # leftover processes
         output.seek(0)
         text = output.read().decode(errors="replace")
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXCPU)
@@ -133,7 +134,7 @@ def run_case(case: Case) -> Result:
 
 
 def become(case: Case, output: int) -> None:
-    """The child: the script, until it ends. A session of its own, so that all it starts can be ended with it."""
+    """Runs the script in the child process, in a new session so that all its processes can be killed."""
     code = 1
     try:
         os.setsid()

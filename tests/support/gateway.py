@@ -1,6 +1,6 @@
-"""Forwards connections to another port of this machine; kills itself (SIGKILL) in the middle of an upload.
+"""Forwards connections to another local port, and kills itself with SIGKILL in the middle of an upload.
 
-Arguments: its port, the port behind it, and part of the name of the object whose upload is the last.
+Arguments: own port, target port, and part of the name of the object whose upload is interrupted.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ async def forward(source: StreamReader, target: StreamWriter) -> None:
     while content := await source.read(1 << 16):
         body = content if is_last else content.partition(b"\r\n\r\n")[2]
         is_last = is_last or (bool(DIES_AT) and content.startswith(b"PUT ") and DIES_AT in content.split(b"\r\n")[0])
-        if is_last and body:  # which may come after its head
+        if is_last and body:  # the body may arrive after the headers
             target.write(content[: -len(body) // 2])
             await target.drain()
             os.kill(os.getpid(), signal.SIGKILL)

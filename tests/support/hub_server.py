@@ -1,7 +1,6 @@
-"""A stand-in for the Hub on this machine: the part of its HTTP API that huggingface_hub and datasets use.
+"""Local stand-in for the Hub, with the HTTP endpoints that huggingface_hub and datasets use.
 
-Repositories live in memory. Small text goes up inside a commit, weights and pictures by the LFS protocol, as on the
-Hub, so that commands under test run as they are, with HF_ENDPOINT alone changed.
+Repositories are in memory. As on the Hub, small files are part of the commit and large files use the LFS protocol.
 """
 
 import base64
@@ -62,25 +61,25 @@ class Repository:
 
 
 class Hub:
-    """The state behind the server; tests read it, fill it, and make it fail."""
+    """State of the server, which tests can inspect and change."""
 
     def __init__(self, url: str):
         self.url = url
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.uploads: list[str] = []
-        """sha256 of each LFS object that was sent, in order."""
+        """sha256 of each uploaded LFS object, in order."""
         self.downloads: list[tuple[str, int]] = []
-        """(repository and path, bytes of content) of each answer to a GET of a file, in order."""
+        """(repository and path, number of bytes) for each download, in order."""
         self.before_upload: Callable[[str], None] = lambda sha256: None
-        """Called with the sha256 before an LFS object is received."""
+        """Function to call with the sha256 before an LFS object is received."""
         self.failures_left = 0
-        """So many commits are answered with status 400 from now on."""
+        """Number of commits to reject with status 400."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a command that shall talk to this server and to nothing else."""
-        patience = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # this process may stand still
+        """Returns environment variables that make a command use this server."""
+        patience = {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}  # this process may be slow
         return patience | {
             "HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN
         }  # fmt: skip
@@ -90,7 +89,7 @@ class Hub:
         return repository.commits[repository.resolve(revision)]
 
     def add(self, kind: str, name: str, folder: Path) -> None:
-        """A repository with the files of a folder on main."""
+        """Creates a repository with a folder's files on main."""
         repository = self.create(kind, name, private=False)
         files = {
             str(path.relative_to(folder)): File(path.read_bytes(), path.name.endswith(LARGE))
@@ -136,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the output of a test belongs to the command under test."""
+        """Logs nothing, because the log would mix with the output of the command under test."""
 
     def do_GET(self) -> None:
         self.answer("GET")
@@ -209,7 +208,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json({"type": "user", "name": "me", "orgs": [], "auth": {"accessToken": {"role": "write"}}})
 
     def validate_yaml(self) -> None:
-        """The checks that matter: readable metadata, a known license, complete evaluation results."""
+        """Checks for readable metadata, a known license and complete evaluation results."""
         content = json.loads(self.body)["content"]
         metadata = yaml.safe_load(content.split("---")[1])
         errors = []
@@ -320,7 +319,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def lfs_upload(self, sha256: str) -> None:
         if hashlib.sha256(self.body).hexdigest() != sha256:
-            raise Failure(422, "the object is not what its name says")
+            raise Failure(422, "the object doesn't match its sha256")
         self.hub.objects[sha256] = self.body
         self.hub.uploads.append(sha256)
         self.send(b"")
@@ -328,7 +327,7 @@ class Handler(BaseHTTPRequestHandler):
     def lfs_verify(self) -> None:
         wanted = json.loads(self.body)
         if len(self.hub.objects.get(wanted["oid"], b"")) != wanted["size"]:
-            raise Failure(404, "the object is not here")
+            raise Failure(404, "the object was not found")
         self.send_json({})
 
     def commit(self, kind: str, name: str, revision: str) -> None:
@@ -380,7 +379,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """The stand-in on a free port of this machine, for the duration of a with block."""
+    """Runs the server on a free local port."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {}))
     server.daemon_threads = True
     hub = server.RequestHandlerClass.hub = Hub(f"http://127.0.0.1:{server.server_port}")

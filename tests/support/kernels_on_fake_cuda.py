@@ -1,8 +1,7 @@
-"""Cases of tests/test_gpu_kernels.py, for support.fake_cuda to run: what torch.compile makes of the project for GPUs.
+"""Fake CUDA cases for tests/test_gpu_kernels.py: kernels that torch.compile generates for GPUs.
 
-Dynamo and Inductor write Triton as on a GPU, and Triton compiles it for each architecture by the assembler it brings.
-Each case returns, for every kernel, its name, its loops over what does not fit a block, and the bytes of machine code
-for the architectures.
+Inductor generates Triton code as on a GPU, and Triton compiles it for each architecture with its bundled assembler.
+Each case returns, for every kernel, the name, the number of loops and the machine code size per architecture.
 """
 
 import contextlib
@@ -41,11 +40,11 @@ from support.steps_on_fake_cuda import FakeWeights, host_arrays, replacements
 from support.tiny_models import TINY_LLAMA
 
 ARCHITECTURES = (80, 90, 100)
-"""A100, H100, B200."""
+"""Compute capabilities of A100, H100 and B200."""
 
 
 class Driver:
-    """Triton's, of one H100."""
+    """Triton driver for one H100."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -61,9 +60,9 @@ class Driver:
 def inductor(
     sources: list[str], seen: Callable[[str, torch.fx.GraphModule], None] = lambda *_: None
 ) -> Iterator[None]:
-    """torch.compile writes kernels for CUDA into `sources`, and what it returns computes without them.
+    """Makes torch.compile add its CUDA kernels to `sources`, but run the graphs without them.
 
-    seen: called with 'forward' or 'backward' and each graph, as the partitioner cuts it.
+    seen: called with 'forward' or 'backward' and each partitioned graph.
     """
     compile_with = torch.compile
 
@@ -107,7 +106,7 @@ def inductor(
 
 
 def kernels(sources: list[str]) -> list[tuple[str, str]]:
-    """(name, Triton) of all graphs; what several have in common once."""
+    """Returns (name, Triton code) of all kernels, without duplicates."""
     found = (
         pair for code in sources for pair in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S)
     )
@@ -115,9 +114,9 @@ def kernels(sources: list[str]) -> list[tuple[str, str]]:
 
 
 def assembled(name: str, source: str, architecture: int) -> int:
-    """Bytes of machine code."""
+    """Returns the size of a kernel's machine code in bytes."""
     assert "cc=90" in source
-    plain_launcher = torch._inductor.config.patch(use_static_cuda_launcher=False)  # the other keeps no machine code
+    plain_launcher = torch._inductor.config.patch(use_static_cuda_launcher=False)  # keeps machine code
     with plain_launcher, mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
         kernel = getattr(PyCodeCache.load(source.replace("cc=90", f"cc={architecture}")), name)
         compiled = kernel._precompile_config(kernel.configs[0]).kernel
@@ -129,7 +128,7 @@ def of_run(run: Callable[[], None]) -> list[dict[str, object]]:
     sources: list[str] = []
     with inductor(sources):
         run()
-    # What adds up or waits within a block differs between architectures; what does not is the same everywhere.
+    # Most pointwise kernels (triton_poi) are the same on all architectures, so one is enough.
     return [
         {
             "kernel": name,
@@ -154,7 +153,7 @@ def softmax_of_the_loss(cap: float | None = None) -> None:
 
 
 def layers(dtype: torch.dtype) -> Callable[[], None]:
-    """compile: regional, forward and backward: fused norms, and in fp32 the mask of documents."""
+    """Returns a case that runs a model with `compile: regional`, forward and backward."""
 
     def run():
         causal_lm = build_meta_model(AutoConfig.for_model(**TINY_LLAMA), attention="groundwork_sdpa")

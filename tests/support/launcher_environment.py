@@ -1,4 +1,4 @@
-"""The environment that `accelerate launch` makes of a launcher file, by accelerate's own functions."""
+"""Environment variables that `accelerate launch` sets for an accelerate config."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 
 
 def launcher_environment(file: Path, processes: int) -> dict[str, str]:
-    """The launcher's own variables for this file and number of processes."""
+    """Returns the variables that the launcher sets for this file and number of processes."""
     words = ["--config_file", str(file), "--num_processes", str(processes), "--main_process_port", "0", "train.py"]
     arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     if arguments.use_deepspeed:
@@ -21,6 +21,6 @@ def launcher_environment(file: Path, processes: int) -> dict[str, str]:
     else:
         environment = prepare_multi_gpu_env(arguments)
     variables = {name: value for name, value in environment.items() if name.startswith(LAUNCHER_VARIABLES)}
-    # The launcher drops these two, and a process reads them from the launcher's file.
+    # The launcher doesn't set these. Processes read them from the config file.
     sizes = yaml.safe_load(file.read_text()).get("parallelism_config", {})
     return variables | {variable(name): str(sizes.get(setting(name), 1)) for name in DROPPED}

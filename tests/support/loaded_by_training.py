@@ -1,4 +1,4 @@
-"""Runs train.py in this process; then prints which files of the package are loaded, as one line of JSON."""
+"""Runs train.py in this process, then prints the project files that it loaded as one line of JSON."""
 
 import json
 import os
@@ -11,7 +11,7 @@ PREFIX = "loaded: "
 
 
 def tell() -> None:
-    """Prints the files, relative to the root."""
+    """Prints the paths of the loaded files, relative to the root."""
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = [os.path.relpath(file, ROOT) for file in files if file]
     inside = [path for path in paths if path.startswith(("pretrain/", "pretrain_tools/"))]
@@ -21,6 +21,6 @@ def tell() -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     sys.argv = ["train.py", *sys.argv[1:]]
-    exit_at_once = os._exit  # by which a process of a group ends
+    exit_at_once = os._exit  # distributed processes exit with it
     os._exit = lambda code: (tell(), exit_at_once(code))
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

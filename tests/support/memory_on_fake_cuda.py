@@ -1,10 +1,8 @@
-"""Cases of tests/planning/test_step_memory.py, for support.fake_cuda to run: what a step holds on a GPU at its peak.
+"""Fake CUDA cases for tests/planning/test_step_memory.py: the peak GPU memory of a training step.
 
-A strategy prepares a model of real widths as one of eight GPUs and takes steps of real micro-batches, as train.py
-does; tensors have sizes and no storage. Storages that are alive at once are added up. A compiled layer takes what
-Inductor's scheduler allocates and frees; the loss runs its own code chunk by chunk. What an attention kernel needs
-inside, and rounding by the allocator, do not show. ZeRO takes real steps of a few tokens on the host instead, because
-DeepSpeed reads values; its storages are counted there.
+Each case trains a full-width model with full-size micro-batches as one of eight GPUs, and adds up the live tensor
+storages. For compiled layers, it uses the allocations planned by Inductor's scheduler. Attention workspaces and
+allocator rounding are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads values.
 """
 
 import contextlib
@@ -30,16 +28,16 @@ from support.ranks_on_fake_cuda import MODELS, prepared
 
 
 class PeakOfStep(LiveBytes):
-    """Runs the loss's own code, and takes a compiled graph for what its kernels allocate."""
+    """Live bytes that include the loss's temporary tensors and the allocations of compiled graphs."""
 
     runs_graph = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # compiled code would run uncompiled in any other
+        return True  # otherwise compiled code would run uncompiled
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.runs_graph or torch._guards.TracingContext.try_get():  # or the compiler tries what it writes
+        if self.runs_graph or torch._guards.TracingContext.try_get():  # or the compiler is tracing
             return func(*args, **(kwargs or {}))
         if func is torch.ops.groundwork.chunked_loss.default:
             with self:
@@ -47,7 +45,7 @@ class PeakOfStep(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def graph(self, run: Callable, beyond_inputs: int) -> Callable:
-        """Returns a compiled graph's function, which needs so many bytes beside its inputs."""
+        """Wraps a compiled graph that needs `beyond_inputs` bytes in addition to its inputs."""
 
         def called(*args):
             before = self.now()
@@ -67,9 +65,9 @@ class PeakOfStep(LiveBytes):
 
 @contextlib.contextmanager
 def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
-    """Layers are compiled inside, and counted as Inductor allocates them.
+    """Counts the memory that Inductor allocates for the layers compiled in this context.
 
-    needs: filled with the bytes that each graph needs beside its inputs.
+    needs: receives the bytes that each graph needs in addition to its inputs.
     """
 
     class Planned(GraphLowering):
@@ -97,18 +95,18 @@ def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
 
 
 def softmax_in_place(cap: float | None) -> Callable:
-    """In place of the compiled softmax: writes to the logits."""
+    """Returns a stand-in for the compiled softmax, which works in place on the logits."""
     return lambda logits_CV, target_C1, z_loss: (logits_CV.new_zeros(len(logits_CV), 1, dtype=torch.float32),) * 2
 
 
 def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
-    """Returns the most bytes of the second step, {moment: bytes}."""
+    """Returns {phase: peak bytes} for a step after the first."""
     MODELS[setup.model] = setup.model_config()
     launch = setup.launch(rank)
     even_loss = functools.partial(LanguageModelLoss, backend="chunked_compiled")
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ranks_on_fake_cuda, "LanguageModelLoss", even_loss))
-        # ZeRO-3 replaces it for good, and other strategies would then keep fewer activations.
+        # ZeRO-3 replaces F.linear permanently, which would change the saved activations of other strategies.
         stack.enter_context(mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear))
         stack.enter_context(mock.patch.object(pretrain.model.loss, "_compiled_softmax_less_target_", softmax_in_place))
         live = PeakOfStep("cpu" if launch.on_host else "cuda")
@@ -124,9 +122,9 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
         run.model.train()
         moments: dict[str, float] = {}
         known = -1
-        while not moments or known < len(graphs):  # the first step makes optimizer state; any may compile
+        while not moments or known < len(graphs):  # the first step creates optimizer state, and any step may compile
             known = len(graphs) if moments else -1
-            gc.collect()  # what compiling leaves behind
+            gc.collect()  # frees objects left over from compilation
             moments = {}
             run.strategy.begin_step(0.001, micro_steps=setup.micro_steps)
             for micro_step in range(setup.micro_steps):
@@ -145,7 +143,7 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
         return moments
 
 
-# DeepSpeed keeps its process groups, and a later launch would destroy them, so ZeRO comes last.
+# ZeRO comes last, because later launches would destroy the process groups that DeepSpeed keeps.
 CASES = {
     f"{setup.name}, rank {rank}": functools.partial(peak, setup, rank)
     for setup in sorted(SETUPS, key=lambda setup: setup.strategy.startswith("zero"))

@@ -1,4 +1,4 @@
-"""Setups of tests/planning/test_step_memory.py: models of model_configs/ under strategies, with real micro-batches."""
+"""Setups for tests/planning/test_step_memory.py."""
 
 import json
 import os
@@ -16,12 +16,12 @@ EVERYTHING = os.environ.get("STRATEGIES") == "all"
 
 @dataclass(frozen=True)
 class MemorySetup:
-    """A model under a strategy."""
+    """A model and a strategy."""
 
     strategy: str
-    """In accelerate_configs/."""
+    """Name of a file in accelerate_configs/."""
     model: str
-    """In model_configs/."""
+    """Name of a file in model_configs/."""
     compiled: bool = True
     micro_steps: int = 1
     sequences: int = 8
@@ -29,9 +29,9 @@ class MemorySetup:
     checkpointing: str | float | MemoryBudget = "none"
     settings: tuple[tuple[str, str], ...] = ()
     layers: int | None = None
-    """None: as many as the model has."""
+    """Number of layers; None: the model's default."""
     size: int | None = None
-    """Of the strategy's dimension; None: as its file says."""
+    """Size of the strategy's dimension; None: the default in its accelerate config."""
 
     @property
     def name(self) -> str:
@@ -49,14 +49,14 @@ class MemorySetup:
 
     @property
     def looked_at(self) -> list[int]:
-        """Ranks; of a pipeline one of each stage."""
+        """Returns the ranks to measure; for pipelines, one per stage."""
         return list(range(0, RANKS, RANKS // (self.size or RANKS))) if self.strategy == "pp" else [0]
 
     def model_config(self) -> dict[str, Any]:
         values = json.loads((ROOT / f"model_configs/{self.model}.json").read_text())
         name = "n_layer" if "n_layer" in values else "num_hidden_layers"
         values[name] = self.layers or values[name]
-        # Fake tensors cannot say which ranks share a tied matrix.
+        # Fake tensors can't determine which ranks share a tied matrix.
         return values | ({"tie_word_embeddings": False} if self.strategy == "pp" else {})
 
     @property
@@ -91,7 +91,7 @@ class MemorySetup:
 
 
 def zero(stage: int, micro_steps: int, precision: str = "bf16") -> MemorySetup:
-    """A setup of what `prepared` runs on the host: 16 tokens, nothing compiled."""
+    """Returns a ZeRO setup, which runs 16 tokens uncompiled on the CPU."""
     settings = (("precision", precision),)
     sizes = {"layers": 2, "sequences": 1, "length": 16}
     return MemorySetup(f"zero{stage}", "llama_125m", False, micro_steps, settings=settings, **sizes)
@@ -106,7 +106,7 @@ TYPICAL = [
     zero(2, 1),
     zero(3, 1),
 ]
-"""In every run of the suite."""
+"""Setups in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
 DIVIDED += [MemorySetup("fsdp_tp", "llama_125m", layers=3), MemorySetup("ep", "qwen3_moe_500m", layers=3)]
 WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", "nanochat_d12")

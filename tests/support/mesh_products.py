@@ -1,4 +1,4 @@
-"""Products of parallel dimensions that the tests train, the models for them, and the schedules of their pipelines."""
+"""Combinations of parallel dimensions that the tests train, with their models and pipeline schedules."""
 
 from itertools import product
 
@@ -10,13 +10,13 @@ MODELS = {
     "moe": TINY_MOE | {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 16},
 }
 MODELS["few"] = MODELS["moe"] | {"num_experts": 2, "num_experts_per_tok": 1}
-"""Fewer experts than ranks shard them, by another dimension."""
-# The first two are those of zero bubble with what they were once wrong under: tp and a tied embedding, and shards.
+"""A model with fewer experts than ranks, so that experts are sharded along another dimension."""
+# The first two pipeline cases (TP with tied embeddings, and sharding) once failed with these zero-bubble schedules.
 SCHEDULES = ("ZBVZeroBubble", "InterleavedZeroBubble", "Interleaved1F1B", "1F1B", "GPipe", "LoopedBFS")
 
 
 def products(processes: int) -> dict[str, tuple[str, Sizes]]:
-    """Every legal product of twos, ep also four, that is this number of processes: {name: (model, sizes)}."""
+    """Returns {name: (model, sizes)} for all valid combinations of sizes up to 2 (ep: 4) on this many processes."""
     found = {}
     for model, most in (("dense", (1,)), ("moe", (1, 2, 4))):
         for *numbers, ep in product(*[(1, 2)] * 5, most):
@@ -31,5 +31,5 @@ def name_of(model: str, sizes: Sizes) -> str:
 
 
 def variables(sizes: Sizes) -> dict[str, str]:
-    """What the launcher would set."""
+    """Returns the variables that the launcher would set."""
     return {f"PARALLELISM_CONFIG_{name.upper()}_SIZE": str(size) for name, size in sizes.named().items()}

@@ -1,4 +1,4 @@
-"""Run folders with sealed checkpoints of a few bytes, and what lies on their mirror."""
+"""Run folders with tiny sealed checkpoints, and their mirrors."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ ROLLBACK = {"to_step": 4, "first_step": 6, "last_step": 7, "samples": [40, 16], 
 
 
 def write_checkpoint(run: Path, step: int, loss: float | None = None, rollbacks: int = 0, content: str = "") -> Path:
-    """A whole checkpoint, which LATEST names."""
+    """Writes a complete checkpoint and updates LATEST."""
     folder, unfinished = run / f"checkpoints/step-{step:08d}", run / "checkpoints/.saving-x"
     unfinished.mkdir(parents=True)
     state = {"state": {"step": step, "rollbacks": [ROLLBACK] * rollbacks}, "validation_loss": loss}
@@ -26,7 +26,7 @@ def write_checkpoint(run: Path, step: int, loss: float | None = None, rollbacks:
 
 
 def write_run(run: Path, steps=(4,), start_id: str = "one", **checkpoint) -> Path:
-    """A run with checkpoints of these steps."""
+    """Writes a run folder with checkpoints at these steps."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text("seed: 1\n")
     with open(run / "metrics.jsonl", "a") as file:
@@ -38,13 +38,13 @@ def write_run(run: Path, steps=(4,), start_id: str = "one", **checkpoint) -> Pat
 
 
 def copier_of(run: Path, mirror, **settings) -> MirrorCopier:
-    """As a start of the run would make it."""
+    """Creates the run's copier as train.py does."""
     settings = config.Checkpoint(mirror=str(mirror), **settings)
     return MirrorCopier(run, connect(settings, run), settings)
 
 
 def copy_all(copier: MirrorCopier) -> None:
-    """Until the mirror lacks nothing; fails if something is refused."""
+    """Copies until the mirror is complete. Fails if there is a problem."""
     for _ in range(20):
         if copier.attempt(everything=True):
             break
@@ -52,10 +52,10 @@ def copy_all(copier: MirrorCopier) -> None:
 
 
 def steps_there(mirror: Path) -> list[int]:
-    """The steps that are whole on a mirror that is a folder."""
+    """Returns the steps with complete checkpoints in a mirror folder."""
     return sorted(int(path.parent.name[5:]) for path in mirror.glob("*/checkpoints/step-*/MANIFEST.json"))
 
 
 def lose(run: Path) -> None:
-    """The disk is gone."""
+    """Deletes the run to simulate a lost disk."""
     shutil.rmtree(run)

@@ -1,4 +1,4 @@
-"""Model folders with a tokenizer, as evaluate.py takes them."""
+"""Model folders with a tokenizer, for evaluate.py."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.tiny_models import TINY_LLAMA
 
 
 def save_tiny(folder, tokenizer, manifest, model_type="llama", **changes) -> Path:
-    """A model folder with weights twenty times the usual size, so that its predictions differ from each other."""
+    """Saves a model with scaled-up weights, so that its predictions differ from each other."""
     config = AutoConfig.for_model(**{**TINY_LLAMA, "model_type": model_type, **changes})
     set_end_of_document(config, manifest.end_of_document_id)
     model = build_model(config, seed=3)

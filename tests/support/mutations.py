@@ -1,4 +1,4 @@
-"""Recipes, model JSONs and command lines with mistakes in them: case N of a seed is the same on every machine."""
+"""Random mistakes in recipes, model JSONs and command lines, reproducible from a seed and a case number."""
 
 import json
 import os
@@ -24,7 +24,7 @@ VALUES = [
     "[null, 1]", "http://127.0.0.1:1/x", "a/b@c", "{a: {b: {c: [1, 2, {d: .nan}]}}}", "NaN", "Infinity", "--",
     "-", "1e3.5", "１２", "+5", "5 ", "'5'", "0.1.2",
 ]  # fmt: skip
-"""As they stand in YAML or on a command line."""
+"""Values for YAML and command lines."""
 PLAIN = [
     None, True, False, 0, 1, -1, 3, 2**31, 2**40, 2**63, 10**9, 10**15, 10**30, 0.0, 0.5, -0.5, 1.5, 1e308,
     float("nan"), float("inf"), -float("inf"), "", " ", "nonsense", "é🙂", "x" * 500, "5", [], {}, [1], [[]], ["a"],
@@ -32,19 +32,19 @@ PLAIN = [
     {"rope_type": "yarn", "factor": float("nan")},
     {"type": 5}, {"rope_theta": "x"}, [None], [True], {"": {}}, "gelu", "silu", "default", "float32", 64, 7, 0.1,
 ]  # fmt: skip
-"""As they stand in JSON."""
+"""Values for JSON."""
 ARCHITECTURES = {
     "llama": {}, "qwen3": {"head_dim": 16}, "mistral": {}, "olmo2": {}, "gemma": {}, "phi3": {"pad_token_id": 0},
     "gpt_neox": {}, "cohere": {}, "granite": {}, "smollm3": {"pad_token_id": 0}, "starcoder2": {}, "ministral": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
     "mixtral": {"num_local_experts": 4}, "olmoe": {"num_experts": 4, "num_experts_per_tok": 2}, "hunyuan_v1_dense": {},
 }  # fmt: skip
-"""Keys beside those of conftest's tiny model."""
+"""{model_type: keys to add to the tiny model}"""
 
 
 @dataclass(frozen=True)
 class Material:
-    """What the cases start from."""
+    """Valid inputs that the cases modify."""
 
     folder: Path
     recipe: dict
@@ -55,7 +55,7 @@ class Material:
     text: Path
 
     def place(self, name: str) -> Path:
-        """A new folder for a case to run in."""
+        """Creates a folder for a case to run in."""
         path = self.folder / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -66,7 +66,7 @@ def generator_of(kind: str, number: int) -> random.Random:
 
 
 def recipe_case(material: Material, number: int) -> Case:
-    """train.py --check with one to three mistakes in the recipe or on the command line."""
+    """Returns a train.py --check command with one to three mistakes in the recipe or its flags."""
     rng = generator_of("recipe", number)
     folder = material.place(f"recipe-{number}")
     values = json.loads(json.dumps(material.recipe))
@@ -95,7 +95,7 @@ def recipe_case(material: Material, number: int) -> Case:
         names += [*named, 'in "<unicode string>"', "decode", "unacceptable character", "is missing"]
     config.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogateescape"))
     given = str(config)
-    if raw:  # YAML that cannot be read at all: where it breaks
+    if raw:  # messages about invalid YAML
         names += ['in "<unicode string>"', "unacceptable character", "nested too deeply", "integer string"]
     if rng.random() < 0.05:
         given = rng.choice(["/dev/zero", "/dev/null", "/", "", "nowhere.yaml", str(folder), "x" * 300, "é.yaml"])
@@ -104,13 +104,13 @@ def recipe_case(material: Material, number: int) -> Case:
 
 
 def names_of(path: str) -> list[str]:
-    """What may name a setting: itself, or its section where a rule ties several together."""
+    """Returns names that a message can use for a setting: its own name and its sections' names."""
     parts = path.replace("[]", "").split(".")
     return [parts[-1], *(f"{part}:" for part in parts[:-1]), *(f"{part}." for part in parts[:-1])]
 
 
 def put(values: dict, path: str, value: object) -> None:
-    """Sets a dotted path, lists by their first item; what stands in the way gives way."""
+    """Sets the value at a dotted path, in the first item of each list. Creates missing sections."""
     here = values
     parts = path.split(".")
     for part in parts[:-1]:
@@ -128,7 +128,7 @@ def put(values: dict, path: str, value: object) -> None:
 
 
 def spoil(rng: random.Random, text: str) -> tuple[str | bytes, list[str]]:
-    """A mistake in the text itself, and what a refusal may name."""
+    """Returns the text with a mistake, and names that the error message may contain."""
     lines = text.splitlines()
     number = rng.randrange(len(lines))
     key = lines[number].strip(" -").partition(":")[0]
@@ -150,7 +150,7 @@ def spoil(rng: random.Random, text: str) -> tuple[str | bytes, list[str]]:
 
 
 def model_case(material: Material, number: int) -> Case:
-    """train.py --check with mistakes in the model's JSON."""
+    """Returns a train.py --check command with mistakes in the model's JSON."""
     rng = generator_of("model", number)
     folder = material.place(f"model-{number}")
     model_type = rng.choice(sorted(ARCHITECTURES))
@@ -183,14 +183,14 @@ def model_case(material: Material, number: int) -> Case:
 
 
 def model_of(material: Material, model_type: str) -> dict:
-    """A tiny model of this type, right in every key."""
+    """Returns a valid tiny model of this type."""
     known = {*keys_of(model_type), "vocab_size", "tie_word_embeddings", "bos_token_id"}
     keys = {key: value for key, value in material.model.items() if key in known}
     return {**keys, **ARCHITECTURES[model_type], "model_type": model_type}
 
 
 def keys_of(model_type: str) -> list[str]:
-    """The keys that describe a model of this type."""
+    """Returns the configuration keys for this model type."""
     from transformers import CONFIG_MAPPING
 
     from pretrain.model.model_config import _own_fields
@@ -209,16 +209,16 @@ SCRIPT_OPTIONS = {
     "prepare_data.py": [name for group in OPTIONS.values() for name in group],
     "runs.py": ["output", "step", "limit", "characters", "timeout"],
 }  # fmt: skip
-"""Every option that takes a value."""
+"""{script: options that take a value}"""
 
 
 WRITTEN = ("output", "staging")
 OUTSIDE = ("/", "../..", "/nonexistent/x", "~")
-"""What no test may write to."""
+"""Paths that tests must not write to."""
 
 
 def script_case(material: Material, number: int) -> Case:
-    """A command line of another script with mistakes in it."""
+    """Returns a command line for another script with one to three mistakes."""
     rng = generator_of("script", number)
     folder = material.place(f"script-{number}")
     script = list(SCRIPT_OPTIONS)[number % len(SCRIPT_OPTIONS)]
@@ -255,7 +255,7 @@ def names_of_words(words: list[str]) -> list[str]:
 
 
 def base_of(rng: random.Random, script: str, material: Material, folder: Path) -> list[str]:
-    """A command line that works."""
+    """Returns a valid command line."""
     run = str(material.run)
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**material.recipe, "output": str(folder / "run")}))
@@ -283,6 +283,6 @@ def base_of(rng: random.Random, script: str, material: Material, folder: Path) -
         "documents": ["--step", "1"],
         "save": ["--timeout", "1"],
     }
-    if command == "parity":  # with a recipe that is there it would train
+    if command == "parity":  # would train with an existing recipe
         return [command, "--config", rng.choice([place or "x", "/nonexistent.yaml"])]
     return [command, place, *rest.get(command, [])]

@@ -1,4 +1,4 @@
-"""Shards whose tokens tell where they lie."""
+"""Shards whose token IDs show their positions."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, tokenizer="t", first=0):
-    """A prepared folder whose token at position i is first + i (mod vocabulary): a window shows where it lies."""
+    """Writes a shards folder in which the token ID at position i is first + i (mod vocabulary)."""
     folder.mkdir(parents=True)
     shards = []
     for split, total in (("train", tokens), ("validation", validation)):

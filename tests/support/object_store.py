@@ -1,4 +1,4 @@
-"""A server that speaks S3, on this machine, and a proxy in front of it that delays, fails and cuts answers."""
+"""Local S3 server, and a proxy that delays responses, returns errors and closes connections."""
 
 import contextlib
 import functools
@@ -27,7 +27,7 @@ KEYS = {
 
 
 class Store:
-    """One bucket, and the variables by which s3fs finds it."""
+    """A bucket and the environment variables to access it with s3fs."""
 
     def __init__(self, address: str):
         self.environment = {**KEYS, "AWS_ENDPOINT_URL": address}
@@ -36,7 +36,7 @@ class Store:
         self.client.create_bucket(Bucket="mine")
 
     def names(self, folder: str) -> set[str]:
-        """Of the objects below a folder, relative to it."""
+        """Returns the names of all objects in a folder, relative to it."""
         found = self.client.list_objects_v2(Bucket="mine", Prefix=f"{folder}/").get("Contents", [])
         return {about["Key"].removeprefix(f"{folder}/") for about in found}
 
@@ -47,7 +47,7 @@ class Store:
         self.client.put_object(Bucket="mine", Key=name, Body=content)
 
     def upload(self, local: Path, folder: str) -> None:
-        """Copies a local folder with its folders."""
+        """Uploads a local folder recursively."""
         for path in local.rglob("*"):
             if path.is_file():
                 self.write(f"{folder}/{path.relative_to(local)}", path.read_bytes())
@@ -60,7 +60,7 @@ def store_server() -> Iterator[Store]:
     server.start()
     host, port = server.get_host_and_port()
     store = Store(f"http://{host}:{port}")
-    store.vanish = functools.cache(server.stop)  # connections are accepted no more, and not refused either
+    store.vanish = functools.cache(server.stop)  # new connections then hang
     yield store
     store.vanish()
 
@@ -69,10 +69,13 @@ def store_server() -> Iterator[Store]:
 def faulty(
     store: Store, latency: float = 0.02, fail_every: int = 100, cut_every: int = 150
 ) -> Iterator[dict[str, str]]:
-    """Yields the variables by which s3fs reads the store through a proxy.
+    """Yields environment variables to access the store with s3fs through a proxy.
 
-    latency: seconds before each answer. fail_every: each so manyth request is answered with status 503. cut_every: the
-    connection of each so manyth ends in the middle of the answer.
+    Args:
+        store: the store behind the proxy.
+        latency: seconds before each response.
+        fail_every: every n-th request gets status 503.
+        cut_every: every n-th response ends in the middle.
     """
     behind = store.environment["AWS_ENDPOINT_URL"].removeprefix("http://")
     numbers = itertools.count(1)
@@ -124,13 +127,13 @@ def faulty(
 
 
 class Gateway:
-    """A process through which requests reach a store, killed by SIGKILL in the middle of an upload.
+    """Proxy process for a store, which kills itself with SIGKILL in the middle of an upload.
 
-    `start` starts another one at the same address: the store has kept what had arrived.
+    `start` starts a new process at the same address.
 
     Args:
-        store: where requests go while the process lives.
-        dies_at: part of the name of the object whose upload is cut in half.
+        store: the store behind the proxy.
+        dies_at: part of the name of the object whose upload is interrupted.
     """
 
     def __init__(self, store: Store, dies_at: str):

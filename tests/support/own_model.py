@@ -1,4 +1,4 @@
-"""A model folder with code of its own, in the style of transformers 4 and with sizes named as in nanoGPT."""
+"""Model folder with custom code in the style of transformers 4, with nanoGPT's setting names."""
 
 import json
 from pathlib import Path
@@ -136,7 +136,7 @@ CONFIG = {
 
 
 def write_own_model(folder: Path, **changes) -> Path:
-    """Writes config.json and two files of code."""
+    """Writes config.json and two Python files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "configuration_mine.py").write_text(CONFIGURATION)
     (folder / "modeling_mine.py").write_text(MODELING)

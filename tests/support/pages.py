@@ -1,4 +1,4 @@
-"""The commands of README.md and docs/, in the order in which a reader meets them."""
+"""Commands in README.md and docs/."""
 
 import re
 import textwrap
@@ -16,15 +16,15 @@ FIRST_WORDS = {
     "tar", "unzip", "export", "source", ".", "bash", "sh", "env", "nohup", "tmux", "nvidia-smi", "groundwork-train",
     "groundwork-prepare-data", "groundwork-evaluate", "groundwork-plan", "groundwork-runs", "groundwork-publish",
 }  # fmt: skip
-"""Of a line in an indented block or in one without a language; in a block of a shell every line is a command."""
+"""First words of commands in indented blocks. In shell blocks, every line is a command."""
 
 VARIABLES = r"^([A-Z_]+=\S* +)+"
-"""Set before a command."""
+"""Pattern for variables set before a command."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command as it stands, continued lines joined."""
+    """A command on a page, with continued lines joined."""
 
     page: str
     line: int
@@ -36,7 +36,7 @@ class Command:
 
 
 def commands_in(page: str, text: str) -> list[Command]:
-    """The commands of a page's indented and fenced blocks."""
+    """Returns the commands in a page's indented and fenced blocks."""
     found, section, fence = [], "", None
     lines = iter(enumerate(text.splitlines(), start=1))
     for number, line in lines:
@@ -57,7 +57,7 @@ def commands_in(page: str, text: str) -> list[Command]:
 
 
 def registrations() -> list[str]:
-    """Returns the examples of extensions in the guides to them."""
+    """Returns the examples in the guides that register an extension."""
     text = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in ("own_ideas", "own_loss", "own_data"))
     blocks = re.findall(r"(?:^    .*\n|^\n)+", text, re.MULTILINE)
     return [textwrap.dedent(block).partition("\npython ")[0].strip() for block in blocks if ".register(" in block]

@@ -1,4 +1,4 @@
-"""DeepSpeed's asynchronous file operator in plain reads and writes, for machines without libaio."""
+"""Replacement for DeepSpeed's asynchronous I/O operator on machines without libaio."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -8,10 +8,10 @@ import torch
 
 
 class PlainHandle:
-    """What the swappers of optimizer state use of `aio_handle`; done at once, counted until `wait`."""
+    """Synchronous version of `aio_handle` with the methods used to swap optimizer state."""
 
     locked: ClassVar[set[int]] = set()
-    """Addresses of the buffers that are locked in memory, of all handles; the swappers tell them from others."""
+    """Addresses of page-locked buffers, shared by all handles."""
 
     def __init__(self, **_):
         self.done = 0
@@ -42,7 +42,7 @@ class PlainHandle:
 
 
 def use_plain_files() -> None:
-    """Puts it in the operator's place."""
+    """Replaces DeepSpeed's operator with PlainHandle."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     AsyncIOBuilder.load = lambda builder, verbose=True: SimpleNamespace(aio_handle=PlainHandle)

@@ -1,4 +1,4 @@
-"""Documents to prepare, in files of several formats, and what prepare_data.py makes of them."""
+"""Documents in several file formats, and helpers for tests of prepare_data.py."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ PROSE = (
     "have many stories to tell. Children play near the wheel in summer. In autumn the leaves cover everything that "
     "is left of the garden, and the owls come back to the roof."
 )
-"""Which no filter removes."""
+"""Text that passes every filter."""
 
 
 def texts(count=400):
@@ -37,7 +37,7 @@ def write_jsonl(path, documents, extra=()):
 
 
 def make_parts_small(monkeypatch, size):
-    """Divides input into parts of about so many bytes, and slices into parts of so many tokens."""
+    """Makes prepare_data.py split input every `size` bytes and slices every `size` tokens."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "slices.TOKENS_PER_PART"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", size)
     monkeypatch.setattr("pretrain_tools.preparation.documents.byte_stream.READ_BYTES", size)
@@ -55,7 +55,7 @@ def stream_of(folder, split):
 
 
 def as_jsonl_zst(documents):
-    # A frame for each line: one frame of so little text comes out in one piece.
+    # One frame per line, because a single small frame would be decompressed in one piece.
     return b"".join(zstandard.compress(json.dumps({"text": text}).encode() + b"\n") for text in documents)
 
 
@@ -74,8 +74,8 @@ def as_csv(documents):
 WRITERS = {"jsonl.zst": as_jsonl_zst, "parquet": as_parquet, "csv": as_csv}
 
 
-# Runs prepare_data.py with tiny parts, a commit after each, and SIGKILL at a call of fsync: by its number, or at the
-# first of a file whose path contains a text.
+# Runs prepare_data.py with tiny parts and a commit after each, and kills it with SIGKILL at the n-th fsync or at the
+# first fsync of a file whose path contains the given string.
 KILLED = """
 import os, signal, sys
 from pretrain_tools.preparation.documents import byte_stream

@@ -1,7 +1,7 @@
-"""Cases of tests/parallel/test_products.py, for support.fake_cuda to run: products of dimensions as one of 64 GPUs.
+"""Fake CUDA cases for tests/parallel/test_products.py: combinations of parallel dimensions on one of 64 GPUs.
 
-Beside what support.ranks_on_fake_cuda counts: along which dimension each collective goes, and how many bytes are on
-the device. What a fused loss or an attention kernel needs inside does not show.
+In addition to support.ranks_on_fake_cuda, cases record each collective's dimension and the bytes on the device.
+Workspaces of the fused loss and attention kernels are not included.
 """
 
 import functools
@@ -31,7 +31,7 @@ PRODUCTS = {
     ],
     "qwen3_moe": [(Sizes(dp_replicate=2, dp_shard=8, tp=4, ep=8), 0)],
 }
-"""{model: [(sizes, rank that is looked at)]}; of a pipeline the last stage."""
+"""{model: [(sizes, rank to measure)]}. For pipelines, the rank is in the last stage."""
 FURTHER = {
     "llama": [
         (Sizes(dp_shard=64), 0),
@@ -58,7 +58,7 @@ MODELS |= {f"{name} of 64": {**model, **SHAPE} for name, model in MODELS.items()
 
 
 class CounterByDimension(Counter):
-    """Names collectives by dimension, and measures what is on the device meanwhile."""
+    """Counter of collectives per dimension, and of peak bytes on the device."""
 
     def __enter__(self):
         LiveBytes.current.peak = 0
@@ -74,7 +74,7 @@ class CounterByDimension(Counter):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages on the device, some of which FSDP empties and fills again."""
+    """Total bytes of live storages on the device, including those that FSDP resizes."""
 
     current: "LiveBytes"
 
@@ -103,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a DTensor, or one in fp8, comes back with the tensors inside
+            return NotImplemented  # torch calls this again with the inner tensors
         result = func(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.device.type == self.device_type:
@@ -151,7 +151,7 @@ LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
 OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
-"""In its real widths, as one of eight; all layers are alike, so two of them and three tell what sixteen do."""
+"""OLMoE at its full width. Its layers are identical, so two and three layers are enough to predict all sixteen."""
 MODELS["olmoe of 64"] = OLMOE
 OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]
 OLMOE_LAUNCHES = {

@@ -1,4 +1,4 @@
-"""The project from its root: its scripts run as a user would, its launcher, and what a run has written down."""
+"""Helpers to run the project's scripts and to read metrics."""
 
 import contextlib
 import functools
@@ -21,9 +21,9 @@ PORTS = (FIRST_PORT + number % 1000 for number in itertools.count(os.getpid()))
 
 
 def start_script(*arguments, fresh=False, **settings) -> subprocess.Popen:
-    """Starts a script of the project, from its root or from `cwd`.
+    """Starts a script from the project root or from `cwd`.
 
-    fresh: in a new interpreter, not a fork of a warm one.
+    fresh: start a new interpreter instead of forking a warm one.
     """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **settings.pop("env", {})}
     start = subprocess.Popen if fresh else WarmPopen
@@ -34,7 +34,7 @@ def start_script(*arguments, fresh=False, **settings) -> subprocess.Popen:
 def run_script(
     *arguments, check=True, timeout=600, fresh=False, cwd=ROOT, **environment
 ) -> subprocess.CompletedProcess:
-    """Runs a script of the project, from its root or from `cwd`; fails with its output unless it may fail."""
+    """Runs a script from the project root or from `cwd`. With `check`, a nonzero exit status fails the test."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with start_script(*arguments, fresh=fresh, cwd=cwd, env=environment, **pipes) as process:
         try:
@@ -51,7 +51,7 @@ def run_script(
 NEXT = "=== next ==="
 IN_TURN = f"""
 import json, os, runpy, sys
-exit_at_once = os._exit  # by which a process of a group ends
+exit_at_once = os._exit  # distributed processes exit with it
 os._exit = sys.exit
 for words in json.loads(sys.argv[1]):
     sys.argv = words
@@ -66,7 +66,7 @@ exit_at_once(0)
 
 
 def run_in_turn(*commands, **environment) -> list[tuple[str, str]]:
-    """Runs scripts in one new interpreter, whose imports take seconds: (stdout, stderr) of each. None may fail."""
+    """Runs scripts one after another in a new interpreter and returns (stdout, stderr) for each."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     done = run_script("-c", IN_TURN, words, fresh=True, **environment)
     return list(zip(done.stdout.split(NEXT)[:-1], done.stderr.split(NEXT)[:-1], strict=True))
@@ -74,7 +74,7 @@ def run_in_turn(*commands, **environment) -> list[tuple[str, str]]:
 
 @functools.cache
 def cpu_seconds(*arguments, tries=3) -> float:
-    """The least that a script of the project needs of a processor, with its imports, whatever else runs."""
+    """Returns a script's CPU time including imports, the minimum of several tries."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -89,8 +89,9 @@ def cpu_seconds(*arguments, tries=3) -> float:
 
 
 def free_port() -> int:
-    """A port that nobody else takes until it is used: the system gives out others by itself (on Linux from 32768 on),
-    and the processes that run tests side by side have ranges of their own.
+    """Returns a free port.
+
+    Each xdist worker has its own range, below the ports that Linux assigns automatically (32768 and higher).
     """
     while True:
         with socket.socket() as found, contextlib.suppress(OSError):
@@ -99,7 +100,10 @@ def free_port() -> int:
 
 
 def launch(strategy: str | Path, processes: int, *arguments, **settings) -> subprocess.CompletedProcess:
-    """Runs a script under `accelerate launch` with a shipped launcher file or another; settings as of `run_script`."""
+    """Runs a script under `accelerate launch`.
+
+    strategy: name of a file in accelerate_configs/, or the path of another config. settings: as in `run_script`.
+    """
     file = strategy if isinstance(strategy, Path) else f"accelerate_configs/{strategy}.yaml"
     return run_script(
         "-m", "accelerate.commands.launch", "--config_file", file,
@@ -108,12 +112,12 @@ def launch(strategy: str | Path, processes: int, *arguments, **settings) -> subp
 
 
 def events(run: Path, name: str) -> list[dict]:
-    """The events of one name in a run's metrics.jsonl."""
-    # A line without its end is still being written.
+    """Returns the events with this name in a run's metrics.jsonl."""
+    # The last line may be incomplete.
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()]
     return [line for line in lines if line["event"] == name]
 
 
 def losses(run: Path) -> dict[int, float]:
-    """{step: loss} of a run; where a step was repeated after a resume, the last."""
+    """Returns {step: loss} for a run. For a repeated step, the last loss counts."""
     return {line["step"]: line["loss"] for line in events(run, "train")}

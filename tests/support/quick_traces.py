@@ -1,4 +1,4 @@
-"""Activations by a formula of about their size, in the place of traces, which take seconds each."""
+"""Approximate formula for activations, used instead of traces that take seconds each."""
 
 from pretrain_tools.planning import memory
 from pretrain_tools.planning.activations import Activations, Line

@@ -1,9 +1,9 @@
-"""Cases of tests/parallel/test_communication.py, for support.fake_cuda to run: each strategy as one of eight GPUs.
+"""Fake CUDA cases for tests/parallel/test_communication.py: each strategy on one of eight GPUs.
 
-torch's "fake" process group has as many ranks as it is told and sends nothing; one process is any one of them. The
-launcher's environment, the Accelerator, model and optimizer are those of a launch. After a first step, which makes
-buffers and optimizer state, two micro-steps, an update and a validation batch are counted, in which nothing may wait
-for the device. ZeRO runs on the host: DeepSpeed reads values.
+A single process acts as one rank in torch's "fake" process group, which sends nothing. The environment, Accelerator,
+model and optimizer are the same as in a real launch. The first step creates buffers and optimizer state. Then two
+micro-steps, an update and a validation batch are counted, none of which may wait for the device. ZeRO runs on the CPU,
+because DeepSpeed reads values.
 """
 
 import functools
@@ -76,28 +76,28 @@ HIDDEN_STATES = (SEQUENCES, LENGTH, MODEL["hidden_size"])
 RNG_STATE = torch.zeros(16, dtype=torch.uint8)
 
 C10D = torch.library.Library("c10d", "IMPL")
-"""Held for as long as this function of it is to be known: torch has one of every other collective in use."""
+"""Library object, which must stay alive to keep the function below registered."""
 C10D.impl("allreduce_coalesced_", lambda *args: create_fakework(args, return_first_arg=False), "Meta")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A strategy on eight GPUs, and which of them is looked at."""
+    """A strategy on eight GPUs, and the rank to run."""
 
     file: str
-    """In accelerate_configs/."""
+    """Name of a file in accelerate_configs/."""
     rank: int = 0
     environment: tuple[tuple[str, str], ...] = ()
-    """What the launcher's options would change."""
+    """Variables that launcher options would set."""
     layers: int = MODEL["num_hidden_layers"]
     model: str = "llama"
     may_wait: bool = False
     saves: bool = False
     settings: tuple[tuple[str, str], ...] = ()
-    """Of the recipe, beside those that all have."""
+    """Additional recipe settings."""
     attention: str = "groundwork_sdpa"
     ranks: int = RANKS
-    """1: alone, without a launcher's ranks and groups."""
+    """Number of ranks. A single rank runs without a launcher and without process groups."""
     sequences: int = SEQUENCES
     length: int = LENGTH
 
@@ -122,22 +122,22 @@ KINDS = {
 
 @dataclass
 class Seen:
-    """What can be seen of a moment in its operators alone."""
+    """Counts of operations in one phase of a step."""
 
     collectives: dict[str, list[int]] = field(default_factory=dict)
-    """{'<kind> of <ranks of the group>': [times, bytes of the whole tensors]}."""
+    """{'<kind> of <group size>': [number of calls, bytes of the full tensors]}."""
     waits: int = 0
-    """For how many rows experts will get."""
+    """Waits for the number of rows per expert."""
     unawaited_copies: int = 0
-    """From the device to the host."""
+    """Non-blocking copies from the device to the host."""
     sent_from_host: int = 0
-    """Collectives of tensors on the host, which NCCL refuses."""
+    """Collectives with CPU tensors, which NCCL doesn't support."""
     casts_to_fp32: int = 0
-    """Of hidden states."""
+    """Casts of hidden states to fp32."""
     head_dtypes: list[str] = field(default_factory=list)
-    """In which each product with the output head is computed."""
+    """Compute dtype of each matmul with the output head."""
     peak_bytes: int = 0
-    """On the device; see products_on_fake_cuda.py."""
+    """Peak bytes on the device; see products_on_fake_cuda.py."""
 
 
 class Counter(TorchDispatchMode):
@@ -153,7 +153,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it comes back with the collectives that it takes
+            return NotImplemented  # torch calls this again with its collectives
         kwargs = kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
             self.count(func, [*args, *kwargs.values()])
@@ -174,7 +174,7 @@ class Counter(TorchDispatchMode):
         kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), name)
         group = next(group for argument in arguments if (group := group_of(argument)))
         ranks = group.size()
-        # What is gathered or scattered is there whole and in part; of functional gathers the part alone.
+        # The largest argument is the full tensor, except in functional all-gathers, which only get the shard.
         size = max(map(bytes_of, arguments))
         self.seen.sent_from_host += any(map(is_on_host, arguments))
         if func.namespace == "_c10d_functional" and kind == "all-gather":
@@ -185,7 +185,7 @@ class Counter(TorchDispatchMode):
 
 
 def group_of(argument: object) -> ProcessGroup | None:
-    """A process group, given as torch's operators are given one."""
+    """Returns the process group that an operator's argument refers to, or None."""
     if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
         return ProcessGroup.unbox(argument)
     if isinstance(argument, str) and argument not in ("sum", "avg"):
@@ -206,7 +206,7 @@ def is_on_host(argument: object) -> bool:
 
 
 class NoWeights:
-    """In place of `InitialWeights`: zeros on the host, which have no values where tensors are fake."""
+    """Stand-in for `InitialWeights` that creates zeros on the host."""
 
     are_loaded = False
 
@@ -221,7 +221,7 @@ class NoWeights:
 
 
 def apply_in_place(module: torch.nn.Module, function, recurse: bool = True) -> torch.nn.Module:
-    """In place of `Module._apply`, to which fake tensors of two devices are of two types: parameters stay the same."""
+    """Replaces `Module._apply`, which would create new parameters when it moves fake tensors to another device."""
     for child in module.children():
         apply_in_place(child, function)
     for parameter in module._parameters.values():
@@ -239,13 +239,13 @@ def set_data(tensor: torch.Tensor, moved: torch.Tensor) -> None:
 
 
 def move_states(parameters: list[torch.Tensor], buffers: list[torch.Tensor], device: torch.device) -> None:
-    """In place of what fully_shard does first."""
+    """Replaces fully_shard's function that moves parameters and buffers to the device."""
     for tensor in [*parameters, *buffers]:
         set_data(tensor, tensor.detach().to(device))
 
 
 def real_mesh(*arguments, **settings):
-    """A mesh is a tensor that torch reads."""
+    """Creates a mesh with real tensors, because torch reads its ranks."""
     with unset_fake_temporarily():
         return init_device_mesh(*arguments, **settings)
 
@@ -254,26 +254,26 @@ init_mesh = DeviceMesh.__init__
 
 
 def init_real_mesh(mesh: DeviceMesh, *arguments, **settings) -> None:
-    """FSDP2 joins its mesh with that of tensor parallelism."""
+    """Initializes a mesh with real tensors, as needed when FSDP2 combines its mesh with the TP mesh."""
     with unset_fake_temporarily():
         init_mesh(mesh, *arguments, **settings)
 
 
 def agree_on_shapes(schedule, stages: list, *_) -> None:
-    """In place of the vote of a pipeline's stages on whether shapes are known before: they are."""
+    """Makes all pipeline stages use static shapes, instead of letting them vote."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
 
 def flex_attention(query, key, value, *, block_mask, **_):
-    """Its arguments' shapes, and an output that depends on all of them."""
+    """Checks the shapes and returns an output that depends on query, key and value."""
     assert block_mask.shape[-2:] == (query.shape[2], key.shape[2]) == (LENGTH, LENGTH)
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     return out, SimpleNamespace(lse=query.new_empty(query.shape[:3]))
 
 
 def even_rows(counts: FakeTensor) -> list[list[int]]:
-    """In place of `tolist` of (2, processes), the rows that go to each process and come from it: alike for all."""
+    """Replaces `tolist` for the number of rows sent and received per process, (2, processes). All are equal."""
     if Counter.current is not None:
         Counter.current.seen.waits += 1
     sizes = launched_sizes()
@@ -286,12 +286,12 @@ even_rows.choices = MIXTURE["num_experts_per_tok"]
 
 
 def final_limits(config: object, **_) -> tuple[list[int], list[int]]:
-    """Returns the bucket sizes that DDP uses after a step. It begins with a single bucket."""
+    """Returns the bucket sizes that DDP uses after the first step."""
     return [config.first_bucket_bytes_cap, config.bucket_bytes_cap], []
 
 
 class FixedBuckets:
-    """In place of DDP's reducer, which reads values to build its buckets anew."""
+    """Wrapper for DDP's reducer that never rebuilds buckets, because that reads values."""
 
     def __init__(self, reducer):
         self._reducer = reducer
@@ -304,7 +304,7 @@ class FixedBuckets:
 
 
 def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does with a bucket; the fake group's own work has no result."""
+    """Reduces a DDP bucket and returns a future with the result, which the fake group doesn't provide."""
     dist.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -312,8 +312,7 @@ def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def forget_meshes() -> None:
-    """Empties what torch has cached of DTensors: an equal mesh of an earlier launch would lead to a group that is
-    gone."""
+    """Clears torch's DTensor caches, which may refer to destroyed groups of earlier launches."""
     torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
@@ -331,7 +330,7 @@ def environment_of(launch: Launch) -> dict[str, str]:
 
 @contextmanager
 def as_rank_of(launch: Launch) -> Iterator[None]:
-    """The environment and the process group of this rank."""
+    """Sets this rank's environment and creates its process group."""
     is_alone = launch.ranks == 1
     environment = {} if is_alone else environment_of(launch)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
@@ -353,7 +352,7 @@ def as_rank_of(launch: Launch) -> Iterator[None]:
 
 @contextmanager
 def fake_devices() -> Iterator[FakeTensorMode]:
-    """Fake CUDA, with what strategies use and fake tensors do not know."""
+    """Enables fake CUDA and patches functions that don't work with fake tensors."""
     patches = (
         mock.patch("pretrain.parallel.mesh.init_device_mesh", real_mesh),
         mock.patch.object(DeviceMesh, "__init__", init_real_mesh),
@@ -365,7 +364,7 @@ def fake_devices() -> Iterator[FakeTensorMode]:
         ),
         mock.patch.multiple(torch.cuda, get_rng_state=lambda *_: RNG_STATE, set_rng_state=mock.Mock()),
         mock.patch("torch.nn.parallel.distributed._BucketCapacityConfig.compute_bucket_size_limits", final_limits),
-        # They look into tensors by their address.
+        # These access tensor memory directly.
         mock.patch("torch.nn.parallel.distributed._verify_param_shape_across_processes"),
         mock.patch("torch.nn.parallel.distributed._sync_module_states"),
         mock.patch("torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p", agree_on_shapes),
@@ -400,7 +399,7 @@ def read_config(folder: Path, launch: Launch) -> RunConfig:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A strategy's model and a batch for it."""
+    """A strategy, its model and a batch."""
 
     strategy: Strategy
     model: torch.nn.Module
@@ -409,7 +408,7 @@ class Prepared:
 
 
 def prepared(launch: Launch, stack: ExitStack) -> Prepared:
-    """Builds a launch's model as train.py does; fake CUDA and the process group last as long as the stack."""
+    """Builds a launch's model as train.py does. Fake CUDA and the process group are active until the stack closes."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = read_config(folder, launch)
     stack.enter_context(as_rank_of(launch))
@@ -421,7 +420,7 @@ def prepared(launch: Launch, stack: ExitStack) -> Prepared:
         config.optim, causal_lm, 0.001, seed=0, device_type="cpu" if launch.on_host else "cuda"
     )
     fake = stack.enter_context(nullcontext() if launch.on_host else fake_devices())
-    # Ordering buckets reads values, as building them anew does.
+    # Ordering buckets reads values.
     stack.enter_context(mock.patch("pretrain.parallel.strategy.order_buckets"))
     model = strategy.prepare(model, NoWeights(), build_optimizer)
     if isinstance(model, DistributedDataParallel):
@@ -441,7 +440,7 @@ def prepared(launch: Launch, stack: ExitStack) -> Prepared:
 
 
 def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
-    """What the second step and a second validation batch do, {moment: its `Seen` as a dictionary}."""
+    """Returns {phase: its `Seen` as a dict} for the second step and the second validation batch."""
     with ExitStack() as stack:
         run = prepared(launch, stack)
         strategy = run.strategy
@@ -451,7 +450,7 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
         with nullcontext() if launch.may_wait or launch.on_host else refuse_waits():
             counters = take_step(strategy, model, batch, counter)
             model.eval()
-            for _ in range(2):  # what the first leaves behind, the second could use
+            for _ in range(2):  # the second batch could reuse results of the first
                 with counter() as counters["validation"], torch.no_grad():
                     model(**batch)
         if launch.saves:
@@ -462,7 +461,7 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
 
 
 class Order(TorchDispatchMode):
-    """Lists collectives and matrix products as they are issued: {gather, reduce, product}, and in which stream."""
+    """Collectives and matmuls in the order of their calls, as (gather, reduce or product, stream)."""
 
     def __init__(self):
         super().__init__()
@@ -481,7 +480,7 @@ class Order(TorchDispatchMode):
 
 
 def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
-    """What the second micro-step issues, forward and backward."""
+    """Returns the `Order` of a micro-step's forward and backward pass."""
     with ExitStack() as stack:
         run = prepared(launch, stack)
         take_step(run.strategy, run.model, run.batch, Counter)
@@ -495,7 +494,7 @@ def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
 
 
 def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
-    """Two micro-steps and an update, as in train.py."""
+    """Runs two micro-steps and an update, as in train.py."""
     counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
     model.train()
     strategy.begin_step(0.001, micro_steps=2)
@@ -533,7 +532,7 @@ ATTENTIONS = {
     f"cp, {attention}": Launch("cp", attention=attention)
     for attention in ("groundwork_eager", "flex_attention", "groundwork_fa2", "groundwork_fa3")
 }
-"""The other ways to attend over sequences that are cut."""
+"""Other attention implementations for sharded sequences."""
 IN_HOST_MEMORY = (("FSDP_OFFLOAD_PARAMS", "true"),)
 OFFLOADED = {
     "fsdp_tp, offloaded": Launch("fsdp_tp", rank=7, environment=IN_HOST_MEMORY, may_wait=True, saves=True),
@@ -548,8 +547,8 @@ OFFLOADED = {
         may_wait=True,
     ),
 }
-"""Parameters in host memory beside dimensions whose ranks sum gradients themselves, on their GPUs."""
+"""Launches with parameters in CPU memory and a dimension whose ranks sum gradients on their GPUs."""
 OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
-"""Whose order is looked at."""
+"""Launches whose order of operations is recorded."""
 CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
 CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}

@@ -1,4 +1,4 @@
-"""A Llama that reads a tensor's value in every forward pass, as a check that somebody has left in a model's file."""
+"""Llama that reads a tensor's value in every forward pass, like a leftover debugging check."""
 
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
@@ -13,7 +13,7 @@ class ReadingLlamaModel(LlamaModel):
     def forward(self, *arguments, **named):
         outputs = super().forward(*arguments, **named)
         largest = outputs.last_hidden_state.detach().abs().max()
-        if largest.device.type != "meta" and largest.item() > 1e6:  # the line
+        if largest.device.type != "meta" and largest.item() > 1e6:  # reads the value
             raise ValueError("hidden states explode")
         return outputs
 

@@ -1,4 +1,4 @@
-"""Runs of many small experiments, recorded at once where train.py would take seconds for each."""
+"""Recorded runs that replace training in tests of experiments."""
 
 import subprocess
 import sys
@@ -14,9 +14,9 @@ from support.run_logs import end_line, start_line, train_line, validation_line, 
 
 
 def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[str, float]]) -> list[str]:
-    """Each train.py that an experiment starts leaves a finished run with these {source: validation loss}.
+    """Makes experiments write finished runs with these {source: validation loss} instead of running train.py.
 
-    Returns the names of the runs, as they are started.
+    Returns a list that receives the name of each run when it starts.
     """
     trained: list[str] = []
 
@@ -32,7 +32,7 @@ def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[s
         trained.append(run.name)
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
-    # Not subprocess.Popen itself, which modules that are imported later may name in their annotations.
+    # Don't replace subprocess.Popen itself, because modules imported later may use it in annotations.
     monkeypatch.setattr(small_runs, "subprocess", SimpleNamespace(**(vars(subprocess) | {"Popen": popen})))
     monkeypatch.setattr(small_runs, "POLL_SECONDS_OF_RUNS", 0.0)
     return trained

@@ -1,4 +1,4 @@
-"""Runs as train.py leaves them, made in a second: for tests of what reads a run's folder."""
+"""Run folders as train.py writes them, for tests of code that reads them."""
 
 import json
 import math
@@ -21,7 +21,7 @@ TOKENS_PER_STEP = 1000
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level BPE of at most 300 IDs, whose end-of-document token has the id 0."""
+    """Writes a byte-level BPE tokenizer with up to 300 token IDs. The end-of-document ID is 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,10 @@ def write_tokenizer(folder: Path) -> Path:
 def write_model(
     folder: Path, tokenizer: Path, model: dict, *, seed: int, dtype: torch.dtype = torch.float32, **files: str
 ) -> Path:
-    """A sealed model folder of random weights. files: further text files by name, dots written as two underscores."""
+    """Writes a sealed model folder with random weights.
+
+    files: additional text files. Names have two underscores instead of a dot.
+    """
     unfinished = folder.with_name(f".saving-{folder.name}")
     unfinished.mkdir(parents=True)
     description = unfinished / "description.json"
@@ -77,9 +80,9 @@ def recipe_values(run: Path) -> dict:
 
 
 def write_run(run: Path, *, model: dict = TINY_LLAMA, steps: tuple[int, ...] = (4, 8), **settings: object) -> Path:
-    """A run with a checkpoint at each of `steps`, and final/ of the last one; the first has the best validation loss.
+    """Writes a run with a checkpoint at each of `steps` and final/. The first has the best validation loss.
 
-    settings: sections of the recipe.
+    settings: recipe sections.
     """
     run.mkdir(parents=True)
     tokenizer = write_tokenizer(run.parent / "tokenizer")
@@ -100,7 +103,7 @@ def write_run(run: Path, *, model: dict = TINY_LLAMA, steps: tuple[int, ...] = (
 
 
 def write_metrics(run: Path, last_step: int) -> None:
-    """A loss that falls, validations at every fourth step, a good end."""
+    """Writes metrics with a falling loss, a validation every four steps and a successful end."""
     lines: list[dict] = [
         {"event": "start", "step": 0, "parameters": 106_816, "total_steps": last_step, "warmup_steps": 2}
     ]

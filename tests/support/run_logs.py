@@ -1,4 +1,4 @@
-"""Folders that look like runs, made in an instant."""
+"""Minimal run folders for tests that read logs."""
 
 import json
 import time
@@ -52,7 +52,7 @@ def end_line(step: int, code: int = 0, reason: str = "done") -> dict:
 
 
 def write_run(folder: Path, lines: list[dict], *, seed: int = 1, learning_rate: float = 1e-3) -> Path:
-    """A run's folder with these lines, one second apart where they have no time of their own, ending now."""
+    """Writes a run folder with these log lines. Lines without a time are one second apart and end now."""
     folder.mkdir(parents=True, exist_ok=True)
     first = time.time() - len(lines)
     timed = [{**line, "time": line.get("time", first + n)} for n, line in enumerate(lines)]
@@ -65,7 +65,7 @@ def write_run(folder: Path, lines: list[dict], *, seed: int = 1, learning_rate: 
 
 
 def finished_run(folder: Path, **settings) -> Path:
-    """A hundred steps, three validations, an evaluation, an end."""
+    """Writes a finished run with a hundred steps, three validations and an evaluation."""
     lines = [start_line()]
     for step in range(1, 101):
         lines.append(train_line(step))

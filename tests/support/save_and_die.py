@@ -1,11 +1,11 @@
-"""Saves a checkpoint and prunes an old one again and again, killed at another moment each time.
+"""Repeatedly saves a checkpoint and prunes an old one, and kills a rank at a different moment each time.
 
     python tests/support/save_and_die.py FOLDER EVERY
 
-A moment is just before any opening, renaming, making and removing of a file or folder, before and after any fsync, and
-in the middle of the writing of tensors: moments 1, 1 + EVERY ... of the only rank, and of each of two, until a save is
-not killed any more. What the next start finds must be the save before or this one, whole. Prints one JSON line:
-[ranks, victim, moments, problems] of each.
+Moments are just before a file or folder is opened, renamed, created or removed, before and after each fsync, and in
+the middle of writing tensors. The script kills a single rank, then each of two ranks, at moments 1, 1 + EVERY, ...
+until a save completes. After each kill, the next start must load the previous or the new checkpoint. Prints a JSON
+list with [ranks, victim, moments, problems] for each case.
 """
 
 import json
@@ -39,7 +39,7 @@ WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 
 
 def ranks_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None) -> Ranks:
-    """Processes that nothing has launched."""
+    """Creates ranks without a launcher."""
     if count == 1:
         return Ranks()
     store = dist.FileStore(str(meeting_point), count)
@@ -48,14 +48,14 @@ def ranks_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None) -
 
 
 def strategy_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None) -> Strategy:
-    """One without a model."""
+    """Creates a strategy without a model."""
     strategy = Strategy.__new__(Strategy)
     strategy.ranks, strategy.device = ranks_of(rank, count, meeting_point), torch.device("cpu")
     return strategy
 
 
 def tensors_of(step: int) -> dict:
-    """Groups of ten small tensors each, which say of which step they are."""
+    """Returns groups of ten small tensors whose values are the step."""
     names = [f"layers.{number}.weight" for number in range(10)]
     model = {name: torch.full((8,), float(step)) for name in names}
     return {
@@ -65,7 +65,7 @@ def tensors_of(step: int) -> dict:
 
 
 def describe(folder: Path) -> None:
-    """What stands for the rest of a HF model folder."""
+    """Writes a stand-in for the other files of an HF model folder."""
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
@@ -76,7 +76,7 @@ def save(run: Path, ranks: Ranks, step: int) -> None:
 
 
 class Executioner:
-    """Kills this process at a moment of its file operations under a folder; counts them."""
+    """Counter of file operations under a folder, which kills this process at a given count."""
 
     def __init__(self, folder: Path, moment: int):
         self.folder, self.moment, self.count = str(folder), moment, 0
@@ -109,7 +109,7 @@ class Executioner:
 
 
 def save_in_processes(run: Path, ranks: int, victim: int, moment: int) -> bool:
-    """Saves step NEW in forked processes, one of which dies at this moment; whether it did."""
+    """Saves step NEW in forked processes and kills one at this moment. Returns False if the save finished first."""
     meeting_point = run.with_name("meeting_point")
     meeting_point.unlink(missing_ok=True)
     children = []
@@ -121,14 +121,14 @@ def save_in_processes(run: Path, ranks: int, victim: int, moment: int) -> bool:
             try:
                 save(run, mine, NEW)
             except RuntimeError:
-                os._exit(1)  # the other rank has died
+                os._exit(1)  # the other rank was killed
             os._exit(0)
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children][victim] == -signal.SIGKILL
 
 
 def problems_of(run: Path) -> list[str]:
-    """What is wrong after the death, and what a next start makes of it."""
+    """Returns problems with the checkpoints after the kill, and with the next start."""
     folder = run / "checkpoints"
     problems = [f"{path.name}: {found}" for path in folder.glob("step-*") if (found := damage(path))]
     log: list[str] = []
@@ -137,12 +137,12 @@ def problems_of(run: Path) -> list[str]:
     step = step_of(chosen) if chosen else None
     problems += log
     if step not in (OLD, NEW):
-        return [*problems, f"{chosen} was chosen"]
+        return [*problems, f"the next start loaded {chosen}"]
     saved = load_saved(chosen)
     whole = [
         saved.model[name].eq(step).all() and saved.optimizer[f"{name}.exp_avg"].eq(-step).all() for name in saved.model
     ]
-    problems += [] if len(whole) == 10 and all(whole) else [f"{chosen.name} does not hold what was saved"]
+    problems += [] if len(whole) == 10 and all(whole) else [f"{chosen.name} doesn't contain the saved tensors"]
     leftover = [path.name for path in folder.iterdir() if path.name != "LATEST" and not path.name.startswith("step-")]
     problems += [f"leftover: {leftover}"] if leftover else []
     save(run, ranks_of(), 5)
@@ -151,7 +151,7 @@ def problems_of(run: Path) -> list[str]:
 
 
 def kill_at_every_moment(base: Path, ranks: int, victim: int, every: int) -> tuple[int, int, int, list[str]]:
-    """(ranks, victim, moments, problems)"""
+    """Kills the victim at every `every`-th moment. Returns (ranks, victim, number of moments, problems)."""
     moments, problems, moment = 0, [], 1
     while True:
         run = Path(tempfile.mkdtemp(dir=base)) / "run"
@@ -167,7 +167,7 @@ def kill_at_every_moment(base: Path, ranks: int, victim: int, every: int) -> tup
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, every = Path(sys.argv[1]), int(sys.argv[2])
-    plan_files.__defaults__ = (64,)  # two tensors in a file
+    plan_files.__defaults__ = (64,)  # two tensors per file
     for step in range(1, NEW):
         save(folder / "before", ranks_of(), step)
     print(json.dumps([kill_at_every_moment(folder, *who, every) for who in ((1, 0), (2, 0), (2, 1))]))

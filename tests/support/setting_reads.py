@@ -1,7 +1,7 @@
-"""Which settings the code reads: attributes of what is known to be a section of the recipe.
+"""Settings that the code reads, found as attributes of recipe sections.
 
-A name says little: `device` is an attribute of many things. So each expression gets the section that it holds, by its
-annotation, by the field that it was taken from, or by what was assigned to it in the same module.
+An attribute's name isn't enough, because names such as `device` are common. An expression's section is therefore
+inferred from annotations, from the field that it was read from, and from assignments in the same module.
 """
 
 import ast
@@ -14,15 +14,15 @@ from pretrain.recipe import sections_in
 from support.project import ROOT
 
 Fields = dict[str, dict[str, str | None]]
-"""{section: {field: the section that it holds, or whose list it holds, None for a value}}."""
+"""{section: {field: the field's section, or None for a value}}."""
 SHARED = {base.__name__: tuple(section.__name__ for section in base.__subclasses__()) for base in (Cadence, Shards)}
-"""{section that only others extend: those}. A function that takes it reads for the sections that it is called with."""
+"""{base section: its subclasses}. A function that takes a base section can be called with any subclass."""
 
 BINDING = (ast.arg, ast.AnnAssign, ast.Assign, ast.NamedExpr, ast.For, ast.comprehension)
 
 
 def fields_of(schema: type[BaseModel] = RunConfig) -> Fields:
-    """Of a section and all those in it."""
+    """Returns the fields of a section and of its nested sections."""
     fields: Fields = {schema.__name__: {}}
     for name, field in schema.model_fields.items():
         inner = sections_in(field.annotation)
@@ -36,9 +36,10 @@ class SettingReads:
     """The settings that a module reads.
 
     Args:
-        tree: the module.
-        returns: {function or property: section that it returns}, of the whole package.
-        takers: {function: shared sections that it takes}, of the whole package.
+        tree: the module's syntax tree.
+        fields: the fields of all sections.
+        returns: {function or property: section that it returns}, for the whole package.
+        takers: {function: base sections among its parameters}, for the whole package.
     """
 
     def __init__(self, tree: ast.Module, fields: Fields, returns: dict[str, str], takers: dict[str, set[str]]):
@@ -50,7 +51,7 @@ class SettingReads:
         self.names: dict[str, set[str]] = {}
         nodes = list(ast.walk(tree))
         binding = [node for node in nodes if isinstance(node, BINDING)]
-        while True:  # what is assigned from what was assigned
+        while True:  # names can be assigned from other names
             known = sum(map(len, self.names.values()))
             for node in binding:
                 self._learn(node)
@@ -67,7 +68,7 @@ class SettingReads:
             (section, field)
             for node in nodes
             if isinstance(node, ast.Call)
-            for called in (node.func, *node.args)  # an argument may be a function that will be called with the others
+            for called in (node.func, *node.args)  # an argument can be a function to call with the others
             for shared in takers.get(getattr(called, "attr", getattr(called, "id", "")), ())
             for section in set().union(*map(self._sections, node.args)) & set(SHARED[shared])
             for field in fields[shared]
@@ -98,7 +99,7 @@ class SettingReads:
             self.names.setdefault(name, set()).update(sections)
 
     def _sections(self, node: ast.expr) -> set[str]:
-        """Sections that an expression may hold."""
+        """Returns the sections that an expression can refer to."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, set())
         if isinstance(node, ast.Attribute):
@@ -116,7 +117,7 @@ class SettingReads:
 
 
 def sections_named(annotation: ast.expr | None, fields: Fields) -> set[str]:
-    """Sections in an annotation such as `Optim`, `config.Optim | None` or `list[Source]`."""
+    """Returns the sections in an annotation such as `Optim`, `config.Optim | None` or `list[Source]`."""
     if annotation is None:
         return set()
     parts = list(ast.walk(annotation))
@@ -127,7 +128,7 @@ def sections_named(annotation: ast.expr | None, fields: Fields) -> set[str]:
 
 @functools.cache
 def signatures() -> tuple[Fields, dict[str, str], dict[str, set[str]]]:
-    """(fields, returns, takers) of the whole package, as SettingReads takes them."""
+    """Returns SettingReads' arguments (fields, returns, takers) for the whole package."""
     fields = fields_of() | fields_of(Cadence) | fields_of(Shards)
     trees = [ast.parse(path.read_text()) for path in ROOT.glob("pretrain*/**/*.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
@@ -142,5 +143,5 @@ def signatures() -> tuple[Fields, dict[str, str], dict[str, set[str]]]:
 
 @functools.cache
 def settings_read(source: str) -> set[tuple[str, str]]:
-    """(section, field) of every setting that a module reads, of which this is the text."""
+    """Returns (section, field) for every setting that a module reads, given its source."""
     return SettingReads(ast.parse(source), *signatures()).found

@@ -1,6 +1,6 @@
-"""A SLURM of three machines on this one, of each with two GPUs that do not exist: real daemons in a temporary folder.
+"""Local SLURM cluster with real daemons and three simulated machines, each with two fake GPUs.
 
-No systemd, no cgroups, no account database, ports of its own. Needs the packages of Debian and Ubuntu below.
+It runs in a temporary folder, without systemd, cgroups or an account database. Requires the packages in INSTALL.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from support.project import free_port
 DAEMONS = ("munged", "slurmctld", "slurmd")
 INSTALL = "apt-get install --no-install-recommends slurm-wlm munge"
 MACHINES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
-"""Their names are their addresses: launchers look for the first of a job."""
+"""Machine names, which are also their addresses, because launchers look up a job's first machine."""
 SOON = 60
-"""Seconds that no machine, however busy, needs for what takes one."""
+"""Timeout in seconds for operations that usually take one second."""
 
 
 def missing() -> list[str]:
-    """What a cluster needs and this machine lacks."""
+    """Returns the required programs that aren't installed."""
     return [name for name in DAEMONS if not shutil.which(name, path=search_path())]
 
 
@@ -35,14 +35,14 @@ def search_path() -> str:
 
 
 class SlurmCluster:
-    """SLURM's commands against a cluster that `running_cluster` has started in a folder."""
+    """A cluster that `running_cluster` started in a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": f"{folder}/slurm.conf", "PATH": search_path()}
 
     def ask(self, *command, check=True, **environment) -> str:
-        """What one of SLURM's commands prints, stderr last."""
+        """Runs a SLURM command and returns its stdout and stderr."""
         done = subprocess.run(
             [*map(str, command)], env={**self.environment, **environment}, capture_output=True, text=True, timeout=SOON
         )
@@ -50,14 +50,14 @@ class SlurmCluster:
         return done.stdout + done.stderr
 
     def job(self, number: str) -> dict[str, str]:
-        """The fields of `scontrol show job`."""
+        """Returns the fields of `scontrol show job`."""
         fields = self.ask("scontrol", "show", "job", number).split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
 
 @contextlib.contextmanager
 def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Starts the daemons in an empty folder; nothing of them is left at the end, however it comes."""
+    """Starts the daemons in an empty folder, and kills all their processes at the end."""
     cluster = SlurmCluster(folder)
     for name in ("state", *MACHINES):
         (folder / name).mkdir()
@@ -78,7 +78,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
     try:
         for number, command in enumerate(commands):
             with open(folder / f"daemon-{number}.log", "w") as log:
-                # Killed with this process, in whichever way that ends.
+                # Ensures that the daemon ends with this process.
                 alike = ("setpriv", "--pdeathsig", "KILL", *command)
                 daemons.append(subprocess.Popen(alike, env=cluster.environment, stdout=log, stderr=log))
             wait_for(lambda: (folder / "munge.socket").exists(), cluster)
@@ -89,7 +89,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def settings(folder: Path, user: str) -> list[str]:
-    """slurm.conf without its machines. A requeued job waits as long as a credential lives, here five seconds."""
+    """Returns slurm.conf without the machines. Requeued jobs wait for cred_expire, here five seconds."""
     return [
         "ClusterName=test", f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)",
         f"SlurmUser={user}", f"SlurmdUser={user}", f"SlurmctldPort={free_port()}",
@@ -104,17 +104,17 @@ def settings(folder: Path, user: str) -> list[str]:
 
 
 def wait_for(condition, cluster: SlurmCluster, seconds: float = SOON) -> None:
-    """Until the condition holds; fails with the daemons' last lines."""
+    """Waits until the condition holds. On a timeout, fails with the daemons' last log lines."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(log.read_text()[-2000:] for log in sorted(cluster.folder.glob("*.log")))
-            raise AssertionError(f"not within {seconds:g} s:\n{logs}")
+            raise AssertionError(f"timed out after {seconds:g} s:\n{logs}")
         time.sleep(0.1)
 
 
 def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen]) -> None:
-    """Kills the daemons and everything that they have started."""
+    """Kills the daemons and all processes that they started."""
     for daemon in reversed(daemons):
         daemon.kill()
         daemon.wait()
@@ -126,7 +126,7 @@ def stop(cluster: SlurmCluster, daemons: list[subprocess.Popen]) -> None:
 
 
 def belongs(process: psutil.Process, folder: Path) -> bool:
-    """Whether the cluster has started it: a step's daemon listens in the folder, its processes have its variable."""
+    """Returns True if the cluster started the process."""
     with contextlib.suppress(psutil.Error):
         if process.status() == psutil.STATUS_ZOMBIE:
             return False

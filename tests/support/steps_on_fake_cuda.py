@@ -1,4 +1,4 @@
-"""Cases of tests/test_fake_cuda.py, for support.fake_cuda to run."""
+"""Fake CUDA cases for tests/test_fake_cuda.py."""
 
 import contextlib
 import functools
@@ -46,7 +46,7 @@ CHOICES = {
     "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),
     "document_mask": (True, False),
 }
-"""What decides which kernels run. fp8 needs torchao, and 8-bit AdamW bitsandbytes."""
+"""Settings that determine which kernels run. fp8 and 8-bit AdamW are left out, as they need additional packages."""
 WINDOW = 128
 
 
@@ -69,7 +69,7 @@ def settings_of(choice: Mapping[str, object]) -> RunConfig:
 
 @functools.cache
 def chosen_attention(attention: str, precision: str, document_mask: bool) -> str | None:
-    """As on a GPU with all packages; None where it is refused."""
+    """Returns the attention chosen on a GPU with all packages installed, or None if the setting is rejected."""
     dtype, window = DTYPES[precision], WindowSpec(WINDOW, document_mask)
     packages = mock.patch("pretrain.model.attention.importlib.util.find_spec", return_value=True)
     with packages, mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)):
@@ -80,7 +80,7 @@ def chosen_attention(attention: str, precision: str, document_mask: bool) -> str
 
 
 def pairwise(choices: Mapping[str, tuple]) -> list[dict[str, object]]:
-    """The allowed combinations; unless CUDA=all, few of them that have every pair of choices in them."""
+    """Returns allowed combinations: all of them with CUDA=all, otherwise a few that cover every pair of choices."""
     combinations = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     allowed = [
         choice
@@ -99,7 +99,7 @@ def pairwise(choices: Mapping[str, tuple]) -> list[dict[str, object]]:
 
 
 class FakeWeights:
-    """In place of InitialWeights: parameters on the device, without values."""
+    """Stand-in for InitialWeights that creates parameters on the device, without values."""
 
     def __init__(self, *, dtype: torch.dtype, **_):
         self.dtype = dtype
@@ -115,7 +115,7 @@ class FakeWeights:
 
 
 class NoWholeScores(TorchDispatchMode):
-    """Fails where an operator allocates a number for each pair of positions of each head: (B, H, T, T)."""
+    """Dispatch mode that fails if an operator allocates full attention scores, (B, H, T, T)."""
 
     def __init__(self, batch: int, heads: int, length: int):
         super().__init__()
@@ -125,28 +125,28 @@ class NoWholeScores(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, tuple | list) else [made]:
             if isinstance(tensor, torch.Tensor) and tensor.shape[-2:] == (self.length, self.length):
-                # Of a mask that is expanded over the heads there is one.
+                # A mask that is expanded over the heads is only allocated once.
                 allocated = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
                 assert allocated < self.batch * self.heads * self.length**2, f"{func}: whole scores"
         return made
 
 
 class HostGenerator(torch.Generator):
-    """For any device: a GPU's is made by CUDA's library."""
+    """CPU generator for any device, because a CUDA generator needs a GPU."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls)
 
 
 WHOLE = F.scaled_dot_product_attention
-"""On fake tensors: scores of all pairs, as on a GPU where no kernel takes the arguments."""
+"""torch's function, which computes full scores for fake tensors, as on a GPU without a suitable kernel."""
 
 
 def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """The kernel that torch 2.13 takes on an H100 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """Runs the kernel that torch 2.13 selects on an H100 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
-    In half precision cuDNN's, with and without a mask, for heads of up to 128; then flash, without a mask; then the
-    memory-efficient one, whose heads cannot be grouped; else whole scores.
+    In half precision, this is cuDNN for head sizes up to 128, or flash attention up to 256 without a mask. Otherwise,
+    it is the memory-efficient kernel, or full scores if heads are grouped.
     """
     widths = {query.shape[-1], value.shape[-1]}
     in_half = query.dtype in (torch.bfloat16, torch.float16)
@@ -159,7 +159,7 @@ def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False
         return cudnn(query, key, value, bias, query.requires_grad, dropout, is_causal, scale=scale)[0]
     if in_half and mask is None and len(widths) == 1 and max(widths) <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        if enable_gqa:  # the fake of its backward pass knows no groups
+        if enable_gqa:  # its fake backward pass doesn't support groups
             key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
         return flash(query, key, value, dropout, is_causal, scale=scale)[0]
     if enable_gqa or any(width * query.element_size() % 16 for width in widths):
@@ -169,7 +169,7 @@ def by_torchs_kernels(query, key, value, mask=None, dropout=0.0, is_causal=False
 
 
 class Kernels(TorchDispatchMode):
-    """Names the attention kernels that run."""
+    """Names of the attention kernels that run."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Kernels(TorchDispatchMode):
 
 
 def kernels_of(precision: str, document_mask: bool, width: int) -> list[str]:
-    """Which kernels `auto` reaches, forward and backward, with groups of queries."""
+    """Returns the kernels that `auto` runs, forward and backward, with grouped queries."""
     with replacements(), fake_cuda(), Kernels() as kernels:
         shape = {"device": "cuda", "dtype": DTYPES[precision], "requires_grad": True}
         tensors = [torch.empty(2, heads, 256, width, **shape) for heads in (8, 2, 2)]
@@ -194,7 +194,7 @@ def kernels_of(precision: str, document_mask: bool, width: int) -> list[str]:
 
 @contextlib.contextmanager
 def replacements() -> Iterator[None]:
-    """Of what fake tensors cannot do, or what is not installed; what accelerate remembers is of this case alone."""
+    """Replaces missing packages and functions that don't work with fake tensors. Resets accelerate's state at exit."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (pretrain.training.build, "InitialWeights", FakeWeights),
@@ -212,7 +212,7 @@ def replacements() -> Iterator[None]:
 
 
 def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scale, **_):
-    """Its arguments' devices and shapes, and an output that depends on all of them."""
+    """Checks devices and shapes, and returns an output that depends on query, key and value."""
     batch, heads, length, _ = query.shape
     if block_mask is not None:
         assert block_mask.kv_indices.device == query.device and block_mask.shape[0] == batch
@@ -223,16 +223,16 @@ def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scal
 
 
 def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
-    """Ids (2, WINDOW + 1) of documents of 41 tokens, and their layout."""
+    """Returns token IDs of 41-token documents, (2, WINDOW + 1), and their layout."""
     ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
     return ids, document_layout(ids[:, :-1], 0) if document_mask else None
 
 
 def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TINY_LLAMA) -> None:
-    """As train.py's loop: two micro-steps and an update."""
+    """Runs two micro-steps and an update, as in train.py."""
     config = settings_of(choice)
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
-    register_all()  # deepone is a model of the project
+    register_all()  # needed for deepone
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
     plan.active_parameters, plan.parameters = 10**6, 10**6
     plan.router_losses = router_losses(config.loss, build_meta_model(plan.model_config))
@@ -261,10 +261,9 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
 
 
 def train_four_steps() -> None:
-    """As train.py's loop with what it calls around a step: batches read ahead in a thread, the exchange of reports, a
-    copy of the weights for a checkpoint, and layers compiled by torch.compile, whose code runs as it is.
+    """Runs train.py's loop with prefetching, report exchange, copying of weights for a checkpoint and compiled layers.
 
-    The first two steps may wait: they compile, and nothing runs yet.
+    The first two steps may wait for the device, because they compile.
     """
     config = settings_of({name: values[0] for name, values in CHOICES.items()})
     attention = chosen_attention(config.attention, config.precision, config.data.document_mask)
@@ -292,7 +291,7 @@ def train_four_steps() -> None:
         ids, layout = host_arrays(config.data.document_mask)
         layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
         host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        read_ahead._host_batch = lambda *_: host_batch  # made here, since one thread alone can make fake tensors
+        read_ahead._host_batch = lambda *_: host_batch  # only this thread can create fake tensors
         consensus = Consensus(strategy)
         weights = strategy.weights()
         memory = HostMemory({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
@@ -303,7 +302,7 @@ def train_four_steps() -> None:
                 step_loss = torch.zeros((), device=strategy.device)
                 for micro_step in range(2):
                     batch = read_ahead.micro_batch(plan, step, micro_step)
-                    read_ahead.last_seconds.append(1.0)  # a slow disk: the next step is read in the thread
+                    read_ahead.last_seconds.append(1.0)  # slow disk: the thread reads the next step
                     with strategy.accumulate(is_last=micro_step == 1):
                         micro_loss, cross_entropy = built.model(**batch)
                         strategy.backward(micro_loss / 2)
@@ -312,20 +311,20 @@ def train_four_steps() -> None:
                 reports += consensus.exchange(step, step_loss, grad_norm, skipped, Request.NONE)
                 for name, weight in weights.items():
                     memory.hold(name, weight.detach())
-        assert [report.step for report in reports] == [0, 1], "each comes two steps later"
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "one layer's, for all"
+        assert [report.step for report in reports] == [0, 1], "each report must arrive two steps later"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "all layers must share one graph"
 
 
 def values_that_arrived(tensor: FakeTensor) -> list[float]:
-    """In place of `tolist`, of what was copied to the host."""
+    """Replaces `tolist` for tensors on the host."""
     if tensor.device.type == "cuda":
-        return tensor[0].item()  # which raises
+        return tensor[0].item()  # raises Waits
     return [1.0] * tensor.numel()
 
 
 @contextlib.contextmanager
 def pageable() -> Iterator[None]:
-    """torch.empty without page-locked memory, which needs a GPU."""
+    """Makes torch.empty ignore pin_memory, which needs a GPU."""
     empty = torch.empty
     with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)):
         yield
@@ -342,7 +341,7 @@ def compiled_by(compiles: Callable) -> Iterator[None]:
 
 
 def attend(attention: str, precision: str, document_mask: bool, dropout: float = 0.0) -> None:
-    """Forward and backward of one attention with groups of queries, where all pairs of positions are the most."""
+    """Runs one attention, forward and backward, with grouped queries. Fails if it allocates full scores."""
     name, batch, heads, length = chosen_attention(attention, precision, document_mask), 2, 8, 256
     with replacements(), fake_cuda():
         tensors = [
@@ -357,11 +356,11 @@ def attend(attention: str, precision: str, document_mask: bool, dropout: float =
 
 
 def loss_body(dtype: torch.dtype, compiled: bool) -> None:
-    """Of the operator behind the chunked losses, in whose place its fake runs elsewhere."""
+    """Runs the implementation of the chunked loss. Other cases run its fake implementation."""
     matrix_products = []
 
     def addmm(total, left, right, *, out_dtype, out):
-        """As torch's, whose fake knows no `out` of another dtype than the factors'."""
+        """Replaces torch.addmm, whose fake doesn't support an `out` in a different dtype than the matrices."""
         assert out is total and total.dtype == out_dtype == torch.float32
         matrix_products.append(left.shape)
         return total.copy_(torch.ops.aten.addmm.dtype(total, left, right, out_dtype))
@@ -378,7 +377,7 @@ def loss_body(dtype: torch.dtype, compiled: bool) -> None:
         assert {x.device.type for x in (sums, count, of_hidden, of_weight)} == {"cuda"}
         assert (of_hidden.dtype, of_weight.dtype) == (hidden.dtype, torch.float32)
         in_half = dtype != torch.float32
-        assert matrix_products == [(512, 256), (512, 256), (512, 88)] * in_half, "one kernel a chunk, into the sum"
+        assert matrix_products == [(512, 256), (512, 256), (512, 88)] * in_half, "one matmul per chunk"
 
 
 def on_weight(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
@@ -457,7 +456,7 @@ SCORES = {
     for dropout in (0.0, 0.1)
     if attention not in ("flex_attention", *FLASH_PACKAGES) and chosen_attention(attention, precision, document_mask)
 }
-"""Without what has only stand-ins here: torch's compiled kernel, and the packages of FlashAttention."""
+"""{name: arguments of `attend`}, without flex attention and FlashAttention, which are replaced by stand-ins here."""
 CASES = {f"scores: {name}": functools.partial(attend, *given) for name, given in SCORES.items()}
 
 KERNELS = {
@@ -466,7 +465,7 @@ KERNELS = {
     for document_mask in (True, False)
     for width in (64, 256)
 }
-"""precision, document_mask, width of a head"""
+"""{name: (precision, document_mask, head size)}"""
 CASES |= {f"kernels: {name}": functools.partial(kernels_of, *given) for name, given in KERNELS.items()}
 
 CASES |= {f"{kind}: {name}": on_weight(use) for kind, uses in OF_FAKE_CUDA.items() for name, use in uses.items()}

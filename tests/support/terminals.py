@@ -1,4 +1,4 @@
-"""A terminal with somebody in front of it: a script runs in a session of its own, which Ctrl-C reaches from here."""
+"""Terminals in which tests run scripts and press keys such as Ctrl-C."""
 
 import fcntl
 import io
@@ -15,19 +15,18 @@ from support.warm_python import PopenInTerminal
 
 CONTROL_C = b"\x03"
 SOON = 300
-"""Seconds that no machine, however busy, needs for what takes ten."""
+"""Timeout in seconds for operations that usually take ten."""
 
 
 class Screen(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
 
 
 def watched(monkeypatch, columns: int) -> Screen:
-    """From now on stdout and stderr of this process are one terminal. Called by the test itself: what pytest captures
-    replaces both after the fixtures are made."""
+    """Redirects stdout and stderr to a fake terminal. Don't call it in a fixture: pytest replaces both afterwards."""
     screen = Screen()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -38,7 +37,7 @@ def watched(monkeypatch, columns: int) -> Screen:
 
 
 class InTerminal:
-    """A script under this Python with a terminal as its standard streams, and what it wrote there so far."""
+    """A Python script that runs in a terminal, and its output so far."""
 
     def __init__(self, *arguments, columns=80, **environment):
         self.output = ""
@@ -66,16 +65,16 @@ class InTerminal:
         os.close(self._terminal)
 
     def read_until(self, text: str) -> None:
-        """Returns once the text stands in what was written since the last call."""
+        """Waits until the text appears in the output after this call."""
         begin, deadline = len(self.output), time.monotonic() + SOON
         while text not in self.output[begin:]:
-            assert time.monotonic() < deadline and self._read(), f"never wrote {text!r}:\n{self.output}"
+            assert time.monotonic() < deadline and self._read(), f"{text!r} is not in the output:\n{self.output}"
 
     def press(self, keys: bytes) -> None:
         os.write(self._terminal, keys)
 
     def finish(self) -> int:
-        """The exit status of the script; what it wrote, to the moment when its shell would prompt, is in `output`."""
+        """Waits for the script to exit and returns its exit status. `output` then contains all its output."""
         while self.process.poll() is None:
             self._read(seconds=0.1)
         while select.select([self._terminal], [], [], 0)[0] and self._read():
@@ -83,12 +82,12 @@ class InTerminal:
         return self.process.returncode
 
     def _read(self, seconds: float = 10.0) -> bool:
-        """Whether there may be more to come."""
+        """Reads output. Returns False if there won't be any more."""
         if not select.select([self._terminal], [], [], seconds)[0]:
             return True
         try:
             found = os.read(self._terminal, 65536)
-        except OSError:  # nobody has it open any more
+        except OSError:  # the terminal was closed
             return False
         self.output += found.decode(errors="replace")
         return bool(found)
@@ -99,7 +98,7 @@ class InTerminal:
 
 
 def lines_that_remain(output: str) -> list[str]:
-    """As somebody reads them: without what was cleared, and without colours."""
+    """Returns the lines visible on the terminal, without colors."""
     lines = []
     for line in output.replace("\r\n", "\n").split("\n"):
         shown = line.split("\x1b[K")[-1].split("\r")[-1]

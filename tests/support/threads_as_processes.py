@@ -1,4 +1,4 @@
-"""Threads in the place of processes that communicate: three of them cost what one does."""
+"""Threads that replace communicating processes, because they start faster."""
 
 import threading
 from collections.abc import Callable
@@ -11,13 +11,13 @@ PROCESSES = 3
 
 
 class Threads:
-    """torch.distributed for threads, each with its rank as its group; counts the collectives of rank 0."""
+    """torch.distributed for threads, which use their rank as the group. Counts the collectives of rank 0."""
 
     def __init__(self):
         self.barrier, self.sent, self.calls = threading.Barrier(PROCESSES, timeout=20), [None] * PROCESSES, 0
 
     def run(self, function: Callable[[int], Any]) -> list:
-        """What the function returns for each rank."""
+        """Runs the function on each rank and returns the results."""
         with ThreadPoolExecutor(PROCESSES) as pool:
             return list(pool.map(function, range(PROCESSES)))
 
@@ -28,7 +28,7 @@ class Threads:
         return group
 
     def swap(self, rank: int, value: Any) -> list:
-        """What all ranks have given."""
+        """Exchanges values between all ranks and returns them."""
         self.calls += rank == 0
         self.sent[rank] = value
         self.barrier.wait()
@@ -50,15 +50,15 @@ class Threads:
 
 
 def edges_of_chunks(size: int) -> list[int]:
-    """Where the shards of a dimension begin, as torch.chunk cuts it, and its end: some are smaller, some empty."""
+    """Returns the shard boundaries of a dimension as split by torch.chunk. The last shards can be small or empty."""
     share = -(-size // PROCESSES)
     return [min(size, share * rank) for rank in range(PROCESSES + 1)]
 
 
 def flat_layout(elements: list[int]) -> tuple[int, list[int], list[list[int]]]:
-    """(size of a partition, first element of each tensor in the flat one, those of its own where partitions begin).
+    """Returns (partition size, start of each tensor in the flat tensor, partition boundaries within each tensor).
 
-    Between the tensors is padding of one element.
+    Tensors are separated by one element of padding.
     """
     starts = [sum(elements[:index]) + index for index in range(len(elements))]
     size = -(-(sum(elements) + len(elements)) // PROCESSES)

@@ -1,4 +1,4 @@
-"""Mixtures of experts of every kind that can be trained, of a few thousand parameters."""
+"""MoE models of every supported type, with a few thousand parameters."""
 
 from pathlib import Path
 
@@ -52,8 +52,8 @@ def tiny_config(name: str, **more):
 
 
 def as_the_library_saves(folder: Path, target: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What save_pretrained writes into `target` of the model in a folder, by name."""
+    """Saves the model in `folder` to `target` with save_pretrained and returns the saved tensors."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model._weight_conversions = None  # else it saves under the names that it has read
+    model._weight_conversions = None  # otherwise it saves under the loaded names
     model.save_pretrained(target)
     return load_file(target / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Models of a few thousand parameters."""
+"""Models with a few thousand parameters."""
 
 TINY_LLAMA = {
     "model_type": "llama",

@@ -1,7 +1,7 @@
-"""A dimension of a mesh that is added as docs/new_strategy.md says: a class, and a row of DIMENSIONS.
+"""Mesh dimension that is added as described in docs/new_strategy.md.
 
-Its ranks read different data and hold the same weights, so it is dp_replicate once more. As a program it is
-train_strategies.py, with that dimension known.
+Like dp_replicate, its ranks read different data and have the same weights. Run as a script, this is
+train_strategies.py with the added dimension.
 """
 
 import runpy
@@ -21,7 +21,7 @@ ROW = Row("support.toy_dimension:Toy", reads=True)
 
 
 class Toy(Dimension):
-    """Averages the gradients over its ranks."""
+    """A dimension that averages gradients over its ranks."""
 
     def combine(self, gradients):
         for gradient in gradients.values():

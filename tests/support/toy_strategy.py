@@ -1,6 +1,6 @@
-"""A strategy that is added as docs/new_strategy.md says: a class, its lines in two tables, a launcher file.
+"""Strategy that is added as described in docs/new_strategy.md.
 
-As a program it is train.py, with that strategy known.
+Run as a script, this is train.py with the added strategy.
 """
 
 import sys
@@ -32,17 +32,17 @@ TOY_LAUNCH = ("MULTI_GPU", ("cp",))
 
 
 class Toy(Strategy):
-    """DDP that gives its optimizer pieces."""
+    """DDP with the parameter form `pieces`."""
 
     parameter_form = "pieces"
 
     def make_accelerator(self):
-        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # to accelerate it is context parallelism
+        with patch_environment(ACCELERATE_USE_PARALLELISM_CONFIG="false"):  # accelerate would use context parallelism
             return super().make_accelerator()
 
 
 def toy_states(work):
-    """DDP's, with a byte more."""
+    """Returns DDP's memory plus one byte."""
     memory = replicated(work)
     return replace(memory, buffers=memory.buffers + 1)
 

@@ -1,8 +1,8 @@
-"""Cases of tests/model/test_gpu_traffic.py, for support.fake_cuda to run: what a layer moves through a GPU's memory.
+"""Fake CUDA cases for tests/model/test_gpu_traffic.py: the GPU memory traffic of a layer.
 
-A strategy prepares a model of real widths as one of eight GPUs and runs a micro-batch of real size; Inductor writes
-the kernels of its compiled layers as for an H100. Of every kernel that is neither a matrix product nor attention, the
-bytes that it reads and writes are added up: each buffer once, as if caches were perfect.
+Each case runs a full-width model on a full-size micro-batch as one of eight GPUs, and adds up the bytes read and
+written by the kernels that Inductor generates for an H100, except matmuls and attention. Each buffer is counted once
+per kernel, as with perfect caches.
 """
 
 import functools
@@ -25,19 +25,19 @@ from support.traffic_setups import SETUPS, TP_RANKS, Setup
 
 @dataclass
 class Traffic:
-    """What a layer's graphs move and keep; bytes of the whole micro-batch."""
+    """Memory traffic and saved activations of a layer's graphs, in bytes per micro-batch."""
 
     graphs: list[str] = field(default_factory=list)
-    """'forward' or 'backward', one for each graph."""
+    """'forward' or 'backward' for each graph."""
     kernels: dict[str, int] = field(default_factory=dict)
     """{kernel: bytes}."""
     kept: int = 0
-    """Tensors that the forward pass leaves for the backward pass, the layer's input included, weights not."""
+    """Bytes saved for the backward pass, including the layer's input but not the weights."""
 
 
 @contextmanager
 def measured(hidden_shape: tuple[int, ...]) -> Iterator[Traffic]:
-    """Counts the layers that are compiled inside."""
+    """Measures the layers that are compiled in this context."""
     traffic = Traffic()
 
     class Counting(GraphLowering):
@@ -59,16 +59,16 @@ def measured(hidden_shape: tuple[int, ...]) -> Iterator[Traffic]:
 
 
 def kept_by(graph: fx.Graph, hidden_shape: tuple[int, ...]) -> int:
-    """Bytes that a forward graph hands to its backward graph, each storage once."""
+    """Returns the bytes that a forward graph saves for its backward graph, with each storage counted once."""
     storages = {}
     result, *saved = graph.find_nodes(op="output")[0].args[0]
     for node in saved:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        # Of the graph's inputs, hidden states are kept by this layer alone.
+        # Hidden states are the only graph inputs that count.
         if isinstance(value, torch.Tensor) and (node.op != "placeholder" or value.shape == hidden_shape):
             storage = value.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
-    storages.pop(result.meta["val"].untyped_storage()._cdata, None)  # the next layer's input, counted there
+    storages.pop(result.meta["val"].untyped_storage()._cdata, None)  # counted as the next layer's input
     return sum(storages.values())
 
 
@@ -76,7 +76,7 @@ MODELS |= {setup.model: setup.model_config() for setup in SETUPS}
 
 
 def layer(setup: Setup) -> dict[str, object]:
-    """Forward and backward of a micro-batch under the strategy, its layers compiled."""
+    """Runs a micro-batch forward and backward with compiled layers."""
     launch = Launch(
         setup.strategy,
         model=setup.model,

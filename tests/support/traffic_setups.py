@@ -1,4 +1,4 @@
-"""Setups of tests/model/test_gpu_traffic.py: models of model_configs/ under strategies, with real micro-batches."""
+"""Setups for tests/model/test_gpu_traffic.py."""
 
 import json
 import os
@@ -8,17 +8,17 @@ from support.project import ROOT
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 TP_RANKS = 4
-"""Ranks of tensor parallel."""
+"""Number of tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model under a strategy."""
+    """A model and a strategy."""
 
     model: str
-    """In model_configs/."""
+    """Name of a file in model_configs/."""
     strategy: str
-    """In accelerate_configs/."""
+    """Name of a file in accelerate_configs/."""
     sequences: int
     length: int
 
@@ -37,7 +37,7 @@ class Setup:
 
     @property
     def width(self) -> int:
-        """Width of hidden states."""
+        """Returns the hidden size."""
         values = self.model_config()
         return values.get("hidden_size") or values["n_embd"]
 
@@ -50,10 +50,10 @@ BATCHES = {
     "qwen3_moe_500m": (8, 2048),
     "nanochat_d12": (16, 2048),
 }
-"""{model: (sequences, tokens of each)}."""
+"""{model: (sequences, tokens per sequence)}."""
 STRATEGIES = ("single", "ddp", "fsdp2", "tp")
 WITHOUT_PLAN = ("gpt2_124m", "nanochat_d12")
-"""Models that tensor parallel cannot split: transformers has no plan for them."""
+"""Models without a tensor-parallel plan in transformers."""
 TYPICAL = {
     "gpt2_124m": ("ddp",),
     "llama_125m": ("ddp",),
@@ -62,7 +62,7 @@ TYPICAL = {
     "qwen3_moe_500m": ("ddp",),
     "nanochat_d12": ("single",),
 }
-"""{model: strategies in every run of the suite}; all of them with STRATEGIES=all."""
+"""{model: strategies to test by default}. STRATEGIES=all tests all of them."""
 SETUPS = [
     Setup(model, strategy, *BATCHES[model])
     for model in BATCHES

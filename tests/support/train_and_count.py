@@ -1,7 +1,7 @@
-"""Runs train.py with the arguments given, and writes when each compilation began to the file $COMPILATIONS.
+"""Runs train.py and records the start time of each compilation in the file $COMPILATIONS.
 
-What is compiled is compiled by $BACKEND of torch.compile: inductor, or aot_eager, whose graphs run as they are.
-A backward pass that is compiled at its first call is part of the graph it belongs to: from a warm cache none is.
+torch.compile uses the backend $BACKEND: inductor, or aot_eager, which runs the traced graphs uncompiled. Backward
+passes that are compiled on their first call aren't recorded separately.
 """
 
 import functools

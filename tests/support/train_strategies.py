@@ -1,30 +1,31 @@
-"""Trains several runs under several strategies in one set of processes, whose start costs more than a tiny run does.
+"""Trains several runs with different strategies in the same processes, because starting them is slow.
 
     accelerate launch ... tests/support/train_strategies.py RECIPE RUNS.json
 
-RUNS.json is a list of runs, each with its `strategy` and the `arguments` of train.py, and if need be
+RUNS.json is a list of runs, each with a `strategy`, the `arguments` for train.py and optionally:
 
-    nan_at_call         the call of the model, counted from 0, whose loss becomes NaN on the last rank
-    environment         what options of the launcher would change
-    start_from          a checkpoint to copy into the run's folder first
-    nan_norm_in_step    the step, counted from 1, that seems to have a gradient norm of NaN the first time
+    nan_at_call         call of the model, counted from 0, whose loss becomes NaN on the last rank
+    environment         variables that launcher options would set
+    start_from          checkpoint to copy to the run folder first
+    nan_norm_in_step    step, counted from 1, that reports a NaN gradient norm the first time
     profile             number of steps to profile
-    exits_with          the exit status it must end with, 0 unless given
-    muon_bucket         Muon multiplies in fp32, its buckets hold so many elements of each process, and muon.json
-                        names the collectives of the last update of its matrices
-    fp16_scale          precision fp16 runs on the host, with a gradient scaler that begins with this scale
-    emulates_fp8        precision fp8 runs on the host: torchao rounds as a GPU does
-    plain_files         DeepSpeed swaps by plain reads and writes, as libaio would
-    working_folders     of each rank: where relative paths of the recipe are looked for, as on machines of their own
-    aot_eager           what is compiled is only traced, and runs operation by operation
-    kill_in_step        [step, seconds]: so long after this step has begun, counted from 1, the launcher and all its
-                        processes are killed with SIGKILL
+    exits_with          expected exit status; default: 0
+    muon_bucket         bucket size for Muon, in elements per process. Muon then multiplies in fp32, and muon.json
+                        lists the collectives of its last update
+    fp16_scale          train in fp16 on the CPU, with this initial scale for the gradient scaler
+    emulates_fp8        train in fp8 on the CPU, with rounding by torchao as on a GPU
+    plain_files         make DeepSpeed swap with plain reads and writes instead of libaio
+    working_folders     working folder of each rank, to simulate separate machines
+    aot_eager           only trace compiled code, and run it operation by operation
+    kill_in_step        [step, seconds]: kill the launcher and all its processes with SIGKILL this many seconds after
+                        the start of the step, counted from 1
 
-After every load the tensors in the running model and optimizer are compared with those in the checkpoint, bit by bit.
-The folder of every run gets a hash of the weights it started from, in dropout.json the seeds of each rank's dropout in
-the last 4 micro-steps, in reductions.json how often the first rank's pipeline stages have reduced their gradients, and
-in replicas.json the differences between the copies of its weights: at the end of the run, and once more when one
-number on the last rank was changed.
+After every load, the model and optimizer tensors are compared with the checkpoint bit by bit. In every run folder, the
+script writes a hash of the initial weights and these files:
+
+    dropout.json        dropout seeds of each rank in the last 4 micro-steps
+    reductions.json     number of gradient reductions by the first rank's pipeline stages
+    replicas.json       differences between weight replicas at the end, before and after a change on the last rank
 """
 
 import functools
@@ -67,7 +68,7 @@ from support.warm_python import starter
 
 
 def compare(strategy, groups, saved) -> None:
-    """Fails unless the tensors in these groups are those that were saved."""
+    """Checks that the tensors in these groups equal the saved tensors."""
     names = set().union(*(group.shapes for group in groups))
     assert names == set(saved), f"{strategy.name}: {names ^ set(saved)}"
     for group in groups:
@@ -77,12 +78,12 @@ def compare(strategy, groups, saved) -> None:
 
 
 def check_load(load):
-    """Wraps Strategy.load: what was put in must come out again."""
+    """Wraps Strategy.load to check the loaded tensors."""
 
     def checked(strategy, model, optimizer):
         load(strategy, model, optimizer)
         if type(strategy).load is not checked:
-            return  # a subclass has called with what is its own
+            return  # called from a subclass
         compare(strategy, (strategy.model_tensors(), strategy.term_tensors()), model)
         compare(strategy, (strategy.optimizer_tensors(),), optimizer)
 
@@ -90,7 +91,7 @@ def check_load(load):
 
 
 def check_load_average(load_average):
-    """Wraps Strategy.load_average in the same way."""
+    """Wraps Strategy.load_average to check the loaded tensors."""
 
     def checked(strategy, saved):
         load_average(strategy, saved)
@@ -101,7 +102,7 @@ def check_load_average(load_average):
 
 
 def record_initial_weights(prepare, run: dict):
-    """Wraps Strategy.prepare: writes a hash of the weights that a run starts from into its folder."""
+    """Wraps Strategy.prepare to write a hash of the initial weights to the run folder."""
 
     def recorded(strategy, model, *arguments):
         run["trained_by"] = strategy
@@ -120,7 +121,7 @@ def record_initial_weights(prepare, run: dict):
 
 
 def spoil_call(number: int):
-    """A forward hook that turns the loss of one training call into NaN, whose backward pass spoils every gradient."""
+    """Returns a forward hook that makes the loss of one training call NaN."""
     calls = itertools.count()
 
     def hook(module, inputs, outputs):
@@ -131,21 +132,21 @@ def spoil_call(number: int):
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Operations between processes; what would wait for a device fails."""
+    """Recorder of collectives that fails if an operation would wait for the device."""
 
     def __init__(self):
         super().__init__()
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func), "an update waits for no number"
+        assert "_local_scalar_dense" not in str(func), "an update must not wait for the device"
         if func.namespace == "c10d":
             self.calls.append(func._opname)
         return func(*args, **(kwargs or {}))
 
 
 def count_exchanges(replace_whole_matrices, run: dict):
-    """Wraps Muon's exchange of matrices."""
+    """Wraps Muon's matrix exchange to record its collectives."""
 
     def counted(*arguments):
         if "muon_bucket" not in run:
@@ -158,7 +159,7 @@ def count_exchanges(replace_whole_matrices, run: dict):
 
 
 def kill_in_step(set_learning_rate, run: dict):
-    """Wraps Strategy.set_learning_rate, with which every step begins: the last rank may end the whole launch in it."""
+    """Wraps Strategy.set_learning_rate, the first call in every step, so that the last rank can kill the launch."""
 
     def wrapped(strategy, learning_rate):
         set_learning_rate(strategy, learning_rate)
@@ -169,24 +170,24 @@ def kill_in_step(set_learning_rate, run: dict):
         if step and strategy.ranks.rank == strategy.ranks.count - 1:
             if step == run["steps_begun"]:
                 while not (strategy.config.output / "checkpoints/LATEST").exists():
-                    time.sleep(0.01)  # on a slow disk there would be nothing to go on from
+                    time.sleep(0.01)  # with a slow disk, there might be no checkpoint yet
                 threading.Thread(target=kill_launch, args=(run["pids"], seconds)).start()
             elif step < run["steps_begun"]:
-                threading.Event().wait()  # on a fast machine the run could be over before the kill
+                threading.Event().wait()  # otherwise the run could finish before the kill
 
     return wrapped
 
 
 def kill_launch(ranks: list[int], seconds: float) -> None:
-    """Kills the launcher, the other ranks and this one, none of which gets to do anything about it."""
+    """Kills the launcher, the other ranks and finally this one with SIGKILL."""
     time.sleep(seconds)
     for pid in (starter(), *sorted(ranks, key=lambda pid: pid == os.getpid())):
         os.kill(pid, signal.SIGKILL)
 
 
 def record_replicas(strategy, code: int, run: dict) -> None:
-    """Instead of Ranks.exit: compares the copies of the weights, and again with one number changed."""
-    assert code == run.get("exits_with", 0), f"{strategy.config.output} ended with status {code}"
+    """Replaces Ranks.exit, and compares the weight replicas before and after a change on the last rank."""
+    assert code == run.get("exits_with", 0), f"{strategy.config.output} exited with status {code}"
     groups = strategy.replicas()
     found = [replica_differences(groups, strategy.device)]
     if groups and strategy.ranks.rank == strategy.ranks.count - 1:
@@ -203,7 +204,7 @@ def record_replicas(strategy, code: int, run: dict) -> None:
 
 
 def count_reductions(perform_reduce_grad, run: dict):
-    """Wraps torch's PipelineStage.perform_reduce_grad."""
+    """Wraps torch's PipelineStage.perform_reduce_grad to count its calls."""
 
     def counted(stage, *arguments):
         run["reductions"] = run.get("reductions", 0) + 1
@@ -213,7 +214,7 @@ def count_reductions(perform_reduce_grad, run: dict):
 
 
 def spoil_norm(after_step, run: dict):
-    """Wraps the loop's after_step."""
+    """Wraps the loop's after_step to report a NaN gradient norm once."""
 
     def spoiled(trained, loss, grad_norm, skipped, settle):
         if trained.state.step == run.get("nan_norm_in_step"):
@@ -225,7 +226,7 @@ def spoil_norm(after_step, run: dict):
 
 
 def scale_gradients(make_accelerator, run: dict):
-    """Wraps Strategy.make_accelerator: what accelerate does for fp16 on a GPU."""
+    """Wraps Strategy.make_accelerator to scale gradients as accelerate does for fp16 on a GPU."""
 
     def wrapped(strategy):
         accelerator = make_accelerator(strategy)
@@ -238,7 +239,7 @@ def scale_gradients(make_accelerator, run: dict):
 
 
 def record_dropout(seed_dropout, run: dict):
-    """Wraps the loop's seed_dropout."""
+    """Wraps the loop's seed_dropout to record the seeds."""
 
     def recorded(seed, device):
         run["dropout_seeds"] = [*run.get("dropout_seeds", []), seed][-4:]
@@ -256,7 +257,7 @@ def copy_checkpoint(source: str, run: Path) -> None:
 
 
 def shared_by_runs(new_group):
-    """Wraps torch's new_group: runs that ask for a group of the same ranks get the same one."""
+    """Wraps torch's new_group to reuse groups with the same ranks."""
     groups = {}
 
     def shared(ranks=None, timeout=None, backend=None, **options):
@@ -274,12 +275,12 @@ def all_strategies(base: type = Strategy) -> list[type]:
 
 if __name__ == "__main__":
     run: dict = {}
-    # Tests that run side by side share the cores: threads that wait for each other there make a step take seconds.
+    # With more threads, a step takes seconds if other tests use the same cores.
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
-    # A process that writes a card takes as long as a tiny run's steps; others see to it that there is one.
+    # Writing a model card takes as long as a tiny run. Other tests cover it.
     export.export_card = lambda *_: None
     for name in registry.STRATEGIES:
-        registry.strategy_named(name)  # imported only now, it is a subclass that the next line finds
+        registry.strategy_named(name)  # imports the class, so that all_strategies finds it
     for strategy_class in all_strategies():
         if "load" in vars(strategy_class):
             strategy_class.load = check_load(strategy_class.load)
@@ -294,11 +295,11 @@ if __name__ == "__main__":
     train.after_step = spoil_norm(train.after_step, run)
     resolve_precision = registry.resolve_precision
     compile_function = torch.compile
-    # Each group has threads that wake a hundred times a second; those of fifty runs took most of the cores.
+    # Each group has threads that wake up 100 times per second, so groups are shared between runs.
     Ranks.of_launch = functools.cache(Ranks.of_launch)
     device_mesh.new_group = distributed_c10d.new_group = shared_by_runs(distributed_c10d.new_group)
-    Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # the processes outlive a run
-    # Each asks for it in its own way: the mesh at import, one process when it prepares a model.
+    Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # more runs may follow
+    # The mesh module has its own reference to use_fp8.
     fp8.use_fp8 = mesh.use_fp8 = functools.partial(fp8.use_fp8, emulate=True)
     bucket, missing_bf16 = matrix_exchange.BUCKET_ELEMENTS, muon.missing_bf16
     muon.replace_whole_matrices = count_exchanges(muon.replace_whole_matrices, run)
@@ -328,6 +329,6 @@ if __name__ == "__main__":
         print(f"=== {run}", flush=True)
         train.start(command_line)
         assert "aot_eager" not in run or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
-        AcceleratorState._reset_state(True)  # the next run has another strategy
+        AcceleratorState._reset_state(True)  # the next run uses another strategy
     sys.stdout.flush()
     os._exit(0)

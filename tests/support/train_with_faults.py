@@ -1,19 +1,19 @@
-"""Runs train.py with faults put into it; the product knows nothing of them.
+"""Runs train.py with injected faults.
 
     FAULTS_TO_INJECT=JSON accelerate launch ... tests/support/train_with_faults.py --config RECIPE ...
 
-JSON has `faults` and a `folder`, which gets a file with the time for every fault that has struck, and what every rank
-has read; `architecture` may name a file with a local architecture, and `constants` has {module.NAME: value} of the
-product's constants. A fault has
+JSON contains a list of `faults` and the `folder` for notes: a file with the time of each injected fault, and a log of
+each rank's reads. Optional keys are `architecture` (a module with a local architecture) and `constants`
+({module.NAME: value} to override in the product). A fault has these keys:
 
-    where     read, disk (the reading itself, perhaps in a thread), forward, backward, validation, sample, check (of
-              the export), write (of a checkpoint's tensors), mkdir or fsync
-    rank      which process it strikes; default: the last
-    step      the step it strikes in, counted from 1, and perhaps `micro_step`, also from 1; or `nth`: the n-th time
-              this process comes there, counted from 1; default: any time
-    what      nan, spike, change (a parameter), sleep (`seconds`, default forever), error, memory, the name of an
-              errno such as ENOSPC, or of a signal: to the process itself, or with `to: launcher` to its launcher
-    always    strike every time; default: once, whatever the number of restarts
+    where     read, disk (the actual read, possibly in a thread), forward, backward, validation, sample, check (of the
+              export), write (of a checkpoint's tensors), mkdir or fsync
+    rank      default: the last
+    step      counted from 1, optionally with `micro_step`, also from 1. Or use `nth`: the n-th time that this process
+              reaches `where`, counted from 1. Default: any time
+    what      nan, spike, change (a parameter), sleep (`seconds`; default: forever), error, memory, an errno name such
+              as ENOSPC, or a signal name. Signals are sent to the process, or to its launcher with `to: launcher`
+    always    inject the fault every time; default: once, even after restarts
 """
 
 import errno
@@ -48,13 +48,13 @@ FOLDER = Path(SETTINGS["folder"])
 
 
 def age() -> float:
-    """Seconds since this process began; psutil's create_time is up to a second off."""
+    """Returns the seconds since this process started. psutil's create_time can be off by a second."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Faults:
-    """Which faults strike here and now."""
+    """Faults to inject in this process."""
 
     def __init__(self):
         self.step, self.micro_step, self.visits = 0, 0, {}
@@ -66,7 +66,7 @@ class Faults:
         self.log.write(json.dumps(values) + "\n")
 
     def at(self, where: str) -> float:
-        """Strikes; returns the factor on the loss, 1 if nothing is to happen to it."""
+        """Injects the faults for the current step at `where`. Returns a factor for the loss, normally 1."""
         self.visits[where] = self.visits.get(where, 0) + 1
         factor = 1.0
         for number, fault in enumerate(SETTINGS["faults"]):
@@ -100,7 +100,7 @@ class Faults:
 
 
 def strike_around_a_step(faults: Faults) -> None:
-    """Patches the taking of a micro-batch (which a thread may have read before), forward and backward."""
+    """Patches batch reading, the forward pass and the backward pass."""
     read, forward, backward = ReadAhead.micro_batch, LanguageModelLoss.forward, Strategy.backward
     read_disk = Batches.read
 
@@ -137,7 +137,7 @@ def strike_around_a_step(faults: Faults) -> None:
 
 
 def strike_between_steps(faults: Faults) -> None:
-    """Patches what the main rank does in a thread while the others wait."""
+    """Patches the main rank's work between steps, for which the other ranks wait."""
     generate_text = pretrain.training.samples.generate_text
     verify_export = pretrain.training.ending.verify_export
 
@@ -154,7 +154,7 @@ def strike_between_steps(faults: Faults) -> None:
 
 
 def strike_in_a_save(faults: Faults) -> None:
-    """Patches what a checkpoint's writer calls."""
+    """Patches the functions that write checkpoints."""
     save_file, fsync, mkdir = pretrain.checkpoint.checkpoints.save_file, os.fsync, Path.mkdir
 
     def save_file_with_faults(tensors, path, **named):

@@ -1,14 +1,12 @@
-"""A Python that has imported everything already, and forks for each script: most of a test's time would be imports.
+"""Server process with all imports, which forks for each script because imports would take most of a test's time.
 
-The processes that run tests side by side share one such server. `WarmPopen` is `subprocess.Popen`, except that a
-script of the project under this interpreter is forked from the server instead of started: same arguments, environment,
-folder, files, sessions, signals and exit status. The launchers that it runs start their ranks in the same way. The
-variables of the Hub are read anew after the fork.
+All xdist workers share one server. `WarmPopen` works like `subprocess.Popen`, but forks Python scripts from the server
+if possible, with the same arguments, environment, working folder, files, session, signals and exit status. Launchers
+start their ranks in the same way.
 
-What differs: after threads, exit functions and output the process is gone, where an interpreter takes its modules
-apart for 0.4 s. And the parent is the server, so tests about launchers that die, or whose command line matters, take
-`subprocess.Popen`; so do those about how an interpreter starts. Whoever changes a variable that is read during imports
-gets a new interpreter by itself.
+Differences: a forked process skips the interpreter's cleanup, which takes 0.4 s, and its parent is the server. Use
+`subprocess.Popen` in tests that depend on the parent, the command line or the interpreter's startup. If a variable
+that imports read has changed, `WarmPopen` starts a new interpreter.
 """
 
 import array
@@ -46,7 +44,7 @@ SET_BY_LIBRARIES = (
     "TOKENIZERS_PARALLELISM", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES",
     "TORCHINDUCTOR_CACHE_DIR",
 )  # fmt: skip
-"""And by launchers, for those that they start. PYTHONPATH is read below; a machine that forks has no CUDA device."""
+"""Variables set by libraries and launchers. PYTHONPATH is read in `run`, and forking is only used without a GPU."""
 LIBRARIES = (
     "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
@@ -57,18 +55,18 @@ LIBRARIES = (
 
 
 ASKED_BY: list[int] = []
-"""In a process that the server has forked: the process that asked for it."""
+"""PID of the process that requested this one from the server."""
 
 
 STARTED: list[int] = []
-"""The file in which a server that was started will say that it is ready."""
+"""File descriptor of the pipe that the server writes to when it is ready."""
 
 
 def sizes_of_launch(words: list[str], folder: Path) -> dict[str, str]:
-    """The sizes in a launcher's file that accelerate's launcher drops, as variables.
+    """Returns variables for the sizes in an accelerate config that accelerate's launcher drops.
 
-    A process reads them from that file, whose name is in the command line of the process that launched it; a forked
-    one has the command line of the server.
+    Processes normally find the config file in their launcher's command line, but a forked launcher has the server's
+    command line.
     """
     file = folder / words[words.index("--config_file") + 1] if "--config_file" in words else folder
     text = file.read_text() if file.is_file() else ""
@@ -79,10 +77,10 @@ def sizes_of_launch(words: list[str], folder: Path) -> dict[str, str]:
 
 
 class WarmPopen(subprocess.Popen):
-    """subprocess.Popen whose process is forked from the server where that makes no difference."""
+    """subprocess.Popen that forks from the server if possible."""
 
     takes_terminal = False
-    """Whether Ctrl-C of the terminal on stdin reaches the process, which has a session of its own."""
+    """If True, the process can receive Ctrl-C from the terminal on stdin."""
     _connection: socket.socket | None = None
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest):
@@ -92,7 +90,7 @@ class WarmPopen(subprocess.Popen):
             begin = preexec_fn or self._begin
             return super()._execute_child(args, executable, begin, close_fds, pass_fds, cwd, env, *rest)
         environment = sizes_of_launch(python, Path(cwd or os.getcwd())) | environment
-        # Of the rest: startupinfo, creationflags, shell, the six ends of the pipes, and what follows them.
+        # rest starts with startupinfo, creationflags, shell and six pipe ends.
         pipes, start_new_session = rest[3:9], rest[-2]
         files = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         request = {
@@ -114,7 +112,7 @@ class WarmPopen(subprocess.Popen):
         return None
 
     def _begin(self):
-        """In a new interpreter, before it begins: what `serve` and `become` do in a forked one."""
+        """Prepares a new interpreter as `serve` and `become` prepare a forked one."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self.takes_terminal:
             take_terminal()
@@ -134,32 +132,32 @@ class WarmPopen(subprocess.Popen):
         return self.returncode
 
     def _ended(self) -> int:
-        """The status as os.waitpid gives it; that of a process killed with SIGKILL if the server has died."""
-        with self._connection:  # once it is closed, the server lets the process go
+        """Returns the status as os.waitpid does, or SIGKILL if the server has died."""
+        with self._connection:  # closing it makes the server reap the process
             status = self._connection.recv(8, socket.MSG_WAITALL)
         return int.from_bytes(status, "little") if status else signal.SIGKILL
 
 
 class PopenInTerminal(WarmPopen):
-    """Start it with a terminal as stdin and start_new_session."""
+    """WarmPopen for a terminal, which must be passed as stdin together with start_new_session."""
 
     takes_terminal = True
 
 
 def take_terminal() -> None:
-    """Makes the terminal on stdin that of this process's session."""
+    """Makes the terminal on stdin this session's controlling terminal."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def starter() -> int:
-    """The process that has started this one: the parent, or who asked the server."""
+    """Returns the PID of the process that started this one, directly or through the server."""
     return ASKED_BY[0] if ASKED_BY else os.getppid()
 
 
 def can_be_forked(command: list[str], environment: dict[str, str]) -> bool:
-    """Whether this is a script under this interpreter, with nothing changed that imports read."""
+    """Returns True for a script under this interpreter, unless variables that imports read have changed."""
     if len(command) < 2 or command[0] != sys.executable or os.path.exists("/dev/nvidiactl"):
-        return False  # CUDA, once it is asked what there is, does not survive a fork
+        return False  # CUDA doesn't survive a fork
     arguments = command[2:] if command[1] == "-u" else command[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-c")):
         return False
@@ -173,12 +171,12 @@ def read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_hub_variables() -> None:
-    """As an import does: HF_ENDPOINT, HF_HOME and the others."""
+    """Rereads the Hub's variables, such as HF_ENDPOINT and HF_HOME, as an import would."""
     import datasets.config
     import transformers.dynamic_module_utils
     from huggingface_hub import constants, hf_api, hf_file_system
 
-    for module in (constants, datasets.config):  # all others ask these
+    for module in (constants, datasets.config):  # all other modules use these
         importlib.reload(module)
     hf_api.api.endpoint = constants.ENDPOINT
     hf_file_system.HfFileSystem.clear_instance_cache()
@@ -192,13 +190,13 @@ def of_the_hub(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_server() -> None:
-    """Starts the server of this process and of those that inherit its environment; does not wait until it is ready."""
+    """Starts the server for this process and its child processes, without waiting until it is ready."""
     address = f"groundwork-{os.getpid()}"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", SOCKET: address}
     environment[ENVIRONMENT] = json.dumps(read_by_imports(environment))
     ready, writer = os.pipe()
     command = [sys.executable, __file__, str(writer)]
-    # Its end is ours: it watches its standard input, which closes when this process ends, in whichever way.
+    # The server exits when its stdin closes, that is, when this process ends for any reason.
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, pass_fds=[writer])
     os.close(writer)
     STARTED.append(ready)
@@ -208,7 +206,7 @@ def start_server() -> None:
 
 
 def server() -> str:
-    """The address of the server, started by the first who asks."""
+    """Returns the server's address, and starts the server on the first call."""
     if SOCKET not in os.environ:
         start_server()
     if STARTED:
@@ -216,7 +214,7 @@ def server() -> str:
         is_ready = os.read(ready, 1)
         os.close(ready)
         if not is_ready:
-            raise RuntimeError("the warm interpreter cannot import the project; see its traceback above")
+            raise RuntimeError("the warm interpreter can't import the project; see its traceback above")
     return os.environ[SOCKET]
 
 
@@ -225,7 +223,7 @@ def import_everything() -> None:
     import pretrain
 
     kept = os.dup(1), os.dup(2)
-    silence = os.open(os.devnull, os.O_WRONLY)  # DeepSpeed says that there is no GPU
+    silence = os.open(os.devnull, os.O_WRONLY)  # hides DeepSpeed's messages
     for number in (1, 2):
         os.dup2(silence, number)
     try:
@@ -242,7 +240,7 @@ def import_everything() -> None:
 
 
 def draw_once() -> None:
-    """Every finished run draws its losses; the first picture of a process also finds the fonts."""
+    """Saves a plot, because the first one in a process has to find the fonts."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
@@ -251,7 +249,7 @@ def draw_once() -> None:
 
 
 def measure_once() -> None:
-    """Every run on a CPU measures its peak, for half a second; those that are forked find this machine's known."""
+    """Measures the machine's peak FLOPS, so that forked runs don't have to."""
     import torch
 
     from pretrain import hardware
@@ -263,7 +261,7 @@ def measure_once() -> None:
 
 
 def serve() -> dict:
-    """Forks for every request; returns the request in the process that is to run it."""
+    """Forks for every request. Returns the request in the child process."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("\0" + os.environ[SOCKET])
     listener.listen(64)
@@ -277,7 +275,7 @@ def serve() -> dict:
     ended: dict[socket.socket, int] = {}
     while True:
         ready = select.select([listener, wake, sys.stdin.fileno(), *ended], [], [])[0]
-        if sys.stdin.fileno() in ready:  # whoever started this is gone
+        if sys.stdin.fileno() in ready:  # the parent has exited
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
@@ -294,7 +292,7 @@ def serve() -> dict:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts a job in the background
+                if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell sets this for background jobs
                     signal.signal(signal.SIGINT, signal.default_int_handler)
                 for other in (listener, wake, wakes, connection, *children.values(), *ended):
                     other.close()
@@ -312,22 +310,22 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def report_ends(children: dict[int, socket.socket], ended: dict[socket.socket, int]) -> None:
-    """Tells whoever waits for them the statuses of children that have ended, and moves them to `ended`.
+    """Sends the status of each exited child to its client, and moves the child to `ended`.
 
-    There they stay zombies until that has been read, as a parent's own children do: torchrun asks whether a process
-    has ended and then signals its group, which raises ProcessLookupError if it was gone in between.
+    Children stay zombies until the client has read the status, because torchrun first checks if a process has exited
+    and then signals its group, which raises ProcessLookupError for a reaped process.
     """
     for pid in list(children):
         if found := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             status = found.si_status << 8 if found.si_code == os.CLD_EXITED else found.si_status
             connection = children.pop(pid)
             ended[connection] = pid
-            with contextlib.suppress(OSError):  # nobody waits any more
+            with contextlib.suppress(OSError):  # the client has gone
                 connection.sendall(status.to_bytes(8, "little"))
 
 
 def become(request: dict) -> list[str]:
-    """Makes this process the one that was asked for; returns the arguments after the interpreter's own."""
+    """Sets up this process as requested. Returns the arguments after the interpreter's options."""
     if request["new_session"]:
         os.setsid()
     for target, file in enumerate(request["files"]):
@@ -351,14 +349,14 @@ def become(request: dict) -> list[str]:
     sys.stdout.reconfigure(line_buffering=unbuffered or os.isatty(1))
     elastic = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
     importlib.import_module(elastic).Popen = WarmPopen
-    if not request["takes_terminal"]:  # else Ctrl-C must reach its children too, which torchrun's don't ask for
+    if not request["takes_terminal"]:  # in a terminal, Ctrl-C must also reach child processes
         subprocess.Popen = WarmPopen
     importlib.import_module("pretrain.training.watchdog").LAUNCHER = os.getppid()
     return arguments[1:] if unbuffered else arguments
 
 
 def run(asked: list[str]) -> None:
-    """What the interpreter does with the rest of its command line."""
+    """Runs a command line as the interpreter would."""
     sys.path[0:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     if asked[0] == "-c":
         sys.argv[:] = ["-c", *asked[2:]]
@@ -376,7 +374,7 @@ def run(asked: list[str]) -> None:
 
 
 def leave(code: object) -> None:
-    """Ends the process as sys.exit(code) does, without taking its modules apart. Returns for a code in words."""
+    """Exits like sys.exit(code), but without cleaning up modules. Returns if the code is a message."""
     if code is None or isinstance(code, int):
         threading._shutdown()
         atexit._run_exitfuncs()
@@ -388,7 +386,7 @@ def leave(code: object) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT / "tests")
-    from support import warm_python  # what it keeps must be where others who import it look
+    from support import warm_python  # other modules must see the same state
 
     warm_python.import_everything()
     warm_python.measure_once()
