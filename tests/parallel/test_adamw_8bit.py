@@ -1,7 +1,7 @@
-"""8-bit AdamW on meshes: the blocks of one process, the same curve, and a state that every layout loads.
+"""8-bit AdamW on meshes must train like one process and write checkpoints that load under any layout.
 
-One launch of four processes trains a small mixture under each layout. Its vocabulary does not divide: the last shard
-is shorter, and its last block too. `make test` runs this file with bitsandbytes.
+One launch of four processes trains a small MoE model under each layout. The vocabulary size isn't divisible by the
+number of shards, so the last shard and its last block are shorter. `make test` runs this file with bitsandbytes.
 """
 
 import json
@@ -31,9 +31,9 @@ LAYOUTS = {
     "mesh": Sizes(pp=2, dp_shard=2),
     "ep": Sizes(dp_shard=4, ep=2),
 }
-"""{launcher file: sizes}; each resumes from the checkpoint of the one before."""
+"""{launcher file: sizes}. Each layout resumes from a checkpoint of the previous one."""
 ONE_CODE = 0.0141
-"""Largest distance of neighboring 8-bit codes, relative to the block's scale."""
+"""Largest difference between adjacent 8-bit codes, relative to the block's scale."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -102,7 +102,7 @@ def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
         if value.dtype == torch.uint8:
             codes = expected[key.replace("state", "qmap")]
             off = (codes[found[key].long()] - codes[value.long()]).abs()
-            # Gradients differ in their last digits, so a few moments round to the code beside.
+            # Gradients differ in the last digits, so a few moments round to an adjacent code.
             assert off.max() < ONE_CODE and (off > 0).float().mean() < 2e-3, key
         else:
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-9), key
@@ -114,7 +114,9 @@ def problem_of(sizes: Sizes, **shape: int) -> str:
 
 def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
     assert problem_of(Sizes(dp_shard=4)) == problem_of(Sizes(dp_shard=2, cp=2)) == ""
-    assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", "shards begin at rows 144, 288, 432 of 64 columns"
+    assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", (
+        "shards begin at rows 144, 288 and 432 of 64 columns each"
+    )
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
         "optim.name: adamw_8bit does not run with parameters in 4 shards (dp_shard x cp), because each of its scales "
@@ -122,7 +124,7 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
         "adamw, or dp_shard x cp of 2, with dp_replicate for the other processes"
     )
     found = problem_of(Sizes(dp_shard=64), hidden_size=56)
-    assert "q_proj" not in found, "3,136 elements keep fp32 moments"
+    assert "q_proj" not in found, "a tensor of 3,136 elements has fp32 moments"
     assert "mlp.up_proj.weight (128 x 56) and 4 more begin inside one; use adamw, or" in found
 
 
@@ -136,7 +138,7 @@ def test_8bit_experts_that_another_dimension_divides_are_refused():
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
-    """Then the part of the table of scales has as many units as the part of the tensor."""
+    """A shard of the scale table must match its shard of the tensor if no shard splits a block."""
     unit = unit_rows(shape)
     sizes = (shape[0], table_shape(shape)[0])
     rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in sizes)

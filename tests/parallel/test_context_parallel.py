@@ -1,4 +1,4 @@
-"""Sequences cut between processes: the loss and the gradients of whole ones, and what is refused before the start."""
+"""Context parallelism must match the loss and gradients of full sequences, and reject invalid settings at startup."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ register_all()
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what `accelerate launch` sets for cp.yaml."""
+    """Sets the environment variables that `accelerate launch` sets for cp.yaml."""
 
     def launched(processes: int, size: str = "0", **more: str):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -47,7 +47,7 @@ def problems(recipe, **overrides) -> str:
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
-    """From the whole model, on four processes."""
+    """Returns the differences from the unsharded model, measured on four processes."""
     path = tmp_path_factory.mktemp("context") / "differences.json"
     launch("cp", 4, "tests/support/context_ranks.py", path, timeout=300)
     return json.loads(path.read_text())
@@ -63,7 +63,8 @@ def test_loss_and_gradients_are_those_of_whole_sequences(differences, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_documents_that_straddle_processes_have_the_loss_of_documents_alone(differences, case):
-    """Two, three and all four processes: see DOCUMENTS there."""
+    """Documents on two, three or four processes must have the loss of separate documents (DOCUMENTS in
+    context_ranks.py)."""
     assert differences[case]["documents alone"] <= 1e-5
 
 

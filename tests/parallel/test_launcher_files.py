@@ -1,4 +1,4 @@
-"""Launcher files: every shipped key is one that its reader knows, and what contradicts a recipe is refused."""
+"""The launcher files must contain only known keys, and settings that conflict with the recipe must be rejected."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the environment that the launcher makes of a file; what was there before returns."""
+    """Sets the environment variables that the launcher sets for a file."""
 
     def set_up(path: Path, processes: int = 2) -> None:
         for name, value in launcher_environment(path, processes).items():
@@ -90,7 +90,7 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     [
         (["FSDP", "DEEPSPEED"], {}, "DEEPSPEED and FSDP"),
         (["DEEPSPEED"], {"TP": "2"}, "DEEPSPEED with parallelism_config_tp_size"),
-        ([], {"TP": "1"}, "ddp"),  # a size that was lost
+        ([], {"TP": "1"}, "ddp"),
     ],
 )
 def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkeypatch, flags, sizes, name):
@@ -132,7 +132,9 @@ def test_every_line_of_a_shipped_file_is_commented_and_known(path):
     known = {action.dest for action in launch_command_parser()._actions}
     known |= {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config"}
     assert not settings.keys() - known
-    assert "mixed_precision" not in settings and "use_cpu" not in settings, "the recipe's, and one process only"
+    assert "mixed_precision" not in settings and "use_cpu" not in settings, (
+        "the recipe sets the precision, and use_cpu starts only one process"
+    )
 
 
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.stem)
@@ -178,7 +180,7 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
         "offload_param.device: nvme is not supported; use cpu",
     ):
         assert message in problems
-    assert "train_batch_size" not in problems, "auto leaves the number to the recipe"
+    assert "train_batch_size" not in problems, "auto means the recipe's value"
 
 
 def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
@@ -230,7 +232,7 @@ def test_files_made_by_accelerate_config_run(config, environment, tmp_path, monk
 
 
 def test_files_made_by_accelerate_config_train_as_one_another(tmp_path, shards, monkeypatch):
-    """ZeRO-2 without a JSON with FSDP2: accelerate itself refuses the stage in its file beside settings in a dict."""
+    """ZeRO-2 without a JSON file must have the same losses as FSDP2."""
     recipe = tmp_path / "recipe.yaml"
     values = {
         "model": {"config": "model_configs/llama_demo.json", "vocab_size": "auto", "num_hidden_layers": 1},
@@ -296,7 +298,7 @@ def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, ROOT))
     assert command_problems("single", 1) == []
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["train.py"], ROOT))
-    assert command_problems("single", 1) == [], "there is no default file"
+    assert command_problems("single", 1) == [], "there is no default config file"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert command_problems("single", 1) == [problem]
 
@@ -314,7 +316,7 @@ def test_a_file_that_asks_for_another_strategy_than_runs():
 
 
 def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
-    """Both spellings of an option, and those of the script after its name are not the launcher's."""
+    """Options must be read in both spellings, but only before the script's name."""
     words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
@@ -323,7 +325,8 @@ def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
-    """Real launches: --cpu starts one process in silence; a bad file and a bad recipe are told together."""
+    """Real launches must detect that --cpu starts only one process, and report problems of the file and the recipe
+    together."""
     recipe = tmp_path / "recipe.yaml"
     values = {
         "model": "model_configs/llama_30m.json",
@@ -358,7 +361,7 @@ SLURM_COMMANDS = {
 
 @pytest.mark.parametrize("name", ["one_node", "many_nodes"])
 def test_slurm_scripts_launch_what_they_are_given(name, tmp_path):
-    """Run as they are, with stand-ins for Slurm's commands and for Python."""
+    """The unmodified scripts must pass on their arguments (Slurm's commands and Python are stubs)."""
     for command, text in SLURM_COMMANDS.items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / command).chmod(0o755)

@@ -1,11 +1,12 @@
-"""Sizes that the launcher gives, and one loss curve under every product of them on four processes.
+"""Every combination of parallel dimensions must have the same loss curve on four processes.
 
-One launch trains every product with AdamW, pipelines by turns under every schedule, and one with Muon and with
-Adafactor, where matrices are divided in two dimensions (tests/support/train_strategies.py). With STRATEGIES=all in the
-environment (`make test-strategies`) every product has all three, each is also resumed from the checkpoint of the one
-before, and a second launch of eight processes trains the products of three and four dimensions.
+One launch trains each combination with AdamW, cycling through the pipeline schedules, and one combination each with
+Muon and Adafactor, which shards matrices in two dimensions (tests/support/train_strategies.py). With STRATEGIES=all in
+the environment (`make test-strategies`), every combination is trained with all three optimizers and resumed from
+another one's checkpoint, and a second launch with eight processes trains the combinations of three and four
+dimensions.
 
-Without it most runs are short: two steps, and two layers where no pipeline needs four.
+By default, most runs have two steps, and two layers unless a pipeline needs four.
 """
 
 import importlib.util
@@ -32,12 +33,12 @@ from support.project import ROOT, events, free_port, launch, losses, run_script
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS, SHORT = 4, 2
 NORM = 2e-6
-"""Relative difference of a gradient norm in fp32 that the order of sums explains."""
+"""Relative difference in gradient norms due to the order of fp32 sums."""
 MIDDLE = "checkpoints/step-00000002"
 
 
 def is_typical(model: str, sizes: Sizes) -> bool:
-    """Of a mixture: with ep of two, or where tp or nothing divides the experts."""
+    """Checks whether a combination is tested by default."""
     return model == "dense" or sizes.ep == 2 or (sizes.ep == 1 and (sizes.tp > 1 or sizes.fsdp == 1))
 
 
@@ -71,7 +72,7 @@ if EVERYTHING:
     ON_EIGHT = cases(8)
 RESUMED = list(ON_FOUR | ON_EIGHT) if EVERYTHING else [*IN_TWO_DIMENSIONS, list(FEW_EXPERTS)[-1]]
 CLIPPED = {"tp2 dp_shard2": ("muon", "dense", Sizes(tp=2, dp_shard=2))}
-"""Products with QK-clip."""
+"""Combinations trained with QK-clip."""
 if EVERYTHING:
     CLIPPED |= {
         "tp2 pp2": ("muon", "dense", Sizes(tp=2, pp=2)),
@@ -85,7 +86,7 @@ if EVERYTHING:
     }
 CLIP = ["--optim.muon.qk_clip", "0.003"]
 PACKED = {"pp2 cp2": ("adamw", "dense", Sizes(pp=2, cp=2))}
-"""Products that read whole documents."""
+"""Combinations trained on whole documents."""
 if EVERYTHING:
     PACKED |= {
         "pp2 dp_shard2": ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
@@ -94,7 +95,7 @@ if EVERYTHING:
 BEST_FIT = ["--data.sampling", "best_fit"]
 COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
 MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-"""Whose queries and keys have no norms."""
+"""MoE model without query and key norms, which QK-clip needs."""
 HAS_FP8 = importlib.util.find_spec("torchao") is not None
 PRESETS = {
     "dense pp2 dp_replicate2": "pp",
@@ -106,9 +107,9 @@ PRESETS = {
     "moe dp_shard2 cp2": "cp",
     "moe cp4": "cp",
 }
-"""Products that train under launcher files of their own."""
+"""Combinations that have their own launcher file."""
 OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]}
-"""Settings of one product: microbatches that are smaller than they need be."""
+"""Additional settings of a combination; these microbatches are smaller than necessary."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
 PIPELINES = [name for name, (_, _, sizes) in (ON_FOUR | ON_EIGHT).items() if sizes.pp > 1]
@@ -124,7 +125,7 @@ def layers_of(sizes: Sizes) -> int:
 
 
 def alone(optimizer: str, model: str, sizes: Sizes) -> str:
-    """The run in one process that a case is compared with."""
+    """Returns the name of the reference run on one process."""
     return f"{optimizer} {model} of {layers_of(sizes)} alone"
 
 
@@ -138,7 +139,7 @@ def packed_alone(optimizer: str, model: str, sizes: Sizes) -> str:
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Sets what the launcher sets; returns the sizes that a process finds."""
+    """Sets the launcher's environment variables. Returns the sizes read by a process."""
 
     def sizes(processes: int, kind: str = "FSDP", **given: str) -> Sizes:
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -187,7 +188,7 @@ def test_sizes_that_cannot_be_are_refused_with_what_can(sizes, given, message):
 
 
 def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
-    """Without the launcher's file a size of pp would be missing, and the run would be plain replicas."""
+    """Without the launcher file, the pp size would be missing and the run would use plain replicas."""
     sizes(2, "MULTI_GPU")
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert problem.startswith(
@@ -197,7 +198,7 @@ def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
 
 def test_sizes_that_cannot_be_read_from_the_launchers_file_are_refused(sizes, recipe, monkeypatch):
     sizes(2, cp="2")
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # by accelerate's launcher, whose file is unknown
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # as accelerate's launcher does
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert "cannot be read" in problem and "set PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_EP_SIZE" in problem
 
@@ -250,7 +251,7 @@ SHOWS_SIZES = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 from pretrain.mesh_sizes import launched_sizes
-with open(f"{__file__}.{os.environ['RANK']}", "w") as file:  # lines of two processes could run into each other
+with open(f"{__file__}.{os.environ['RANK']}", "w") as file:  # output of two processes could be interleaved
     file.write(str(launched_sizes().named()))
 """
 
@@ -263,7 +264,7 @@ with open(f"{__file__}.{os.environ['RANK']}", "w") as file:  # lines of two proc
     ],
 )
 def test_the_file_and_an_option_give_a_size_that_accelerate_drops(launcher, given, mesh, tmp_path):
-    """In new interpreters: the file's name is in the command line of the process that launches."""
+    """Sizes that accelerate ignores must be read from the file and the command line of the launcher process."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
     settings["parallelism_config"]["parallelism_config_pp_size"] = 2
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
@@ -280,7 +281,7 @@ def test_the_scripts_own_options_are_left_alone():
 
 @pytest.fixture(scope="module")
 def runs(shards, tmp_path_factory) -> Path:
-    """Trains every product, and each model in one process."""
+    """Trains every combination, and each model on one process."""
     folder = tmp_path_factory.mktemp("mesh")
     for name, values in {**MODELS, "mixtral": MIXTRAL}.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
@@ -307,7 +308,7 @@ def runs(shards, tmp_path_factory) -> Path:
         optimizer, model, sizes = case
         arguments = ["--output", str(folder / name), "--model", str(folder / f"{model}.json")]
         arguments += ["--model.num_hidden_layers", str(layers_of(sizes)), "--budget.steps", str(steps)]
-        arguments += ["--averaging.half_life_fraction", str(1 / steps)]  # one step, however long the run
+        arguments += ["--averaging.half_life_fraction", str(1 / steps)]  # one step
         arguments += ["--pipeline.schedule", SCHEDULE_OF.get(name.removesuffix(" resumed"), "1F1B")]
         arguments += ["--optim.name", optimizer, *options]
         if model != "dense":
@@ -318,7 +319,7 @@ def runs(shards, tmp_path_factory) -> Path:
         return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}
 
     def run_alone(case: Case, name: str, *options: str, **more) -> dict:
-        """Of as many layers as the case has."""
+        """Returns a run on one process with the case's number of layers."""
         return run(case, name, "single", *options, steps=STEPS, **more) | {"environment": {}}
 
     def train(processes: int, them: list[dict]) -> None:
@@ -328,7 +329,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
     bf16 = ("--precision", "bf16")
     every = [*ON_FOUR.values(), *ON_EIGHT.values()]
-    # The graphs are those of any backend, and made in a second instead of a minute.
+    # Builds the same graphs as other backends, but in a second instead of a minute.
     compiled = {"aot_eager": True}
     in_bf16 = ("adamw", "moe", Sizes(pp=2, tp=2, ep=2))
     rounded = ("adafactor", "dense", Sizes(dp_shard=2, tp=2))
@@ -385,7 +386,7 @@ def norms(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("name", "reference", "loss", "norm"),
     [
-        # A product of matrices cut in parts rounds other sums to bf16, by 2e-3 each; over four steps 4e-5 and 2e-3.
+        # Sharded matmuls round different sums to bf16. After four steps, losses differ by 4e-5 and norms by 2e-3.
         ("bf16", "bf16 alone", 2e-4, 1e-2),
         ("compiled", "adamw dense of 4 alone", 1e-6, 1e-5),
     ],
@@ -412,7 +413,7 @@ def test_every_product_trains_as_one_process_does(runs, name):
     assert losses(found).keys() == wanted.keys()
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in losses(found).items())
     assert norms(found) == pytest.approx(first(norms(expected), steps), rel=NORM)
-    if sizes.pp > 1:  # of several micro-steps
+    if sizes.pp > 1:
         stages = STAGE_LAYOUTS[SCHEDULE_OF[name]].stages_per_rank
         assert json.loads((found / "reductions.json").read_text()) == steps * stages
     if model != "dense":
@@ -429,7 +430,7 @@ def test_every_product_trains_as_one_process_does(runs, name):
 
 
 def test_copies_on_four_processes_resume_to_the_last_bit(runs):
-    """The order in which more than two processes sum shows in the last bit."""
+    """With more than two processes, the summation order affects the last bit."""
     whole, resumed = runs / "copies", runs / "copies resumed"
     end = f"checkpoints/step-{STEPS:08}"
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > SHORT}
@@ -441,7 +442,7 @@ def test_copies_on_four_processes_resume_to_the_last_bit(runs):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_product_reads_the_whole_documents_that_one_process_reads(runs, name):
-    """From the start, and resumed from one process."""
+    """Losses must match from the start and after resuming from one process's checkpoint."""
     expected = losses(runs / packed_alone(*PACKED[name]))
     assert expected != losses(runs / alone(*PACKED[name]))
     found = losses(runs / f"packed {name}") | losses(runs / f"packed {name} resumed")
@@ -479,7 +480,7 @@ def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
     found, *_ = events(runs / name, "diagnostics")
     assert found["layers"] == expected["layers"]
     for measure in ("weight_rms", "gradient_rms", "update_rms"):
-        # AdamW divides by the root of a mean square: where that is nearly 0, an update has fewer equal digits.
+        # AdamW divides by the root of a mean square, so updates are less exact if it is close to 0.
         assert found[measure] == pytest.approx(expected[measure], rel=1e-3 if measure == "update_rms" else 1e-5)
     for measure in ("activation_rms", "largest_logit", "units_off"):
         known = [row for row, value in enumerate(expected[measure]) if value is not None]
@@ -491,7 +492,7 @@ def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_product_continues_the_run_of_another(runs, name):
-    """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
+    """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     wanted = losses(runs / alone(*{**ON_FOUR, **ON_EIGHT}[name]))
     found = losses(runs / f"{name} resumed")
     assert min(found) == 3 and all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
@@ -502,13 +503,16 @@ def test_copies_are_equal_and_a_changed_one_is_found(runs, name):
     _, _, sizes = {**ON_FOUR, **ON_EIGHT}[name]
     equal, changed = json.loads((runs / name / "replicas.json").read_text())
     assert equal == []
-    # The embedding is tied: two stages have it, on two ranks unless the stages go there and back.
+    # Two stages share the tied embedding. In a V schedule, they are on the same rank.
     in_two_stages = sizes.pp > 1 and SCHEDULE_OF[name] != "ZBVZeroBubble"
     assert bool(changed) == (sizes.dp_replicate > 1 or sizes.tp > 1 or in_two_stages)
 
 
 def test_weights_in_bf16_round_as_on_one_process(runs):
-    """Gradients differ in bf16's last digits, and so do some roundings; with other draws 0.41 to 0.45 were equal."""
+    """Most weights must be equal to those of one process (with different random numbers, 0.41 to 0.45 are).
+
+    The others differ because gradients differ in bf16's last digits.
+    """
     wanted = losses(runs / "rounded alone")
     found = losses(runs / "rounded")
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-3) for step, loss in found.items())
@@ -520,7 +524,7 @@ def test_weights_in_bf16_round_as_on_one_process(runs):
 
 @pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
 def test_fp8_differs_from_one_process_by_its_rounding(runs):
-    """Of a loss of 6.2: 1e-3 beside 5e-4 between fp8 and bf16 on one process. Dense layers alone are in fp8."""
+    """The losses must differ from one process only by rounding: 1e-3 at a loss of 6.2."""
     wanted = losses(runs / "fp8 alone")
     found = losses(runs / "fp8")
     assert all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items())

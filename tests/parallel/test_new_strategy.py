@@ -1,7 +1,6 @@
-"""A strategy is one class, a line in STRATEGIES and in LAUNCHES, and a launcher file: plan and train then know it.
+"""A new strategy needs only a class, entries in STRATEGIES and LAUNCHES, and a launcher file.
 
-A dimension of a mesh is one class and a row of DIMENSIONS: its size is then read, checked and recorded, and multiplies
-with those of all others.
+A new mesh dimension needs only a class and a row in DIMENSIONS, and can be combined with all others.
 """
 
 import json
@@ -42,7 +41,7 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     assert found["toy"].runs and found["toy"].memory.total == found["ddp"].memory.total + 1
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
-    # Optimizers of extensions that this process has loaded stand between the two.
+    # Optimizers from loaded extensions are listed between the two fragments.
     assert problem.startswith("optim.name: adamw_8bit does not run under toy; choose adamw or adafactor or muon")
     assert problem.endswith(", or a strategy that runs it, as ddp does")
 

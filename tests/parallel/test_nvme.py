@@ -1,4 +1,4 @@
-"""ZeRO-3 with the optimizer's state on a disk, where libaio is. Compiling the operator takes minutes, once."""
+"""ZeRO-3 with the optimizer state on disk, if libaio is installed. Compiling the operator once takes minutes."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
-# A process's part of the state goes to the disk from one megabyte on.
+# DeepSpeed swaps a process's state to disk only if it has at least one megabyte.
 WIDE = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ARGUMENTS = ["--optim.schedule", "constant", "--checkpoint.every_steps", "6", "--checkpoint.keep_last", "9"]
 
 
 @pytest.fixture
 def on_disk(tmp_path) -> list:
-    """What `accelerate launch` is told, with a folder of this test for the state."""
+    """Returns `accelerate launch` options that put the optimizer state in a folder of this test."""
     settings = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
     settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "disk")
     (tmp_path / "nvme.json").write_text(json.dumps(settings))
@@ -43,7 +43,7 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
     single = train("single", 1, "single", 12)
     whole = train("zero3_offload_nvme", 2, "whole", 12, *on_disk)
     written = [path.stat().st_size for path in (tmp_path / "disk").rglob("*.swp")]
-    assert len(written) == 6 and min(written) > 2**20, "weights and two moments of each process"
+    assert len(written) == 6 and min(written) > 2**20, "each process writes weights and two moments"
     assert max(abs(losses(whole)[step] - loss) for step, loss in losses(single).items()) < 1e-5
     norms, expected = ([event["grad_norm"] for event in events(run, "train")] for run in (whole, single))
     assert norms == pytest.approx(expected, rel=1e-4)

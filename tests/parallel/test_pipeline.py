@@ -1,4 +1,4 @@
-"""Which stage goes where, what is refused before a pipeline starts, and stages of several lengths in one."""
+"""Pipelines must reject invalid settings at startup and support stages of the curriculum with different lengths."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what `accelerate launch` sets for pp.yaml."""
+    """Sets the environment variables that `accelerate launch` sets for pp.yaml."""
 
     def launched(processes: int, size: str = "None"):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -42,7 +42,7 @@ def problems(recipe, *overrides) -> str:
 
 @pytest.fixture
 def deeper(recipe, tmp_path):
-    """The tiny recipe with four layers and two sequences per micro-batch, which a pipeline of two can run."""
+    """Changes the tiny recipe to four layers and two sequences per micro-batch, so that two processes can run it."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 4}))
     recipe.write_text(recipe.read_text().replace("sequences_per_micro_batch: 1", "sequences_per_micro_batch: 2"))
     return recipe
@@ -53,7 +53,7 @@ def test_every_schedule_of_the_recipe_is_known():
 
 
 def test_all_ranks_of_a_pipeline_meet_before_some_of_them_send(monkeypatch):
-    """NCCL makes a group's communicator in its first operation, in which all of its ranks must take part."""
+    """NCCL creates a communicator in a group's first operation, in which all ranks must participate."""
     seen = []
     monkeypatch.setattr(mesh.dist, "all_reduce", lambda tensor, group: seen.append(group))
     monkeypatch.setattr(mesh, "PipelineModel", lambda *arguments, **settings: seen.append("sends"))
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_cut_is_refused(launched, deeper, tmp_path):
 
 @pytest.fixture
 def lengthening(deeper):
-    """`deeper` in ten sequences of 32 tokens per micro-batch, and from the middle of the run in windows of 128."""
+    """Changes `deeper` to ten sequences of 32 tokens per micro-batch, and to 128 tokens halfway through the run."""
     values = yaml.safe_load(deeper.read_text())
     (source,) = values["data"]["train"]
     values["data"] = {
@@ -141,7 +141,7 @@ def lengthening(deeper):
 
 
 def test_whatever_is_accepted_can_be_split(launched, lengthening):
-    """In every stage, for every schedule: into pipeline microbatches of equal size, as many as it needs."""
+    """Accepted micro-batches must split into equal pipeline microbatches with every schedule and sequence length."""
     launched(2)
     recipe = read_run_config(lengthening)
     accepted = refused = 0
@@ -207,7 +207,7 @@ def test_what_a_stage_leaves_too_small_is_refused_before_the_start(lengthening, 
 
 
 def test_a_run_whose_windows_grow_passes_the_border(lengthening, tmp_path):
-    """With the batch that the refusal names; the losses are those of one process."""
+    """With the batch size suggested by the error, the losses must match one process."""
     settings = ("--config", lengthening, "--batch.tokens_per_step", "2560", "--data.validation", "[]")
     refused = launch("pp", 2, "train.py", "--config", lengthening, check=False)
     assert "batch.tokens_per_step 1,280 is not a multiple" in refused.stderr

@@ -1,4 +1,4 @@
-"""Processes of a restarted group meet in a store of their own, and use a network that others can reach."""
+"""Restarted process groups must use a new store, and machines must use a reachable network interface."""
 
 import os
 import socket
@@ -42,7 +42,7 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     monkeypatch.setenv("MASTER_PORT", str(launchers.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     renew_store()
-    assert int(os.environ["MASTER_PORT"]) == port, "the port that rank 0 has chosen"
+    assert int(os.environ["MASTER_PORT"]) == port, "rank 1 must use the port chosen by rank 0"
 
 
 @pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
@@ -71,7 +71,7 @@ ADDRESSES = {"127.0.0.1": "lo", "10.0.0.3": "eth0", "192.168.7.2": "ib0"}
 
 @pytest.fixture
 def machine(monkeypatch):
-    """The second of two machines, whose own name resolves to itself; how to change what its resolver says."""
+    """Simulates the second of two machines, whose hostname resolves to itself. Yields the resolver's answers."""
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -145,7 +145,9 @@ def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypat
 def test_this_machines_interfaces_and_routes():
     assert is_loopback(next(address for address, name in interfaces_by_address().items() if name.startswith("lo")))
     assert local_address_towards("127.0.0.1") is None
-    if address := local_address_towards("192.0.2.1"):  # reserved for documentation: the default route, if there is one
+    if address := local_address_towards(
+        "192.0.2.1"
+    ):  # an address reserved for documentation, so this uses the default route
         assert address in interfaces_by_address()
 
 
@@ -155,7 +157,7 @@ def test_this_machines_interfaces_and_routes():
     ids=["launched", "alone", "made before"],
 )
 def test_nccls_group_is_bound_to_the_gpu_that_accelerate_takes(monkeypatch, local_rank, is_there, made):
-    """accelerate takes the local rank, modulo the GPUs that this process sees; alone it makes no group."""
+    """The GPU is the local rank modulo the number of visible GPUs; a process launched alone creates no group."""
     seen = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank:

@@ -1,4 +1,4 @@
-"""Copies that differ between processes are found, down to one bit, and named with the process that is wrong."""
+"""Replicas that differ in a single bit must be detected and reported with the differing rank."""
 
 import os
 
@@ -34,9 +34,9 @@ def test_any_changed_bit_changes_the_digest(dtype):
 def test_order_and_sign_of_zero_count():
     assert one_digest(torch.tensor([1.0, 2.0])) != one_digest(torch.tensor([2.0, 1.0]))
     assert one_digest(torch.tensor([0.0, 1.0])) != one_digest(torch.tensor([-0.0, 1.0]))
-    assert one_digest(torch.ones(8)) != one_digest(-torch.ones(8)), "changes of a high bit must not cancel"
+    assert one_digest(torch.ones(8)) != one_digest(-torch.ones(8)), "changes in the highest bit must not cancel out"
     nan = torch.tensor([float("nan"), 1.0])
-    assert one_digest(nan) == one_digest(nan.clone()), "equal bits are equal, NaN or not"
+    assert one_digest(nan) == one_digest(nan.clone()), "NaNs with equal bits must have equal digests"
 
 
 def test_layout_in_memory_does_not_count():
@@ -66,7 +66,7 @@ def test_the_minority_is_named_and_both_of_two():
 
 
 def in_two_groups(rank: int, folder: str) -> None:
-    """Four processes: a group of the first three, and nothing to compare on the last."""
+    """Runs on four processes, of which the first three form a group and the last has nothing to compare."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
     three = dist.new_group([0, 1, 2])
     tensors = {"norm": torch.ones(8), "head": torch.arange(6.0).view(2, 3)}
