@@ -1,4 +1,4 @@
-"""Host memory of a save: as large as its tensors, locked once and freed as it was taken."""
+"""Host memory for saves must be as large as the tensors, page-locked once and freed correctly."""
 
 import gc
 
@@ -18,14 +18,14 @@ LAYOUT = {
 
 
 class FromGpu(torch.Tensor):
-    """On the CPU, and says otherwise."""
+    """CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    """CUDA's calls in order; it refuses as long as `refuses` is among them."""
+    """Records CUDA calls in order; locking fails while "refuses" is in the list."""
     calls = []
 
     class Cudart:
@@ -52,8 +52,8 @@ def test_tensors_are_kept_as_they_were(driver):
         wanted = tensor.clone()
         tensor.add_(1)
         assert torch.equal(kept[name], wanted) and kept[name].dtype == wanted.dtype and kept[name].is_contiguous()
-    assert kept["norm"].data_ptr() == memory.hold("norm", tensors["norm"]).data_ptr(), "reused"
-    assert driver == [], "nothing came from a GPU"
+    assert kept["norm"].data_ptr() == memory.hold("norm", tensors["norm"]).data_ptr(), "memory must be reused"
+    assert driver == [], "memory for CPU tensors must not be locked"
 
 
 def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
@@ -63,7 +63,9 @@ def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
             memory.hold(name, tensor)
     needed = sum(tensor.nbytes for tensor in tensors.values())
     ((_, address, size),) = driver
-    assert needed <= size < needed + 64 * len(tensors), "torch would lock 268 MB for these 155 MB"
+    assert needed <= size < needed + 64 * len(tensors), (
+        "only the needed 155 MB may be locked (torch would lock 268 MB)"
+    )
     del memory
     gc.collect()
     assert driver[1:] == [("unlock", address)]

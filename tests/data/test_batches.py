@@ -1,4 +1,5 @@
-"""The order of the data: every window once, by weight, at any position at once, on any number of ranks."""
+"""Data order: each sequence once per epoch, sources by weight, random access, and independence of the number of
+ranks."""
 
 import json
 import sys
@@ -37,7 +38,7 @@ def test_permutations_differ_by_key_and_do_not_drift():
     positions = np.arange(10_000)
     first, second = Permutation(10_000, 1)(positions), Permutation(10_000, 2)(positions)
     assert (first == second).mean() < 0.01
-    # A random order has no correlation with position: |r| of 10,000 pairs stays below 5 standard errors of 0.01.
+    # In a random order, the correlation of 10,000 pairs has a standard error of 0.01.
     assert abs(np.corrcoef(positions, first)[0, 1]) < 0.05
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
 
@@ -56,7 +57,7 @@ def test_a_window_is_the_text_with_its_next_token(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 500, files=4)})
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
-    assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
+    assert (np.diff(ids.astype(int), axis=1) == 1).all(), "sequences must continue across shard files"
     inputs = model_inputs(
         ids, WindowSpec(LENGTH, False), end_of_document_id=0, device=torch.device("cpu"), attention="groundwork_sdpa"
     )
@@ -119,7 +120,9 @@ def test_random_windows_start_anywhere(tmp_path):
     starts = np.array([start for _, start in batches.locate(0, 2000)])
     assert starts.min() >= 0 and starts.max() + LENGTH + 1 <= 1000
     assert len(set(starts % LENGTH)) == LENGTH
-    assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, "uniform over [0, 984): five standard errors"
+    assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, (
+        "the mean must be uniform over [0, 984), within five standard errors"
+    )
 
 
 @pytest.mark.parametrize("sampler", [lambda draws: draws * 1000, lambda draws: draws / 1, lambda draws: 0])
@@ -152,11 +155,12 @@ def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
 
 
 def test_any_step_costs_what_the_first_does(tmp_path):
-    """In calls and in bytes at once, which no load on the machine changes: a replay would need more of one of them."""
+    """Function calls and bytes don't depend on machine load, and replaying earlier steps would increase one of
+    them."""
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
 
     def cost(step) -> tuple[int, int]:
-        """(calls of Python and C functions, most bytes alive) of a step's first micro-batch."""
+        """Returns (number of function calls, peak bytes) for a step's first micro-batch."""
         calls = 0
 
         def count(frame, event, argument):
@@ -175,7 +179,7 @@ def test_any_step_costs_what_the_first_does(tmp_path):
 
     cost(0)
     near = cost(3)
-    assert near[0] > 100 and near[1] > 8 * LENGTH, "what is counted is the work"
+    assert near[0] > 100 and near[1] > 8 * LENGTH, "the counters must measure the work"
     for step in range(10**8, 10**9, 10**8):
         assert all(far < 2 * of_near for far, of_near in zip(cost(step), near, strict=True)), step
 
@@ -209,7 +213,7 @@ def two_lengths(folder, until="50%"):
 
 
 def windows_of_steps(batches, steps, *, ranks=1, sequences=1):
-    """First token and length of every window of these steps, in the run's own order, as ranks read them together."""
+    """Returns (first token, length) of every sequence of these steps in the run's order, as the ranks read them."""
     found = []
     for step in steps:
         span = batches.data.windows[batches.stage_at(step)].sequence_length // LENGTH
@@ -225,12 +229,16 @@ def test_a_stage_of_longer_windows_has_its_own_epoch_and_the_tokens_of_each_step
     folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
     batches = batches_of(stages=two_lengths(folder), steps=10, sequences=8)
     first, second = windows_of_steps(batches, range(5)), windows_of_steps(batches, range(5, 10))
-    assert sorted(first) == [(LENGTH * n, LENGTH) for n in range(40)], "the first stage is an epoch of the short ones"
-    assert sorted(second) == [(4 * LENGTH * n, 4 * LENGTH) for n in range(10)], "and the second one of the long ones"
+    assert sorted(first) == [(LENGTH * n, LENGTH) for n in range(40)], "the first stage is an epoch of short sequences"
+    assert sorted(second) == [(4 * LENGTH * n, 4 * LENGTH) for n in range(10)], (
+        "the second stage is an epoch of long sequences"
+    )
     plain = batches_of({"shards": folder}, steps=10, sequences=8)
-    assert first == windows_of_steps(plain, range(5)), "whatever follows, the order of the first stage is the same"
+    assert first == windows_of_steps(plain, range(5)), "later stages must not change the order of the first stage"
     shared = windows_of_steps(batches, range(10), ranks=2)
-    assert [window[0] for window in shared] == [window[0] for window in first + second], "on any number of ranks"
+    assert [window[0] for window in shared] == [window[0] for window in first + second], (
+        "the order must not depend on the number of ranks"
+    )
     assert batches.epochs_in_stage(1) == {str(folder): 1.0}
     assert batches.epochs_at(10) == {str(folder): 2.0}
 
@@ -238,7 +246,7 @@ def test_a_stage_of_longer_windows_has_its_own_epoch_and_the_tokens_of_each_step
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])
 @pytest.mark.parametrize("skipped", [[], [(8, 8)], [(36, 8)], [(44, 8), (56, 16)]])
 def test_stages_of_another_length_begin_with_a_step_whatever_is_left_out(tmp_path, ramp_from, skipped):
-    """No window twice, and none across the border; steps of the ramp are smaller, so that what follows moves."""
+    """No sequence may be repeated or cross the boundary, including with a batch ramp."""
     folder = write_shards(tmp_path / "a", 400 * LENGTH + 1)
     batches = batches_of(
         stages=two_lengths(folder, "45%"), steps=12, sequences=8, skipped=skipped, ramp_from=ramp_from
@@ -261,9 +269,9 @@ def test_an_extended_run_keeps_the_borders_that_it_has_passed(tmp_path):
     assert passed.first_steps == [0, 10]
     assert windows_of_steps(passed, range(20)) == windows_of_steps(short, range(20))
     still_to_come = longer.passing(short.stage_starts, longer.first_sample(10))
-    assert still_to_come.first_steps == [0, 20], "not a step of the second stage was taken"
+    assert still_to_come.first_steps == [0, 20], "no step of the second stage was taken, so its start may move"
     late = longer.passing([0], longer.first_sample(25))
-    assert late.first_steps == [0, 25], "a stage that would have begun before begins now"
+    assert late.first_steps == [0, 25], "a stage whose start has passed must start now"
 
 
 def test_max_epochs_counts_all_lengths(tmp_path):

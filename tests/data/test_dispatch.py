@@ -1,8 +1,8 @@
-"""One process reads for all: the same run to the last bit where the others have no shards, under every strategy.
+"""With one process reading for all, runs must match bit for bit under every strategy, even if others have no shards.
 
-One launch of two processes trains everything (tests/support/train_strategies.py). In the dispatched runs the second
-process works in a folder without the shards, as on a machine of its own. With STRATEGIES=all in the environment (`make
-test-strategies`) under every kind of strategy.
+One launch of two processes trains everything (tests/support/train_strategies.py). In dispatched runs, the second
+process works in a folder without the shards, as on another machine. With STRATEGIES=all in the environment (`make
+test-strategies`), every kind of strategy is tested.
 """
 
 import json
@@ -30,7 +30,7 @@ STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
     ON_FOUR = {"fsdp_tp": {}, "pp of two": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
-"""{run: launcher's variables} of four processes, two of which take the same windows."""
+"""{run: environment variables} on four processes, two of which read the same sequences."""
 STEPS = 4
 ON = ["--data.dispatch_batches", "true"]
 
@@ -50,7 +50,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "output": str(folder / "run"),
         "seed": 1,
         "precision": "fp32",
-        # The second stage has other windows.
+        # The second stage has longer sequences.
         "data": {
             "stages": [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 128}],
             "sequence_length": 64,
@@ -124,7 +124,7 @@ def test_windows_of_whole_documents_are_the_same_under_another_strategy(runs):
 
 
 class Threads:
-    """torch.distributed for threads, each with its rank as its group."""
+    """Stub of torch.distributed for threads; a thread's group is its rank."""
 
     def __init__(self, ranks=2):
         self.barrier, self.sent, self.calls = threading.Barrier(ranks, timeout=60), None, 0
@@ -139,7 +139,7 @@ class Threads:
 
 @pytest.fixture
 def dispatchers(monkeypatch):
-    """Those of two ranks."""
+    """Returns the dispatchers of two ranks."""
     monkeypatch.setattr(dispatch, "dist", Threads())
     return [Dispatcher([0, 1], rank, rank) for rank in range(2)]
 
@@ -193,7 +193,7 @@ def test_processes_at_different_steps_would_be_seen(dispatchers):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Makes this process rely on what the first one says of shards, which then are gone; gives the data section."""
+    """Makes this process rely on the first process's description of the shards, and then moves one folder away."""
 
     def believing(*damaged):
         folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]

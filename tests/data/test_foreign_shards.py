@@ -1,4 +1,4 @@
-"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them; flat HDF5."""
+"""Token IDs prepared by other tools: nanoGPT's and Megatron's files, and flat HDF5."""
 
 import json
 import struct
@@ -17,8 +17,8 @@ from pretrain.optim.batch_ramp import BatchRamp
 from support.prepared import stream_of
 from support.project import events, run_script
 
-# Documents of 3, 1 and 4 IDs in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
-# int32, their byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
+# Three uint16 documents with 3, 1 and 4 IDs. The header is: magic, version 1, type 8, 3 sequences, 4 boundaries. It is
+# followed by the lengths as int32, the byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
 GOLDEN_INDEX = bytes.fromhex(
     "4d4d494449445800000100000000000000080300000000000000"
     "0400000000000000030000000100000004000000"
@@ -28,7 +28,7 @@ GOLDEN_INDEX = bytes.fromhex(
 
 
 def index_of_one() -> bytes:
-    """Makes the index of a single document of 3 IDs."""
+    """Returns the index of a single document with 3 IDs."""
     header = GOLDEN_INDEX[:18] + struct.pack("<2Q", 1, 2)
     return header + struct.pack("<iq2q", 3, 0, 0, 1)
 
@@ -40,7 +40,7 @@ def test_the_index_of_megatron_is_read(tmp_path):
 
 @pytest.fixture
 def nanogpt(tmp_path, shards):
-    """A folder as nanoGPT's prepare.py leaves it."""
+    """Writes a folder like nanoGPT's prepare.py."""
     folder = tmp_path / "openwebtext"
     folder.mkdir()
     for split, name in {"train": "train.bin", "validation": "val.bin"}.items():
@@ -61,7 +61,7 @@ def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer
 
 @pytest.fixture
 def pile(tmp_path, shards):
-    """Flat HDF5 files as the Pile's are written: int32, grown document by document."""
+    """Writes flat HDF5 files like the Pile's: int32, extended document by document."""
     for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
         with h5py.File(tmp_path / name, "w") as file:
             tokens = file.create_dataset("tokens", (0,), maxshape=(None,), dtype="i")

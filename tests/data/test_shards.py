@@ -16,7 +16,7 @@ VOCABULARY = 10
 
 
 def write_folder(folder, streams, dtype="uint16", vocabulary_size=VOCABULARY):
-    """A prepared folder by hand: {split: [ids of each shard]}."""
+    """Writes a prepared folder from {split: [IDs of each shard]}."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     shards = []

@@ -1,4 +1,4 @@
-"""Text is read back from ids as the tokenizer that made them would."""
+"""Decoding IDs to text must match the tokenizer that made them."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As those of Llama 2 and Mistral."""
+    """Returns a byte-fallback tokenizer like those of Llama 2 and Mistral."""
     vocabulary = {"<unk>": 0, "<|end|>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
     vocabulary |= {"▁": 258, "a": 259, "▁a": 260, "o": 261}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))

@@ -1,4 +1,4 @@
-"""The model that a recipe's shards give their vocabulary."""
+"""The model's vocabulary size, as determined by the recipe's shards."""
 
 import json
 
@@ -11,7 +11,7 @@ from support.numbered_shards import write_shards
 
 @pytest.fixture
 def config_of(recipe, tmp_path):
-    """The recipe on shards of that many ids (None: shards that do not exist)."""
+    """Returns a function that makes a config for shards with a number of IDs (None: the shards don't exist)."""
 
     def config_of(ids, *overrides):
         folder = tmp_path / f"shards{ids}"
@@ -41,7 +41,7 @@ def test_the_shards_size_the_model_where_it_lets_them(config_of):
 def test_a_plan_without_shards_says_what_it_assumes(config_of):
     missing, auto = config_of(None), config_of(None, ("model.vocab_size", "auto"))
     assert vocabulary_of(missing.data) is None
-    assert assumed(missing, planned(missing)) == [], "stated"
+    assert assumed(missing, planned(missing)) == [], "a vocabulary size in the model needs no assumption"
     (remark,) = assumed(auto, planned(auto))
     assert "not prepared yet; planned with 512 rows" in remark
     assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []

@@ -38,7 +38,7 @@ def test_every_schedule_warms_up_peaks_and_stays_within_its_bounds(name):
     factors = [schedule.factor(step) for step in range(300)]
     assert factors[0] == 1 / 20 and factors[19] == 1.0 and factors[20] == 1.0
     assert factors[:20] == sorted(factors[:20])
-    assert factors[20:] == sorted(factors[20:], reverse=True), "after the warmup no schedule here rises"
+    assert factors[20:] == sorted(factors[20:], reverse=True), "no schedule may rise after the warmup"
     assert min(factors[20:]) >= 0.1
 
 
@@ -73,7 +73,7 @@ def test_infinite_phases_by_hand():
     plateau = 7.5 / 14
     assert schedule.factor(300) == pytest.approx((1 + plateau) / 2), "halfway down the cooldown"
     assert schedule.factor(500) == pytest.approx(plateau) == schedule.factor(799)
-    assert schedule.factor(900) == pytest.approx(math.sqrt(plateau * 0.1)), "exponential annealing, halfway"
+    assert schedule.factor(900) == pytest.approx(math.sqrt(plateau * 0.1)), "halfway through the exponential annealing"
     assert schedule.factor(1000) == pytest.approx(0.1)
 
 
@@ -92,7 +92,7 @@ def test_extending_an_infinite_run_changes_no_rate_already_used():
 
 
 def test_cooldown_is_the_larger_of_tokens_and_fraction():
-    # 100B tokens at 81,920 per step; 50B and 300B runs.
+    # Runs of 50B and 300B tokens with 81,920 tokens per step.
     assert cooldown_steps_of_infinite(610_000, 81_920, 100_000_000_000) == 1_220_704
     assert cooldown_steps_of_infinite(3_662_109, 81_920, 100_000_000_000) == round(0.7 * 3_662_109)
 
@@ -102,7 +102,7 @@ def test_square_root_scaling_by_hand():
 
 
 def test_a_run_takes_the_rate_of_its_batch_or_of_its_size(recipe):
-    """learning_rate_per_sequence by the square root of the batch of four sequences, auto by the law; then warmup."""
+    """learning_rate_per_sequence scales with the square root of the batch size; auto uses the scaling law."""
     scaled = derive(
         read_run_config(recipe, [("optim.learning_rate_per_sequence", "1e-3"), ("batch.tokens_per_step", "1024")]), 1
     )
@@ -162,7 +162,7 @@ def test_ramp_from_a_quarter_over_five_percent():
     full_from = ramp.sequences_before(ramp.first_steps[-1])
     assert 50_000 <= full_from < 50_000 + 384, "the ramp ends at 5 % of the sequences, rounded up to a step"
     shares = [ramp.sequences_before(b) - ramp.sequences_before(a) for a, b in pairwise(ramp.first_steps)]
-    assert max(shares) - min(shares) <= 2 * 384, "each level takes the same share, to a step"
+    assert max(shares) - min(shares) <= 2 * 384, "each level must have the same number of sequences, up to one step"
     assert ramp.sequences_at(0) == 128 and ramp.sequences_at(ramp.total_steps) == 512
 
 

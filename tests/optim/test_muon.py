@@ -1,4 +1,4 @@
-"""Muon against its formula in fp64, and against torch's own."""
+"""Muon must match its formula in fp64, and torch's implementation."""
 
 import math
 
@@ -35,14 +35,15 @@ def train(optimizer, parameters, first=0, last=4):
 
 
 def polynomials(name):
-    """As published: Jordan's one for all iterations, Polar Express' list with its safety factor."""
+    """Returns the published coefficients: Jordan's for all iterations, or Polar Express' list with its safety
+    factor."""
     if name == "jordan":
         return [(3.4445, -4.7750, 2.0315)] * 5
     return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in muon.POLAR_EXPRESS[:5]]
 
 
 def orthogonal(matrix, name):
-    """In fp64, by singular values instead of products, and by the factor of its shape."""
+    """Orthogonalizes a matrix in fp64 by its singular values, and scales it by the factor of its shape."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.square().sum().sqrt() / (1.01 if name == "polar_express" else 1)
     for a, b, c in polynomials(name):
@@ -51,7 +52,7 @@ def orthogonal(matrix, name):
 
 
 def reference(steps=4, name="jordan", blocks=None):
-    """(parameters, momenta) in fp64, one matrix at a time; `blocks` are (sizes, dim) of matrices by index."""
+    """Returns (parameters, momenta) in fp64; `blocks` maps matrix indices to (sizes, dim)."""
     results = []
     for index, matrix in enumerate(matrices()):
         weight, momentum = matrix.detach().double(), torch.zeros(matrix.shape, dtype=torch.float64)
@@ -74,7 +75,7 @@ def in_fp32(monkeypatch):
 @pytest.mark.parametrize("batch_elements", [1, 2 * 144, 2**22], ids=["alone", "pairs", "all"])
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
-    """Momentum, the look ahead, the polynomials, the scale by shape, and decay by the rate of the step."""
+    """The formula includes Nesterov momentum, the polynomials, the scale for the shape and weight decay."""
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", batch_elements)
     parameters = matrices()
     optimizer = Muon(parameters, lr=1.0, coefficients=name, **SETTINGS)
@@ -87,7 +88,7 @@ def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
 
 
 def test_blocks_are_matrices_of_their_own(in_fp32):
-    """Equal ones along the rows, unequal ones whose factors differ, and along the columns as GPT-2 has them."""
+    """The blocks are equal rows, unequal rows with different scales, and columns, as in GPT-2."""
     blocks = {0: ([4, 4, 4], 0), 1: ([14, 6], 0), 2: ([10, 10], 1)}
     parameters = matrices()
     cut = {parameters[i]: HiddenMatrix(SHAPES[i], tuple(sizes), dim) for i, (sizes, dim) in blocks.items()}
@@ -100,7 +101,8 @@ def test_blocks_are_matrices_of_their_own(in_fp32):
 
 @pytest.mark.parametrize("layout", ["fused", "transposed", "alternating"])
 def test_each_expert_of_a_stack_is_a_matrix_of_its_own_and_its_gate_another(in_fp32, layout):
-    """(E, 2I, H) with the gate above, (E, H, 2I) with it on the left, and with its columns between those of up."""
+    """The layouts are (E, 2I, H), (E, H, 2I) with the gate first, and (E, H, 2I) with alternating gate and up
+    columns."""
     experts, inner, hidden = 3, 5, 12
     generator = torch.Generator().manual_seed(5)
     parts = torch.randn(2, experts, 2, inner, hidden, generator=generator)  # weights, gradients; gate, up
@@ -142,7 +144,7 @@ def test_polar_express_ends_nearer_to_one_and_beyond_its_list_at_one():
 
 
 def test_a_step_that_is_skipped_on_the_device_changes_nothing_and_the_next_one_goes_on(in_fp32):
-    """As torch's fused kernels: gradients are divided by grad_scale, and found_inf keeps everything as it is."""
+    """As in torch's fused kernels, gradients are divided by grad_scale, and found_inf prevents any change."""
     parameters, plain = matrices(), matrices()
     optimizer, other = Muon(parameters, lr=1.0, **SETTINGS), Muon(plain, lr=1.0, **SETTINGS)
     train(optimizer, parameters, 0, 2), train(other, plain, 0, 2)
@@ -167,7 +169,7 @@ def test_bf16_is_what_torch_computes(monkeypatch):
     train(torch.optim.Muon(theirs, lr=1.0, adjust_lr_fn="match_rms_adamw", **SETTINGS), theirs)
     weights, _ = reference()
     for mine, other, exact in zip(ours, theirs, weights, strict=True):
-        # Four updates of 0.2 lr, in sum 0.04, whose directions bf16 knows to two or three digits.
+        # Four updates of 0.2 lr add up to 0.04, and bf16 is accurate to two or three digits.
         assert (mine - other).abs().max() < 0.01 and (mine.double() - exact).abs().max() < 0.02
 
 

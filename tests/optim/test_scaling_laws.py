@@ -1,4 +1,4 @@
-"""What `auto` stands for, against the published figures and against the sweeps of bench/auto_rates.py."""
+"""`auto` settings must match published values and the sweeps of bench/auto_rates.py."""
 
 import math
 
@@ -23,12 +23,12 @@ AUTO = [(f"optim.{name}", "auto") for name in ("learning_rate", "weight_decay", 
 
 
 def step_law(parameters: float, tokens: float) -> float:
-    """Peak rate of Li et al., arXiv 2503.04715."""
+    """Returns the peak learning rate of Li et al., arXiv 2503.04715."""
     return 1.79 * parameters**-0.713 * tokens**0.307
 
 
 def deepseek_law(parameters: float, tokens: float) -> float:
-    """Peak rate of DeepSeek LLM, arXiv 2401.02954."""
+    """Returns the peak learning rate of DeepSeek LLM, arXiv 2401.02954."""
     return 0.3118 * (6 * parameters * tokens) ** -0.125
 
 
@@ -44,9 +44,7 @@ def test_the_rate_meets_olmos_ladder_and_follows_the_square_root_of_the_batch():
     assert scaling_law_learning_rate(108e6, 160 * 2048) == pytest.approx(0.00235)
     assert scaling_law_learning_rate(8 * 108e6, 4 * 160 * 2048) == pytest.approx(0.00235 / 2)
     assert scaling_law_learning_rate(108e6, 2 * 160 * 2048) == pytest.approx(0.00235 * math.sqrt(2))
-    assert scaling_law_learning_rate(108e6, 1e9, relative=2.0) == pytest.approx(
-        2 * 2 * 0.00235
-    )  # as far as batches are doubted
+    assert scaling_law_learning_rate(108e6, 1e9, relative=2.0) == pytest.approx(2 * 2 * 0.00235)
 
 
 def test_the_batch_is_that_of_its_tokens():
@@ -57,7 +55,7 @@ def test_the_batch_is_that_of_its_tokens():
 def test_the_decay_keeps_the_weights_timescale():
     decay = scaling_law_weight_decay(124e6, 20 * 124e6, 2**17, 2e-3)
     assert 2**17 / (2e-3 * decay * 20 * 124e6) == pytest.approx(1.084 * 20**-0.527)
-    assert 0.08 < decay < 0.2  # to either side of everyone's 0.1
+    assert 0.08 < decay < 0.2  # near the usual 0.1
 
 
 def test_warmup_is_a_token_per_parameter_or_a_twentieth():

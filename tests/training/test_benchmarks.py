@@ -1,4 +1,4 @@
-"""Benchmarks in the loop give evaluate.py's scores, under every strategy."""
+"""Benchmarks during training must have the same scores as evaluate.py under every strategy."""
 
 import json
 
@@ -15,7 +15,7 @@ TOGETHER = ("ddp", "cp", "pp", "tp", "zero3")
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Two tasks of choices with examples, one of likelihoods, and a group."""
+    """Writes multiple-choice tasks, a likelihood task, a generation task and a group."""
     folder = tmp_path_factory.mktemp("tasks")
     texts = [f"def f{i}(self, {'x' * (i % 7)}):" for i in range(9)]
     lines = [
@@ -105,7 +105,7 @@ def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, 
 
 
 def requests_of(lengths: list[int]) -> Requests:
-    """Requests of that many IDs, the last one of each the answer; the IDs are numbered throughout."""
+    """Returns one request per length; its last ID is the answer, and all IDs are consecutive."""
     ends = np.cumsum(lengths)
     ones = np.ones(len(lengths), int)
     task = Task("t", ("acc",), ((0, len(lengths)),), None, False)

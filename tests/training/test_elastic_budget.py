@@ -1,4 +1,4 @@
-"""A run that grows, ends early or is branched: the learning rates so far stay what they were."""
+"""Extending, ending or branching a run must not change the learning rates of earlier steps."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def trunk(recipe):
-    """The recipe with a decay over its second half, its checkpoints of steps 4, 8 and 12 all kept."""
+    """Changes the recipe to decay over its second half and keep the checkpoints of steps 4, 8 and 12."""
     return change(recipe, optim={"schedule": "wsd", "decay_fraction": 0.5}, checkpoint={"keep_last": 9})
 
 
 def change(recipe, name=None, **sections):
-    """Changes settings of a recipe; in a copy if it gets another name."""
+    """Changes settings of a recipe, or of a copy if `name` is given."""
     values = yaml.safe_load(recipe.read_text())
     for section, settings in sections.items():
         values[section] = {**values[section], **settings} if isinstance(settings, dict) else settings
@@ -42,15 +42,19 @@ def weights(run, step):
 def test_a_decayed_run_is_extended_from_before_its_decay(trunk, tmp_path):
     train(trunk)
     out = train(change(trunk, budget={"steps": 20})).stdout
-    assert "resuming from step-00000004" in out, "the decay began after step 6, the checkpoint before is of step 4"
+    assert "resuming from step-00000004" in out, (
+        "the decay starts after step 6, and the last checkpoint before that is step 4"
+    )
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model stays"
+    assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model must be kept"
     assert [event["step"] for event in events(run, "resume")] == [4]
     train(trunk, "--output", whole)
     assert rates(run) == rates(whole) and losses(run) == losses(whole)
     assert max(rates(run).values()) == pytest.approx(0.003) and rates(run)[20] < rates(run)[12]
     expected, found = weights(whole, 20), weights(run, 20)
-    assert all(expected[name].equal(found[name]) for name in expected), "as if it had been planned that long"
+    assert all(expected[name].equal(found[name]) for name in expected), (
+        "the weights must equal those of a run planned with this length"
+    )
 
 
 def test_a_cosine_that_has_ended_goes_on_at_its_floor(recipe, tmp_path):
@@ -58,7 +62,7 @@ def test_a_cosine_that_has_ended_goes_on_at_its_floor(recipe, tmp_path):
     before = rates(tmp_path / "run")
     train(change(recipe, budget={"steps": 16}))
     after = rates(tmp_path / "run")
-    assert {step: after[step] for step in before} == before, "nothing is trained again"
+    assert {step: after[step] for step in before} == before, "no step may be repeated"
     assert [after[step] for step in range(13, 17)] == pytest.approx([0.0003] * 4)
     assert after[13] <= after[12]
 
@@ -75,7 +79,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     path = change(trunk, "branch", output=str(tmp_path / "branch"), branch_from=f"{tmp_path}/run@8")
     train(path)
     branch = tmp_path / "branch"
-    assert list(rates(branch)) == [9, 10, 11, 12], "half of the eight steps before"
+    assert list(rates(branch)) == [9, 10, 11, 12], "the branch must have half as many steps as the run before it"
     assert rates(branch)[9] == pytest.approx(0.003) and rates(branch)[12] < 0.002
     assert events(branch, "branch")[0]["path"] == "step-00000008"
     state = json.loads((branch / "checkpoints/step-00000012/trainer_state.json").read_text())["state"]
@@ -100,7 +104,7 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, schedule):
-    """Also where it pauses within the decay, and at a step at which nothing else was due."""
+    """A pause must change nothing, even within the decay and at a step without other events."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
@@ -117,7 +121,7 @@ def tokens(run):
 
 
 def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
-    """Steps of one to four sequences; then the full batch, also after the end of the run was moved."""
+    """Steps must grow from one to four sequences, and keep the full batch size after the run is extended."""
     path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
     train(path)
     train(change(path, budget={"steps": 24}))
@@ -128,7 +132,7 @@ def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
 
 
 def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
-    """No token is counted or read twice, and none is left out."""
+    """No token may be counted or read twice or be left out."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr
@@ -207,7 +211,7 @@ def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, t
 
 @pytest.fixture
 def timed(recipe):
-    """The recipe with more steps than its minutes allow."""
+    """Changes the recipe to more steps than fit in its minutes."""
     return change(
         recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
     )
@@ -217,14 +221,14 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
     train(timed)
     run, by_clock = tmp_path / "run", events(tmp_path / "run", "control")
     assert {event["by"] for event in by_clock} == {"budget.minutes"}
-    # On a machine that gets slower meanwhile, the decay is shortened.
+    # If the machine becomes slower, the decay is shortened.
     assert [event["command"] for event in by_clock] == ["anneal"] + ["shorten"] * (len(by_clock) - 1)
     begin, end = by_clock[0]["step"], events(run, "end")[-1]["step"]
     assert begin < end == by_clock[-1]["total_steps"] <= 1 + 1.2 * begin
     assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
     assert "already complete" in train(timed).stdout
     train(timed, "--budget.minutes", "0.15")
-    assert events(run, "resume")[-1]["step"] <= begin, "from before the decay"
+    assert events(run, "resume")[-1]["step"] <= begin, "the run must resume from before the decay"
     commands = [event["command"] for event in events(run, "control")]
     assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
 

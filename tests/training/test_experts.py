@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers are found and followed, their loss is the stated one, active parameters are counted."""
+"""MoE models: routers are found, their losses match the formulas, and active parameters are counted."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ BALANCE, Z_LOSS = 0.5, 0.1
 def tiny_model(name: str, **more):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **more), attn_implementation="eager").train()
-    with torch.no_grad():  # so that experts are far from equally loaded
+    with torch.no_grad():  # makes the expert loads unequal
         for router in routers_of(model):
             for parameter in router.module.parameters():
                 parameter.normal_(std=0.5)
@@ -66,7 +66,7 @@ def batch(rows: int = 4):
 
 
 def step(experts: Experts, model, micro_batches: list, skipped=None) -> dict[str, torch.Tensor]:
-    """Gradients of one step without an update."""
+    """Returns the gradients of one step without an update."""
     loss_of, micro_steps = LanguageModelLoss(model), len(micro_batches)
     experts.begin_step(micro_steps)
     for ids, targets in micro_batches:
@@ -84,7 +84,7 @@ def probabilities(name: str, logits):
 
 
 def recorded_logits(model, name: str) -> dict:
-    """{router's number: its logits in the last forward pass}."""
+    """Returns {router index: its logits in the last forward pass}."""
     logits = {}
 
     def record(number):
@@ -101,7 +101,7 @@ def recorded_logits(model, name: str) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_loss_written_out(name):
-    """f is that of the step before: even in the first step, where the balancing loss has no gradient."""
+    """The balancing loss uses the previous step's expert shares, which are uniform in the first step."""
     model, twin = tiny_model(name), tiny_model(name)
     experts = followed(model)
     first = step(experts, model, [batch()])
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_loss_written_out(name):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_means_the_same(name):
-    model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe: the first layer is dense
+    model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe's first layer is dense
     logits = recorded_logits(model, name)
     experts = followed(model)
     step(experts, model, [batch()])
@@ -169,10 +169,10 @@ def test_micro_batches_and_ranks_do_not_change_the_step():
     [("qwen3_moe", "none", "full"), ("qwen3_moe", "regional", "full"), ("deepseek_v3", "regional", "none")],
 )
 def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(name, mode, checkpointing, monkeypatch):
-    """DeepSeek's bias moves between the steps, beside the graph.
+    """DeepSeek's bias is updated outside the graph, between the steps.
 
-    Graphs run as they are, since neither is a matter of what generates the code; DeepSeek's by inductor too in `make
-    test-strategies`.
+    The aot_eager backend is sufficient, because code generation doesn't matter here. `make test-strategies` also runs
+    DeepSeek with inductor.
     """
     is_deepseek = name == "deepseek_v3"
     if not is_deepseek or os.environ.get("STRATEGIES") != "all":
@@ -206,7 +206,7 @@ def test_a_bias_moves_against_the_load_of_the_step(name):
         assert torch.equal(bias, torch.tensor(expected)) and bias.any()
     kept = [bias.clone() for bias in biases]
     step(experts, model, [batch()], skipped=torch.tensor(1.0))
-    assert all(map(torch.equal, biases, kept)), "a step that is skipped moves nothing"
+    assert all(map(torch.equal, biases, kept)), "a skipped step must not move the biases"
     assert experts.figures()["router_bias_max"] == pytest.approx(0.02)
 
 
@@ -232,7 +232,7 @@ def test_a_share_that_is_even_is_not_rounded_to_a_side():
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "laguna", "afmoe"])
 def test_a_bias_that_is_declared_a_parameter_is_built_as_a_buffer(name):
-    """So that it is whole under every strategy, and in no optimizer."""
+    """As a buffer, the bias is replicated under every strategy and not passed to the optimizer."""
     config = AutoConfig.for_model(name, **{**COMMON, **MODELS.get(name, {}), "num_hidden_layers": 3})
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
@@ -284,7 +284,7 @@ def test_experts_without_tokens_are_warned_of_once(monkeypatch):
     monkeypatch.setattr(experts_module, "IDLE_STEPS", 3)
     model = tiny_model("mixtral")
     with torch.no_grad():
-        routers_of(model)[1].module.weight.zero_()  # equal logits: the same two are chosen always
+        routers_of(model)[1].module.weight.zero_()  # equal logits always select the same two experts
     experts = followed(model, balance=0.0, z_loss=0.0)
     told = []
     for _ in range(5):
@@ -306,7 +306,7 @@ def test_experts_without_tokens_are_warned_of_once(monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_visits(name):
-    """Less the rows of the routers for the experts that such a model does not have."""
+    """The smaller model also has fewer router rows, which are counted separately."""
     key = next(key for key in EXPERTS if key in MODELS[name])
     chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
     whole, small = tiny_model(name), tiny_model(name, **{key: chosen, "topk_group": 1, "n_group": 1})
@@ -321,10 +321,10 @@ def test_a_dense_model_is_active_as_a_whole():
     config = AutoConfig.for_model("qwen3", **{**COMMON, "head_dim": 16})
     assert active_parameters(config) == count_parameters(config)
     more = flops_per_token(config, 64) - flops_per_token(config, 32)
-    assert more == 12 * 3 * (4 * 16) * 32, "heads x head width, which is not the hidden width"
+    assert more == 12 * 3 * (4 * 16) * 32, "attention uses heads x head size, not the hidden size"
     config = tiny_config("deepseek_v3")
     more = flops_per_token(config, 64) - flops_per_token(config, 32)
-    assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values of different width"
+    assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values have different sizes"
 
 
 def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
@@ -364,7 +364,7 @@ def test_a_model_without_a_bias_is_refused_its_rate(name):
 
 
 def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
-    """Theirs is summed over layers (2 here) and 1 where all experts get the same, ours averaged, and K (2) there."""
+    """DeepSeek sums the loss over layers and normalizes it differently, so the error shows the converted value."""
     with pytest.raises(InputError, match=r"aux_loss_alpha 0\.004 would be 0\.004 here"):
         losses_of(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
 

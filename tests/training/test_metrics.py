@@ -1,4 +1,5 @@
-"""What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
+"""Metrics: speeds are computed from times without pauses, log lines are valid JSON, and console output fits the
+terminal."""
 
 import json
 import math
@@ -28,7 +29,9 @@ def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
     )
     now[0] += 4
     throughput.step_done()
-    assert throughput.read(4000, 1e6, None, 1)["tokens_per_second"] == pytest.approx(1000), "a new interval"
+    assert throughput.read(4000, 1e6, None, 1)["tokens_per_second"] == pytest.approx(1000), (
+        "each read starts a new interval"
+    )
     assert Throughput().read(1, 1.0, None, 1)["mfu"] is None
 
 
@@ -121,7 +124,7 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
     metrics.expect("First step")
     figures = LiveFigures(step_seconds=0.25, tokens_per_second=8224.0)
     for step in range(1, 11):
-        now[0] += 0.06  # shown every other time: at most ten times per second
+        now[0] += 0.06  # shown every other time, because the limit is ten times per second
         figures.losses.append(4.0 - step / 10)
         metrics.show(figures, step, 200, math.inf)
     drawn = [line.removesuffix("\r") for line in screen.getvalue().split("\r\x1b[K")]
@@ -131,16 +134,16 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
     assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}\r")
     with metrics.doing("validation"):
         assert screen.getvalue().endswith("step 0 · validation ...\r")
-    assert screen.getvalue().endswith(f"{drawn[-1]}\r"), "and what it said before"
+    assert screen.getvalue().endswith(f"{drawn[-1]}\r"), "the previous line must be shown again"
     metrics.end(0, "done")
-    assert screen.getvalue().endswith("exit status 0\n"), "the end is the last line"
+    assert screen.getvalue().endswith("exit status 0\n"), "the last line must report the end"
 
 
 def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
     figures = LiveFigures(step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396)
     wide = figures.in_words(100, 586, 200, math.inf, 160)
     assert wide == "step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s"
-    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends it before"
+    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends the run earlier"
     assert LiveFigures().in_words(0, 586, 200, math.inf, 80) == "step 0/586"
 
 
@@ -156,7 +159,7 @@ def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
-    for seconds in (60.0, 2.0, 2.0):  # the first compiles
+    for seconds in (60.0, 2.0, 2.0):  # the first step compiles
         now[0] += seconds
         throughput.step_done()
     assert throughput.recent_step_seconds == 2.0
@@ -172,7 +175,7 @@ def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_the_time_left_leaves_out_the_step_that_compiles(metrics, capsys, monkeypatch, pauses):
-    """Whether the steps are logged one by one or together, and paused between or not."""
+    """The estimate must not depend on pauses between steps."""
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()

@@ -1,4 +1,4 @@
-"""The next micro-batch is read beside the step: the right one, once, and an error where it belongs."""
+"""The next micro-batch is read during the step: the right one, only once, and errors are raised when it is used."""
 
 import threading
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ WAIT_SECONDS = 120
 
 @dataclass
 class Run:
-    """A run of 3 steps of 2 micro-steps, and its batches, whose tokens tell where they are from."""
+    """Run of 3 steps with 2 micro-steps each, whose token IDs identify the step and micro-step."""
 
     name: int = 0
     total_steps: int = 3
@@ -83,7 +83,7 @@ def test_quick_reads_stay_in_the_thread_that_trains(monkeypatch):
     monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", float("inf"))
     run, ahead = Run(), reader()
     ahead.micro_batch(run, 0, 0)
-    ahead._thread.shutdown()  # a second one would be an error
+    ahead._thread.shutdown()  # starting another read in the thread would fail
     assert token(ahead.micro_batch(run, 1, 1)) == 11 and run.reads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
@@ -91,7 +91,7 @@ def test_after_going_back_the_other_run_s_batch_arrives():
     first, second, ahead = Run(), Run(name=1), reader()
     ahead.micro_batch(first, 0, 0)
     assert token(ahead.micro_batch(second, 0, 1)) == 101
-    assert token(ahead.micro_batch(second, 0, 0)) == 100, "any other place is read as well"
+    assert token(ahead.micro_batch(second, 0, 0)) == 100, "any other micro-batch can be read, too"
 
 
 def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
@@ -102,7 +102,7 @@ def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
 
 
 class FirstProcess:
-    """What reads for all, at once."""
+    """Dispatcher that reads immediately, for all processes."""
 
     def __init__(self):
         self.steps = []
@@ -120,9 +120,9 @@ def test_dispatched_steps_are_asked_for_once_each_one_ahead_and_alike_whatever_t
     ahead = reader(first)
     assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1] and first.steps == [0, 1]
     assert [token(ahead.micro_batch(run, 1, number)) for number in range(2)] == [10, 11]
-    assert token(ahead.micro_batch(other, 1, 0)) == 110, "the run went back, and its data is other data"
+    assert token(ahead.micro_batch(other, 1, 0)) == 110, "after a rollback, the data is different"
     assert token(ahead.micro_batch(other, 2, 1)) == 121
-    assert first.steps == [0, 1, 2, 1, 2], "each step in one exchange, and nothing beyond the end"
+    assert first.steps == [0, 1, 2, 1, 2], "each step needs one exchange, and none may follow the last step"
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
@@ -136,7 +136,7 @@ def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dt
     assert all(inputs[name].dtype == torch.int64 for name in ("input_ids_BT", "targets_BT", "position_ids"))
     assert all(inputs[name].is_contiguous() for name in ("input_ids_BT", "targets_BT"))
     assert inputs["position_ids"][1].tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6]
-    assert ids[2, 3] == 23, "the batch is not written to"
+    assert ids[2, 3] == 23, "the batch must not be modified"
 
 
 def test_ignored_rows_leave_the_inputs_alone():

@@ -1,4 +1,4 @@
-"""QK-clip scales the heads whose logits exceeded tau, and no others; test_muon_and_adafactor.py has the strategies."""
+"""QK-clip must scale only the heads whose logits exceeded tau; test_muon_and_adafactor.py tests the strategies."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def config_of(values):
 
 
 def clipped(values: dict, tau: float):
-    """A model in training and its QK-clip, whose methods are called in place of a strategy."""
+    """Returns a model in training mode and its QK-clip, with a stub strategy."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(values), attn_implementation="groundwork_sdpa").train()
     record_largest_logits(model)
@@ -41,7 +41,7 @@ def clipped(values: dict, tau: float):
 
 
 def largest_of_step(model, clip) -> torch.Tensor:
-    """Runs the micro-steps of a step; returns the largest logits (L, H)."""
+    """Runs the micro-steps of a step. Returns the largest logits (L, H)."""
     clip.begin_step(2)
     for ids in IDS.split(2):
         model(ids, **attention_arguments(document_layout(ids.numpy(), 0), "groundwork_sdpa", "cpu"))
@@ -59,7 +59,7 @@ def largest_of_step(model, clip) -> torch.Tensor:
 )
 def test_the_next_logits_of_heads_that_exceeded_tau_are_tau_and_others_stay(name, values):
     model, clip = clipped({**TINY[name], **values}, tau=1.0)
-    with torch.no_grad():  # so that logits differ, and biases count
+    with torch.no_grad():  # makes logits differ and biases nonzero
         for parameter in model.parameters():
             parameter.mul_(3).add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     before = largest_of_step(model, clip)
@@ -70,7 +70,7 @@ def test_the_next_logits_of_heads_that_exceeded_tau_are_tau_and_others_stay(name
     clip.end_step(UPDATED)
     after = largest_of_step(model, clip)
     assert (before[0] > tau).any() and (before[0] < tau).any()
-    # Of the first layer alone: the inputs of the others have changed.
+    # Only the first layer, because the inputs of later layers have changed.
     assert torch.allclose(after[0], before[0].clamp(max=tau), rtol=1e-5)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights[name])}
     assert changed <= {rows.parameter for of_layer in head_rows(model).values() for rows in of_layer}

@@ -1,4 +1,4 @@
-"""What a run refuses to continue with, and what survives a crash between two checkpoints."""
+"""Changes with which a run can't resume, and rollbacks that must survive a crash between two checkpoints."""
 
 import json
 import os
@@ -33,13 +33,13 @@ def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path,
     assert problem.startswith(f"{path}: the run was started with {json.dumps(SAVED[path])}")
     assert f"the recipe now says {json.dumps(other)}" in problem and f"accept it with --{path}" in problem
     assert identity_problems(SAVED, now, frozenset({path})) == []
-    assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
+    assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "naming part of the setting is enough"
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
 
 
 @pytest.mark.parametrize(("path", "other"), [("seed", 2), ("data.sequence_length", 32)])
 def test_another_order_of_the_data_is_refused_even_if_it_is_named(path, other):
-    """No way to accept it is offered: some data would be read twice and some never."""
+    """The change can't be accepted, because some data would be read twice and some never."""
     now = SAVED | {path: other}
     (problem,) = identity_problems(SAVED, now, frozenset({path}))
     assert problem.startswith(f"{path}: the run was started with") and "accept it" not in problem
@@ -47,7 +47,7 @@ def test_another_order_of_the_data_is_refused_even_if_it_is_named(path, other):
 
 
 def test_another_optimizer_is_refused_even_if_it_is_named():
-    """Its state could not be loaded."""
+    """Its optimizer state couldn't be loaded."""
     now = SAVED | {"optim.name": "muon"}
     (problem,) = identity_problems(SAVED, now, frozenset({"optim.name"}))
     assert problem.startswith('optim.name: the run was started with "adamw"') and "another --output" in problem

@@ -1,4 +1,4 @@
-"""What is due between two steps."""
+"""Actions that are due between two steps."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ from pretrain.training.run_plan import Due, due_after, steps_between
 
 
 def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
-    """What is due in a recipe with these sections alone, which logs every third step of 4 x 64 tokens."""
+    """Returns the due actions with only these sections, logging every third step of 4 x 64 tokens."""
     never = {"validation": Validation(), "benchmarks": Benchmarks(), "samples": Samples(), "checkpoint": Checkpoint()}
     never["diagnostics"] = Diagnostics()
     settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "interval_scale": factor}
@@ -31,7 +31,7 @@ def test_the_last_step_is_logged_measured_and_saved_and_no_more():
     unsaved = Checkpoint(every_steps=4, save_final=False)
     assert found(7, 7, checkpoint=unsaved) == due(logs=True, validates=True, is_last=True)
     assert found(4, 7, checkpoint=unsaved) == due(saves=True)
-    assert found(7, 7, samples=Samples(every_tokens=10**6)).samples, "a last sample"
+    assert found(7, 7, samples=Samples(every_tokens=10**6)).samples, "the last step must have a sample"
 
 
 def test_what_is_evaluated_is_saved():

@@ -1,4 +1,4 @@
-"""What runs but may not be meant is said, with figures, at the check and in the run."""
+"""Settings that may be unintended must be reported with numbers, by the check and by the run."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def said(recipe, *overrides):
 
 
 AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("adamw", "muon"))
-"""For the recipe's model and batch."""
+"""Learning rates for the recipe's model and batch."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
         ({"optim.learning_rate": "auto"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of auto's value for muon at"),
-        # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
+        # The recipe's 3e-3 is close to AdamW's value, but wasn't chosen for Muon.
         ({"optim.name": "muon"}, "the recipe's, while --optim.name muon is the command line's, and 1/2.59 of"),
         ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
         ({"optim.name": "adafactor"}, None),
@@ -42,7 +42,7 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
 def test_a_rate_far_from_the_optimizers_own_is_reported(recipe, overrides, message):
     found = said(recipe, *overrides.items())
     assert found == [] if message is None else len(found) == 1 and message in found[0]
-    assert message is None or "parameters, 0.0" in found[0], "auto's own figure"
+    assert message is None or "parameters, 0.0" in found[0], "the warning must show auto's value"
 
 
 def test_the_demo_under_adamw_says_both_rates(shards):
@@ -59,7 +59,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     ("rows", "message"),
     [
         (512, None),
-        (520, None),  # eight rows more than needed are less than 1 % of the parameters
+        (520, None),  # eight unused rows are less than 1 % of the parameters
         (2048, "vocabulary: the model has 2,048 rows but the data only 512 IDs: 98.3k of "),
         ("auto", None),
     ],
@@ -131,7 +131,7 @@ def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
 
 
 def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
-    """Through the script, where the variables make an old CPU of this one."""
+    """Runs the script with variables that disable this CPU's newer instructions."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
     warning = "warning: precision: bf16 is emulated here"

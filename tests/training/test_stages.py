@@ -1,7 +1,7 @@
-"""A run whose stages have sequences of other lengths and other positions: resumed, exported, refused.
+"""Runs whose stages change the sequence length and RoPE must resume exactly, export correctly and reject bad settings.
 
-Two launches (tests/support/train_strategies.py) train everything, and the tests look at what they left. With
-STRATEGIES=all in the environment (`make test-strategies`) under every strategy.
+Two launches train everything (tests/support/train_strategies.py), and the tests check the results. With STRATEGIES=all
+in the environment (`make test-strategies`), every strategy is tested.
 """
 
 import json
@@ -28,7 +28,8 @@ UNMEASURED = ["--validation.every_steps", "null"]
 
 
 def recipe_of(model: Path, shards: Path, output: Path) -> dict:
-    """In sequences of 64 tokens, and after half of the run of 256 with YaRN; a checkpoint every two steps."""
+    """Returns a recipe with 64 tokens per sequence, then 256 with YaRN from halfway, and a checkpoint every two
+    steps."""
     source = {"shards": str(shards)}
     stages = [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 256, "rope_parameters": ROPE}]
     return {
@@ -63,7 +64,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
     experts = ["--model", str(folder / "experts.json"), *UNMEASURED]
     alone = [run("single", "whole"), *map(resumed, (2, 4, 6)), run("single", "experts", *experts)]
-    two_stages = ["--pipeline.schedule", "1F1B"]  # of two layers
+    two_stages = ["--pipeline.schedule", "1F1B"]  # the model has two layers
     together = [run(name, name, *UNMEASURED, *(two_stages if name == "pp" else [])) for name in UNDER]
     together.append(run("ep", "ep", *experts))
     longer = ["--optim.schedule", "constant", "--budget.steps", str(STEPS + 2)]
@@ -78,7 +79,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
 
 def measured(run):
-    """What each validation found, by step."""
+    """Returns {step: results of its validation}."""
     found = {event["step"]: event for event in events(run, "validation")}
     names = ("loss", "stage_loss", "stage_sequence_length", "loss_by_position", "tokens_by_position")
     return {step: {name: event.get(name) for name in names} for step, event in found.items()}
@@ -110,7 +111,7 @@ def test_a_stage_is_measured_at_its_own_length(runs):
     train = {event["step"]: event for event in events(whole, "train")}
     flops = stage["flops_per_token"] / events(whole, "start")[0]["flops_per_token"]
     work = {step: event["mfu"] / event["tokens_per_second"] for step, event in train.items()}
-    assert work[5] / work[4] == pytest.approx(flops, rel=1e-4), "MFU counts what a token costs at each length"
+    assert work[5] / work[4] == pytest.approx(flops, rel=1e-4), "MFU must use the FLOPs per token of each length"
     last = measured(whole)[STEPS]
     assert last["stage_sequence_length"] == 256 and list(last["loss_by_position"]) == ["0-127", "128-255"]
     by_range = [last[name].values() for name in ("loss_by_position", "tokens_by_position")]
@@ -119,7 +120,7 @@ def test_a_stage_is_measured_at_its_own_length(runs):
 
 
 def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
-    """The library's own model at the new length has the loss of the run."""
+    """At the new length, transformers' model must have the loss of the run."""
     whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{STEPS:08d}")
@@ -144,13 +145,15 @@ def test_every_strategy_takes_the_same_stages(runs, name):
 
 
 def test_a_longer_run_keeps_the_border_where_it_was(runs):
-    assert len(events(runs / "ddp", "stage")) == 1, "the border is not moved to the middle of the longer run"
+    assert len(events(runs / "ddp", "stage")) == 1, "the boundary must not move to the middle of the longer run"
     assert losses(runs / "ddp").keys() == set(range(1, STEPS + 3))
 
 
 def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
-    """And compute what they do uncompiled; the graphs run as they are. Validation and the export's check, compiled by
-    themselves, are left out."""
+    """Compiled layers must also have the same losses as uncompiled ones.
+
+    Validation and the export check are off, because they are compiled separately.
+    """
     environment = {"COMPILATIONS": str(tmp_path / "compilations"), "BACKEND": "aot_eager"}
     settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.save_final", "false")
     arguments = ("--config", runs / "recipe.yaml", "--output", tmp_path / "run", *settings)

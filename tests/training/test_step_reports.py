@@ -1,4 +1,4 @@
-"""Two ranks know the same of every step."""
+"""Two ranks must agree on the report of every step."""
 
 import json
 import os

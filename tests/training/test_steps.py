@@ -1,4 +1,4 @@
-"""What was asked for is heard between steps too, by all ranks alike, and is not forgotten before it is done."""
+"""Requests between steps must reach all ranks, and must not be lost before they are carried out."""
 
 import json
 import os
@@ -30,7 +30,7 @@ START = "start-1"
 
 
 def run_of(folder, rank=0, ranks=1) -> Run:
-    """A run of a rank that trains nothing, in a folder of its own."""
+    """Returns the run of one rank, which trains nothing."""
     run = object.__new__(Run)
     run.config = SimpleNamespace(output=folder, guard=Guard(), budget=SimpleNamespace(minutes=None))
     run.strategy = strategy_of(rank, ranks, folder.with_name("meeting_point"))
@@ -72,18 +72,18 @@ def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
     assert run.request == Request.NONE
     ask(tmp_path, "save")
     step(run, 2)
-    roll_back(run, None)  # nothing was done about it
+    roll_back(run, None)  # the request is still pending
     step(run, 1)
     assert run.request == Request.SAVE and answered(tmp_path) == {}
     answer(run)
     assert run.request == Request.NONE
     assert (answered(tmp_path)["command"], answered(tmp_path)["step"]) == ("save", 1)
     step(run, 2)
-    assert run.request == Request.NONE, "done once"
+    assert run.request == Request.NONE, "the command must run only once"
 
 
 def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
-    """As on a GPU, where the report of a step comes with the next."""
+    """On a GPU, a step's report arrives with the next step."""
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -106,14 +106,14 @@ def test_a_save_is_no_reason_to_leave_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     poll_or_interrupt(run)
-    assert run.request == Request.SAVE, "and is done after it"
+    assert run.request == Request.SAVE, "the checkpoint is saved after validation"
     ask(tmp_path, "stop")
     with pytest.raises(WorkInterruptedError):
         poll_or_interrupt(run)
 
 
 def leave(tmp_path, rank) -> list:
-    """Rank 1 alone is told to end while the main rank computes for a long time, and both wait for it."""
+    """Requests rank 1 to stop while the main rank computes and both wait for it."""
     run = run_of(tmp_path / "run", rank, 2)
     heard, begun = 0, time.monotonic()
 
