@@ -315,7 +315,7 @@ def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
 
 
 def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
-    """A run that ended before its first checkpoint starts again, but lost checkpoints must be an error."""
+    """A run that ended before its first checkpoint starts again, but missing checkpoints must be an error."""
 
     def log(*events):
         with open(tmp_path / "metrics.jsonl", "a") as file:

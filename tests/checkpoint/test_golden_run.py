@@ -20,7 +20,7 @@ STEPS = {name: f"checkpoints/step-{number:08d}" for name, number in (("before", 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory):
-    """Resumes a copy of the run and trains it to the end. Its recipe gives the shards relative to the project root."""
+    """Resumes a copy of the run and trains it to the end. Its recipe has shard paths relative to the project root."""
     run = tmp_path_factory.mktemp("golden") / "run"
     shutil.copytree(GOLDEN / "run", run)
     run_script("train.py", "--config", GOLDEN / "run/config.yaml", "--output", run)

@@ -142,7 +142,7 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
 
 
 def test_another_mirror_is_not_the_one_that_was_claimed(tmp_path):
-    """The mirror may change by hand or with the recipe."""
+    """The copy may be started manually, or the recipe changed."""
     run = write_run(tmp_path / "run", (4,))
     for name in ("one", "two"):
         copy_all(copier_of(run, tmp_path / name))
@@ -213,7 +213,7 @@ def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
     copier = copier_of(run, mirror, keep_last=2)
     copy_all(copier)
     assert list(copier.status["damaged"]) == ["checkpoints/step-00000004"]
-    assert copier_of(run, mirror).damaged == copier.damaged, "a restarted copier must know the damage"
+    assert copier_of(run, mirror).damaged == copier.damaged, "a restarted copier must remember the damage"
     write_checkpoint(run, 12)
     copy_all(copier)
     assert steps_there(mirror) == [8, 12] and copier.status["damaged"] == {}
@@ -221,7 +221,7 @@ def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
 
 
 def test_a_clock_that_is_set_back_leaves_out_no_checkpoint(tmp_path):
-    """LATEST may have an unchanged time, and a copy's duration must not be negative."""
+    """LATEST may have an unchanged modification time, and a copy's duration must not be negative."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)

@@ -1,4 +1,4 @@
-"""Starts on an empty or outdated disk, and with an unreachable, damaged or foreign mirror."""
+"""Starts on an empty or outdated disk, or with a mirror that is unreachable, damaged or another run's."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def lost(tmp_path):
 
 
 def fetch_from_mirror(run, settings, ranks):
-    """Fetches like a start that ends immediately."""
+    """Fetches the run as at startup, and then exits."""
     with on_mirror(run, settings, ranks):
         pass
 
@@ -55,7 +55,7 @@ def test_an_empty_disk_gets_the_newest_and_the_log(lost):
 
 
 def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
-    """An older local checkpoint is used only if the mirror doesn't have a valid one of the same branch."""
+    """An older local checkpoint is used only if the mirror has no valid copy, or only one from before a rollback."""
     run, mirror, settings = lost
     fetch_from_mirror(run, settings, Ranks())
     fetch_earlier(run, settings, Ranks(), 7, lambda: None)
@@ -167,8 +167,7 @@ def test_an_empty_mirror_is_a_fresh_start(tmp_path):
 
 
 def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
-    """A mirror that never had a complete checkpoint is a fresh start, because its machine failed during the first
-    copy."""
+    """Only if no checkpoint was ever copied completely may the run start from scratch."""
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         path.unlink()
@@ -184,7 +183,7 @@ def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
 
 @pytest.mark.parametrize("is_finished", [False, True])
 def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finished):
-    """A run with its own or newly fetched checkpoints must start."""
+    """The run must start if its folder has checkpoints or they can be fetched."""
     run, mirror, _ = lost
     settings = Checkpoint(mirror=f"faulty://{mirror}", mirror_wait_seconds=1)
     (tmp_path / "mirror.faults").write_text('{"errno": "EROFS"}')

@@ -14,7 +14,7 @@ from support.object_store import store_server
 
 
 def check_and_write(store, name, content):
-    """Creates a file without atomicity, as on the Hub: two starts that check before either writes both succeed."""
+    """Creates a file non-atomically, as on the Hub: if two starts check before either writes, both succeed."""
     if store.read(name) is not None:
         raise FileExistsError(name)
     time.sleep(0.2)
@@ -82,7 +82,7 @@ def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
 
 @pytest.mark.parametrize("store", ["disk", "memory", "s3"], indirect=True)
 def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, request):
-    """Its age is that of its object by the store's clock, which has whole seconds in S3."""
+    """The lease's age is measured by the store's clock, which S3 reports in whole seconds."""
     monkeypatch.setattr(mirror_lease, "CLOCK_SECONDS", 1.0)
     killed = take_lease(store, "one", None)
     killed._over.set()

@@ -1,5 +1,4 @@
-"""Data order: each sequence once per epoch, sources by weight, random access, and independence of the number of
-ranks."""
+"""Data order: complete epochs, source weights, random access, and independence of the number of ranks."""
 
 import json
 import sys
@@ -121,7 +120,7 @@ def test_random_windows_start_anywhere(tmp_path):
     assert starts.min() >= 0 and starts.max() + LENGTH + 1 <= 1000
     assert len(set(starts % LENGTH)) == LENGTH
     assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, (
-        "the mean must be uniform over [0, 984), within five standard errors"
+        "the starts must be uniform over [0, 984): five standard errors"
     )
 
 
@@ -155,7 +154,7 @@ def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
 
 
 def test_any_step_costs_what_the_first_does(tmp_path):
-    """Function calls and bytes don't depend on machine load, and replaying earlier steps would increase one of
+    """Counts function calls and bytes, which don't depend on machine load. Replaying steps would increase one of
     them."""
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
 

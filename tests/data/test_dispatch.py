@@ -1,4 +1,4 @@
-"""With one process reading for all, runs must match bit for bit under every strategy, even if others have no shards.
+"""If only one process reads the data, runs must match bit for bit under every strategy.
 
 One launch of two processes trains everything (tests/support/train_strategies.py). In dispatched runs, the second
 process works in a folder without the shards, as on another machine. With STRATEGIES=all in the environment (`make
@@ -193,7 +193,7 @@ def test_processes_at_different_steps_would_be_seen(dispatchers):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Makes this process rely on the first process's description of the shards, and then moves one folder away."""
+    """Makes this process rely on the first process's description of shards, one folder of which was moved."""
 
     def believing(*damaged):
         folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]

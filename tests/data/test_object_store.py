@@ -38,7 +38,7 @@ STRATEGIES = ["ddp"]
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "tp", "cp", "pp"]
 RESUMED = {"from disk to store": ("ddp", " remote"), "from store to disk": ("ddp remote", "")}
-"""{run: (run whose checkpoint it resumes, suffix for where it reads)}."""
+"""{run: (run that it resumes, suffix of the data location)}."""
 LENGTH = 1024
 TOKENS = 300_000
 FOLDERS = itertools.count()
@@ -330,7 +330,7 @@ IMPATIENT = {
     "pretrain.data.object_store.BLOCKS_AHEAD": 0,
     "pretrain.data.object_store.BLOCKS_KEPT": 0,
 }
-"""Constants with which a test reaches, within seconds, the errors of a long run whose server vanishes."""
+"""Constants that make a run notice a vanished server within seconds."""
 
 
 def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tmp_path):

@@ -1,5 +1,4 @@
-"""Best fit: documents stay whole, dropped tokens are counted, and steps can be read in any order on any number of
-ranks."""
+"""Best-fit packing: whole documents, counts of dropped tokens, and random access on any number of ranks."""
 
 import json
 
@@ -25,7 +24,7 @@ def small_blocks(monkeypatch):
 
 
 def documents_in(folder, sizes, *, ends=True):
-    """Writes shards with documents of these sizes, including the end-of-document ID; other IDs give their position."""
+    """Writes shards with documents of these sizes, including the end-of-document ID; other IDs are positions."""
     folder = write_shards(folder, int(sum(sizes)), files=3, vocabulary=2**16)
     ids = 1 + np.arange(sum(sizes), dtype="<u2")
     if ends:

@@ -41,7 +41,7 @@ def test_the_shards_size_the_model_where_it_lets_them(config_of):
 def test_a_plan_without_shards_says_what_it_assumes(config_of):
     missing, auto = config_of(None), config_of(None, ("model.vocab_size", "auto"))
     assert vocabulary_of(missing.data) is None
-    assert assumed(missing, planned(missing)) == [], "a vocabulary size in the model needs no assumption"
+    assert assumed(missing, planned(missing)) == [], "no assumption is needed if the model states its vocabulary size"
     (remark,) = assumed(auto, planned(auto))
     assert "not prepared yet; planned with 512 rows" in remark
     assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []

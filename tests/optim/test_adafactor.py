@@ -68,7 +68,7 @@ def compare_state(found, expected):
 
 
 def tile_of(rank, shape, kind):
-    """Returns a rank's tile of a parameter, along the last dimension if it doesn't have dimension `kind`."""
+    """Returns a rank's tile of a parameter. `kind` is the sharded dimension (at most the last) or "two dimensions"."""
     tile = [((0, size),) for size in shape]
     if not shape:
         return ()

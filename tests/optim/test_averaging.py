@@ -66,7 +66,7 @@ def test_an_average_goes_on_only_where_it_belongs():
     assert not can_continue(tail, state, total_steps=2000), "the tail of an extended run starts later"
     assert average_after_step(tail, state, 1010, total_steps=2000) == (None, 0.0)
     assert average_after_step(tail, state, 1610, total_steps=2000)[1] == 1.0, "a new average must start"
-    assert can_continue(tail, state, total_steps=900), "if a run is annealed early, its tail started late"
+    assert can_continue(tail, state, total_steps=900), "an average may continue if the run is annealed early"
     assert not can_continue(Averaging(kind="ema"), state, total_steps=1000)
     assert average_after_step(Averaging(kind="ema"), None, 500, total_steps=1000)[1] == 1.0
 

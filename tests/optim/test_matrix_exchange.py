@@ -29,7 +29,7 @@ def wholes():
 
 
 def replaced(pairs):
-    """Replaces each matrix by values that depend on all of its elements and its shape."""
+    """Replaces each matrix with values that depend on all of its elements and its shape."""
     for whole, matrix in pairs:
         assert whole.shape == matrix.shape
         whole.copy_(whole.flip(0).cumsum(1) * whole.sum())

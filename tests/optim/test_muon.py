@@ -1,4 +1,4 @@
-"""Muon must match its formula in fp64, and torch's implementation."""
+"""Muon must match its formula in fp64 and torch's implementation."""
 
 import math
 
@@ -35,15 +35,14 @@ def train(optimizer, parameters, first=0, last=4):
 
 
 def polynomials(name):
-    """Returns the published coefficients: Jordan's for all iterations, or Polar Express' list with its safety
-    factor."""
+    """Returns the published coefficients: Jordan's for every iteration, or Polar Express' with their safety factor."""
     if name == "jordan":
         return [(3.4445, -4.7750, 2.0315)] * 5
     return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in muon.POLAR_EXPRESS[:5]]
 
 
 def orthogonal(matrix, name):
-    """Orthogonalizes a matrix in fp64 by its singular values, and scales it by the factor of its shape."""
+    """Orthogonalizes a matrix in fp64 using its SVD, and applies the shape-dependent scale."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.square().sum().sqrt() / (1.01 if name == "polar_express" else 1)
     for a, b, c in polynomials(name):
@@ -75,7 +74,7 @@ def in_fp32(monkeypatch):
 @pytest.mark.parametrize("batch_elements", [1, 2 * 144, 2**22], ids=["alone", "pairs", "all"])
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
-    """The formula includes Nesterov momentum, the polynomials, the scale for the shape and weight decay."""
+    """The formula includes Nesterov momentum, the polynomials, the shape-dependent scale and weight decay."""
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", batch_elements)
     parameters = matrices()
     optimizer = Muon(parameters, lr=1.0, coefficients=name, **SETTINGS)
@@ -101,8 +100,7 @@ def test_blocks_are_matrices_of_their_own(in_fp32):
 
 @pytest.mark.parametrize("layout", ["fused", "transposed", "alternating"])
 def test_each_expert_of_a_stack_is_a_matrix_of_its_own_and_its_gate_another(in_fp32, layout):
-    """The layouts are (E, 2I, H), (E, H, 2I) with the gate first, and (E, H, 2I) with alternating gate and up
-    columns."""
+    """The layouts are (E, 2I, H), and (E, H, 2I) with the gate first or with alternating gate and up columns."""
     experts, inner, hidden = 3, 5, 12
     generator = torch.Generator().manual_seed(5)
     parts = torch.randn(2, experts, 2, inner, hidden, generator=generator)  # weights, gradients; gate, up

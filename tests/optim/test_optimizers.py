@@ -289,7 +289,7 @@ def test_an_update_clips_as_torch_does(name, max_grad_norm):
 
 
 class NoWait(TorchDispatchMode):
-    """Fails if a number is read from a tensor, because the CPU would wait for a GPU."""
+    """Mode that fails if a number is read from a tensor, which would make the CPU wait for a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten._local_scalar_dense.default
@@ -369,7 +369,7 @@ def test_muon_leaves_what_is_not_a_matrix_to_adamw():
     # AdamW's first step is lr x sign(gradient), after weight decay (except for the embedding).
     for name, decay in (("conv.weight", 0.01), ("lm_head.weight", 0.01), ("embed.weight", 0.0)):
         torch.testing.assert_close(weights[name], torch.full(shapes[name], 1 - decay - 0.1), rtol=0, atol=1e-5)
-    # A matrix of ones has one singular value, so the update is it over its Frobenius norm, times the quintic of 1.
+    # A matrix of ones has one singular value. Divided by the Frobenius norm, it is 1, which the quintic changes to value.
     value = 1.0
     for _ in range(5):
         value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
@@ -380,8 +380,7 @@ def test_muon_leaves_what_is_not_a_matrix_to_adamw():
 
 
 def test_updates_under_stochastic_rounding_are_not_lost():
-    """Adding 2^-12 to 1.0 in bf16 has no effect without stochastic rounding; with it, 100 steps add 100 x 2^-12 on
-    average."""
+    """Adding 2^-12 to 1.0 in bf16 has no effect, but with stochastic rounding 100 steps add 100 x 2^-12 on average."""
     results = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4096, dtype=dtype))})

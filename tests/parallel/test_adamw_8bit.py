@@ -1,7 +1,7 @@
-"""8-bit AdamW on meshes must train like one process and write checkpoints that load under any layout.
+"""8-bit AdamW on a mesh must match single-process training, and its checkpoints must load in any layout.
 
-One launch of four processes trains a small MoE model under each layout. The vocabulary size isn't divisible by the
-number of shards, so the last shard and its last block are shorter. `make test` runs this file with bitsandbytes.
+One launch of four processes trains a small MoE model in each layout. The vocabulary size isn't divisible by the number
+of shards, so the last shard and its last block are shorter. `make test` runs this file with bitsandbytes.
 """
 
 import json
@@ -115,7 +115,7 @@ def problem_of(sizes: Sizes, **shape: int) -> str:
 def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
     assert problem_of(Sizes(dp_shard=4)) == problem_of(Sizes(dp_shard=2, cp=2)) == ""
     assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", (
-        "shards begin at rows 144, 288 and 432 of 64 columns each"
+        "shards start at rows 144, 288 and 432, which are block boundaries"
     )
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
@@ -138,7 +138,7 @@ def test_8bit_experts_that_another_dimension_divides_are_refused():
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
-    """A shard of the scale table must match its shard of the tensor if no shard splits a block."""
+    """If no shard splits a block, the shards of the scale table must match those of the tensor."""
     unit = unit_rows(shape)
     sizes = (shape[0], table_shape(shape)[0])
     rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in sizes)

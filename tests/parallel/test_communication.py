@@ -38,12 +38,12 @@ ONE_SUM = {"all-reduce of 8": (1, FP32)}
 
 
 def gathered(total: int, beside: int) -> int:
-    """Returns the number of elements that a micro-step gathers; `beside` of `total` are outside the layers."""
+    """Returns the number of elements gathered in a micro-step; `beside` of the `total` are outside the layers."""
     return total + (total - beside) * (LAYERS - 1) // LAYERS
 
 
 def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for FSDP: weights are gathered in bf16, and gradients are reduced in fp32.
+    """Returns the minimum traffic of FSDP: weights are gathered in bf16, and gradients are reduced in fp32.
 
     The last layer and the weights outside the layers are gathered only once per micro-step.
     """
@@ -58,13 +58,14 @@ def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum without a reduction in the first micro-step."""
+    """Returns the minimum traffic without a reduction in the first micro-step."""
     gathers = {kind: sent for kind, sent in least["micro-step"].items() if not kind.startswith("reduce-scatter")}
     return {**least, "micro-step": gathers}
 
 
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for context parallelism, which exchanges queries, keys, values and outputs in each layer."""
+    """Returns the minimum traffic of context parallelism, which exchanges queries, keys, values and outputs per
+    layer."""
     forward = (2 * LAYERS, 4 * LAYERS * BF16 * HIDDEN // ranks)
     both = {f"all-to-all of {ranks}": tuple(2 * number for number in forward)}
     least = sharded(RANKS)
@@ -73,9 +74,9 @@ def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for tensor parallelism: two all-reduces of hidden states per layer and direction.
+    """Returns the minimum traffic of tensor parallelism: two all-reduces of hidden states per layer and direction.
 
-    The update sums the gradients of replicated weights, and the gradient norm.
+    The update reduces the gradients of replicated weights, and the gradient norm.
     """
     micro_step = {
         f"all-reduce of {ranks}": (4 * LAYERS + 1, 4 * LAYERS * BF16 * HIDDEN + FP32),
@@ -90,7 +91,7 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for tensor parallelism within groups and FSDP across them."""
+    """Returns the minimum traffic of tensor parallelism within groups and FSDP across groups."""
     total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
     gathers = (2 * LAYERS, BF16 * gathered(total, BESIDE))
     of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
@@ -106,7 +107,7 @@ def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int,
 
 
 def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for a pipeline with as many microbatches as ranks."""
+    """Returns the minimum traffic of a pipeline with as many microbatches as ranks."""
     passed = (neighbors * ranks, neighbors * ranks * BF16 * HIDDEN)
     micro_step = {f"receive of {ranks}": passed, f"send of {ranks}": passed}
     once = (ranks, ranks * BF16 * HIDDEN)
@@ -118,9 +119,9 @@ def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum for expert parallelism: tokens are sent to their experts and back, after the token counts.
+    """Returns the minimum traffic of expert parallelism: tokens go to their experts and back, after the token counts.
 
-    All other weights are sharded over all ranks, and experts over the ranks with the same experts.
+    Other weights are sharded over all ranks, and experts over the ranks with the same experts.
     """
     rows, counts = BF16 * HIDDEN * MIXTURE["num_experts_per_tok"], INT64 * MIXTURE["num_experts"]
     gathers = (2 * LAYERS, BF16 * gathered(BESIDE_EXPERTS, BESIDE))
@@ -185,7 +186,7 @@ LEAST = {
         "update": ONE_SUM,
     },
 }
-"""{launch: {moment: {'<kind> of <ranks>': (count, bytes of the full tensors)}}}, computed from the model's shape."""
+"""{launch: {phase: {'<kind> of <ranks>': (count, bytes of the full tensors)}}}, computed from the model's shape."""
 ALL_REDUCED = "DeepSpeed all-reduces the gradients, although each rank only needs its shard"
 IN_TWO = "DeepSpeed gathers parameters with and without weight decay separately"
 REASONS = {
@@ -214,7 +215,7 @@ REASONS = {
         for launch in ("zero3", "zero3, fp32, no_sync")
     },
 }
-"""Why a moment sends more than the minimum."""
+"""Reasons why a phase sends more than the minimum."""
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,7 @@ def in_words(collectives: dict[str, tuple[int, int]]) -> str:
 def rows(outcomes) -> list[str]:
     """Returns the rows of the table in docs/measurements_communication.md.
 
-    Equal micro-steps share a row, and moments without communication are left out.
+    Equal micro-steps share a row, and phases without communication are left out.
     """
     lines = []
     for launch in LAUNCHES:
@@ -291,7 +292,7 @@ def test_every_attention_exchanges_alike(outcomes, launch):
 
 
 def test_the_bars_of_sharding(outcomes):
-    """Two micro-steps of two layers need 8 all-gathers, and HSDP needs 3 all-reduces between replicas."""
+    """Two micro-steps of a two-layer model need 8 all-gathers, and HSDP also needs 3 all-reduces between replicas."""
     micro_steps = ("micro-step", "last micro-step")
     for launch, ranks in {"fsdp2": RANKS, "hsdp, 2 x 4": RANKS // 2}.items():
         counted = [outcomes[launch].result[moment]["collectives"] for moment in micro_steps]
@@ -309,17 +310,17 @@ def test_only_experts_are_waited_for_once_in_a_layer(outcomes, launch):
 
 @pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4"])
 def test_sharded_layers_hand_on_bf16(outcomes, launch):
-    """Only norms may compute in fp32, so that the head's matmul is in bf16."""
+    """Only norms may run in fp32; the head's matmul must be in bf16."""
     seen = outcomes[launch].result["micro-step"]
     assert seen["head_dtypes"] == ["torch.bfloat16"]
     assert seen["casts_to_fp32"] == 2 * (2 * LAYERS + 1)
 
 
 def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
-    """The CPU update must wait for the clipping divisor and the skip flag, which torch copies asynchronously."""
+    """A CPU update must wait for the clipping divisor and the skip flag, which torch copies asynchronously."""
     assert outcomes["fsdp2, offloaded"].result["update"]["unawaited_copies"] == 0
     assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, (
-        "FSDP itself waits for copied gradients"
+        "FSDP waits for the gradient copies itself"
     )
 
 
@@ -330,7 +331,7 @@ def test_gpus_send_what_is_in_host_memory(outcomes, launch):
 
 
 def in_layers(issued: list[tuple[str, str]], products: int) -> list[list[str]]:
-    """Groups the collectives by layer: those before the first matmul, then those since each layer's first matmul."""
+    """Returns the collectives issued before the first matmul, and after each layer's first matmul."""
     found = [[]]
     count = 0
     for kind, _ in issued:
@@ -362,13 +363,11 @@ def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
     assert "compute" not in streams["gather"] | streams["reduce"] and not streams["gather"] & streams["reduce"]
     gathers = [moment.count("gather") for moment in in_layers(forward, PRODUCTS)]
     assert gathers == [2] + [1] * (layers - 1) + [0], (
-        "the weights outside the layers and the first layer, then one layer at a time"
+        "first the weights outside the layers and the first layer, then one layer at a time"
     )
     moments = in_layers(backward, 2 * PRODUCTS)
     gathers = [moment.count("gather") for moment in moments]
-    assert gathers == [1] * (layers - 1) + [0, 0], (
-        "each layer before the previous one computes; the last layer is still gathered"
-    )
+    assert gathers == [1] * (layers - 1) + [0, 0], "each layer must be prefetched; the last layer is still gathered"
     assert all("reduce" in moment for moment in moments[1:])
 
 

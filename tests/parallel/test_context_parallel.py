@@ -63,8 +63,7 @@ def test_loss_and_gradients_are_those_of_whole_sequences(differences, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_documents_that_straddle_processes_have_the_loss_of_documents_alone(differences, case):
-    """Documents on two, three or four processes must have the loss of separate documents (DOCUMENTS in
-    context_ranks.py)."""
+    """A document split across two, three or four processes must have the same loss as on its own."""
     assert differences[case]["documents alone"] <= 1e-5
 
 

@@ -95,7 +95,7 @@ def runs(tmp_path_factory, shards) -> Path:
 
 @pytest.mark.parametrize("name", ["fp8", "bf16", "compiled", "resumed"])
 def test_the_loss_is_that_of_one_process_within_the_rounding(runs, name):
-    """Losses must match those of one process up to rounding, which is 4e-4 in the first step because scales differ."""
+    """Losses must match one process up to rounding: different scales change the first loss by 4e-4."""
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
@@ -107,7 +107,7 @@ def test_one_process_trains_in_fp8_too(runs):
 
 
 def test_what_is_gathered_in_fp8_is_rounded_once(runs):
-    """Weights must be rounded to fp8 from fp32, not from bf16, so the losses must differ."""
+    """Weights must be rounded from fp32 directly to fp8, so losses must differ from gathering in bf16."""
     in_fp8, in_bf16 = (losses(runs / name) for name in ("fp8", "bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 

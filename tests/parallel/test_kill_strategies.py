@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL within a step and launched again must match an uninterrupted run bit for bit.
+"""A run killed with SIGKILL in the middle of a step must resume and match an uninterrupted run bit for bit.
 
 Each launch kills the run of one strategy, after finishing the run that the previous launch killed. Dropout and
 gradient accumulation are on. Some strategies are random combinations of parallel dimensions. With STRATEGIES=all in
@@ -80,7 +80,7 @@ def folder(shards, tmp_path_factory) -> Path:
 
 
 def train(folder: Path, processes: int, name: str, runs: list[dict]) -> int:
-    """Trains the runs in one launch. Returns its exit status, which is -9 if it was killed."""
+    """Trains the runs in one launch. Returns its exit status, or -9 if it was killed."""
     (folder / f"{name}.json").write_text(json.dumps(runs))
     program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
     result = launch("ddp", processes, *program, check=False)

@@ -1,10 +1,9 @@
 """Every combination of parallel dimensions must have the same loss curve on four processes.
 
-One launch trains each combination with AdamW, cycling through the pipeline schedules, and one combination each with
-Muon and Adafactor, which shards matrices in two dimensions (tests/support/train_strategies.py). With STRATEGIES=all in
-the environment (`make test-strategies`), every combination is trained with all three optimizers and resumed from
-another one's checkpoint, and a second launch with eight processes trains the combinations of three and four
-dimensions.
+One launch trains each combination with AdamW, cycling through the pipeline schedules, and a combination that shards
+matrices in two dimensions with Muon and Adafactor (tests/support/train_strategies.py). With STRATEGIES=all in the
+environment (`make test-strategies`), all combinations are trained with all three optimizers and resumed from another
+combination's checkpoint, and a second launch with eight processes trains combinations of three and four dimensions.
 
 By default, most runs have two steps, and two layers unless a pipeline needs four.
 """
@@ -95,7 +94,7 @@ if EVERYTHING:
 BEST_FIT = ["--data.sampling", "best_fit"]
 COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
 MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-"""MoE model without query and key norms, which QK-clip needs."""
+"""MoE model without query and key norms, as QK-clip requires."""
 HAS_FP8 = importlib.util.find_spec("torchao") is not None
 PRESETS = {
     "dense pp2 dp_replicate2": "pp",
@@ -109,7 +108,7 @@ PRESETS = {
 }
 """Combinations that have their own launcher file."""
 OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]}
-"""Additional settings of a combination; these microbatches are smaller than necessary."""
+"""Extra options per combination; this one uses smaller microbatches than necessary."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
 PIPELINES = [name for name, (_, _, sizes) in (ON_FOUR | ON_EIGHT).items() if sizes.pp > 1]
@@ -442,7 +441,7 @@ def test_copies_on_four_processes_resume_to_the_last_bit(runs):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_product_reads_the_whole_documents_that_one_process_reads(runs, name):
-    """Losses must match from the start and after resuming from one process's checkpoint."""
+    """Losses must match from the start, and after resuming from a single-process checkpoint."""
     expected = losses(runs / packed_alone(*PACKED[name]))
     assert expected != losses(runs / alone(*PACKED[name]))
     found = losses(runs / f"packed {name}") | losses(runs / f"packed {name} resumed")

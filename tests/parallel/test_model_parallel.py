@@ -181,7 +181,7 @@ def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
 
 
 def test_checkpoints_move_between_one_process_and_a_pipeline(runs):
-    """A run must train four steps each on one process, in a pipeline and on one process again."""
+    """Runs four steps on one process, four in a pipeline, and four on one process again."""
     whole, moved = losses(runs["single-whole"]), losses(runs["moved"])
     assert [event["step"] for event in events(runs["moved"], "resume")] == [SHORT, 2 * SHORT]
     assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 3 * SHORT + 1))

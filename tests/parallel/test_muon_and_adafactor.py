@@ -1,4 +1,4 @@
-"""Muon (also with QK-clip) and Adafactor must train the same under every strategy and resume under any other.
+"""Muon (also with QK-clip) and Adafactor must have the same losses and resume each other's runs under all strategies.
 
 The number of collectives is limited by buckets. One launch uses one process, the other two
 (tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`), the checkpoint of
@@ -37,7 +37,7 @@ CASES = [(name, strategy) for name, strategies in STRATEGIES.items() for strateg
 BUCKET = 2**13
 """Number of elements per bucket and process."""
 BUCKETS = 7
-"""Number of buckets for all matrices: nine of 8,192 elements, and six each of 4,096 and 2,048."""
+"""Number of buckets for nine matrices of 8,192 elements, and six each of 4,096 and 2,048."""
 MODEL = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
 """Three-layer model, so that the boundary between flat ZeRO partitions is within a matrix."""
 
@@ -109,7 +109,8 @@ def test_heads_were_clipped(runs):
 
 @pytest.mark.parametrize("strategy", STRATEGIES["muon"])
 def test_collectives_are_bounded_by_buckets(runs, strategy):
-    """Each bucket needs one collective to the owners and one back; replicas skip the first."""
+    """Each bucket needs one collective to send matrices to their owners (except for replicas) and one to return
+    them."""
     gathers, exchanges = ["_allgather_base_"], 2 * ["alltoall_base_"]
     expected = {
         "ddp": BUCKETS * gathers,

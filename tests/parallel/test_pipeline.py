@@ -1,4 +1,4 @@
-"""Pipelines must reject invalid settings at startup and support stages of the curriculum with different lengths."""
+"""Pipelines must reject invalid settings at startup and support curriculum stages with different sequence lengths."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def problems(recipe, *overrides) -> str:
 
 @pytest.fixture
 def deeper(recipe, tmp_path):
-    """Changes the tiny recipe to four layers and two sequences per micro-batch, so that two processes can run it."""
+    """Changes the tiny recipe for a pipeline of two processes: four layers, and two sequences per micro-batch."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 4}))
     recipe.write_text(recipe.read_text().replace("sequences_per_micro_batch: 1", "sequences_per_micro_batch: 2"))
     return recipe

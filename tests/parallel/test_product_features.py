@@ -23,7 +23,7 @@ SEED = 4
 
 With this seed, the router logits of a token's last selected expert and the next one differ by at least 1.5e-5.
 Rounding in different layouts moves them by up to 2e-6 within ten steps. With seed 1, two logits differ by only 3e-6 in
-step 10 and were swapped under pp2 dp_shard2 ep2. In fp64, they aren't swapped.
+step 10, and rounding swaps them under pp2 dp_shard2 ep2, but not in fp64.
 """
 PRODUCTS = [("dense", Sizes(pp=2, tp=2))]
 if os.environ.get("STRATEGIES") == "all":

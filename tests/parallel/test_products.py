@@ -32,7 +32,7 @@ def outcomes():
 
 
 def padded(rows: int, shards: int) -> float:
-    """Returns the padded size relative to the matrix: FSDP2 pads the rows to the same number per rank."""
+    """Returns the size with FSDP2's padding, which gives each rank the same number of rows, relative to the matrix."""
     return -(-rows // shards) * shards / rows
 
 
@@ -119,7 +119,7 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_product_sends_the_least(outcomes, name):
-    """Only padding of router shards with less than one row may exceed the minimum."""
+    """The traffic must be minimal, except for the padding of router shards with less than one row."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])

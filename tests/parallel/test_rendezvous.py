@@ -139,7 +139,7 @@ def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypat
         "pretrain.parallel.rendezvous.interfaces_by_address", lambda: {"127.0.0.1": "lo", "10.0.0.3": "eth0"}
     )
     choose_interface()
-    assert chosen() == ["eth0", "=eth0"], "the only one"
+    assert chosen() == ["eth0", "=eth0"], "the only interface must be chosen"
 
 
 def test_this_machines_interfaces_and_routes():

@@ -1,4 +1,4 @@
-"""All strategies must have the same loss curve and checkpoints, here on gloo processes.
+"""All strategies must have the same loss curve and checkpoints (tested with gloo).
 
 A launch takes longer than a tiny run, so four launches train everything (tests/support/train_strategies.py), and the
 tests check the results. With STRATEGIES=all in the environment (`make test-strategies`), runs have 50 steps, and
@@ -78,10 +78,10 @@ CONSTANT = [
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Returns the folder for the runs, with a recipe that clips gradients, whose norms start above 1.
+    """Writes the models and a recipe that clips gradients, whose norms start above 1. Returns the folder.
 
-    The learning rate is low enough for stable training. At 3e-3, gradient norms jump now and then, which amplifies
-    rounding differences in the loss to 1e-4 under any strategy.
+    The learning rate is low enough for stable training. At 3e-3, gradient norms spike occasionally, and rounding
+    changes the loss by 1e-4 under any strategy.
     """
     folder = tmp_path_factory.mktemp("strategies")
     for name, values in MODELS.items():
@@ -132,7 +132,7 @@ def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
 
 
 def models_under(strategy: str) -> list[str]:
-    """Returns all models for each kind of sharding; other strategies train only the Llama."""
+    """Returns all models for one strategy per kind of sharding, and only the Llama for the others."""
     everywhere = strategy in ("single", "ddp", "fsdp2", "zero3") or (EVERYTHING and strategy != "zero3_offload")
     return list(MODELS) if everywhere else ["llama"]
 
@@ -184,7 +184,7 @@ def disk_runs(folder: Path, strategy: str) -> list[dict]:
 
 
 def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
-    """Returns two runs per strategy with dropout and activation checkpointing; the second resumes halfway."""
+    """Returns two runs per strategy with dropout and activation checkpointing; the second resumes from the first."""
     runs = []
     for strategy in strategies:
         arguments = ["--model", str(folder / "llama_dropout.json"), "--attention", "eager", "--budget.steps", "8"]
@@ -240,7 +240,7 @@ def two_processes(one_process) -> Path:
     runs += [run(name, folder / "once" / name, *PARITY, "--batch.no_sync", "true") for name in REDUCING]
     runs += [*untrained_runs(folder, UNTRAINED), *packed_runs(folder, PACKED), *packed_resumed(folder)]
     runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
-    # In a ring, each strategy is a source once and a target once.
+    # In this ring, each strategy is the source once and the target once.
     ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
     pairs = [(source, ON_TWO) for source in all_sources()] if EVERYTHING else [(s, [target]) for s, target in ring]
     for source, targets in pairs:
@@ -337,7 +337,7 @@ def final_states(run: Path) -> list[Path]:
 
 
 def test_optimizer_state_on_a_disk_changes_nothing(two_processes):
-    """DeepSpeed swaps through plain files here; test_nvme.py uses libaio."""
+    """Uses plain files for swapping; test_nvme.py uses libaio."""
     single, whole, resumed = (two_processes / "wide" / name for name in ("single", "nvme", "resumed"))
     written = [path.stat().st_size for path in (two_processes / "disk").rglob("*.swp")]
     assert len(written) == 2 * 6 and min(written) > 2**20, "in two runs, each process writes weights and two moments"
@@ -480,7 +480,7 @@ def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
 def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
-    """Two launchers with one process each must train as two machines do."""
+    """Simulates two machines with two launchers of one process each."""
     port = free_port()
     arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]

@@ -128,7 +128,7 @@ def two_ranks_in_name():
 
 
 def test_layers_take_at_most_half_the_time_on_the_host_of_layers_of_dtensors(two_ranks_in_name):
-    """The matrices are so small that this process's CPU time measures the overhead."""
+    """The matrices are so small that CPU time measures only the overhead."""
     config = AutoConfig.for_model(**LLAMA)
     hidden_BTD = torch.randn(1, 16, LLAMA["hidden_size"])
     mesh = two_ranks_in_name

@@ -1,4 +1,4 @@
-"""Loss terms with trained parameters must train the same under every strategy and resume each other's runs.
+"""Loss terms with trained parameters must have the same values under every strategy and resume each other's runs.
 
 The launches have one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). One term is
 the example of multi-token prediction. The other uses its parameters, the logits and activation checkpointing directly.
@@ -30,7 +30,7 @@ from pretrain.registry import LOSS_TERMS
 
 @LOSS_TERMS.register("probe")
 class Probe(LossTerm):
-    """Logits of what a matrix makes of the hidden states are near those of the embedding of the document's number."""
+    """Loss term that uses the embedding, the head and activation checkpointing directly."""
 
     by_token = True
     embeds = True

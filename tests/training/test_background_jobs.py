@@ -133,7 +133,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()
-    assert time.monotonic() - started < SOON / 2, "closing must not wait for a copy that is not settled"
+    assert time.monotonic() - started < SOON / 2, "close() must not wait for an unfinished copy"
 
 
 def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):

@@ -1,9 +1,9 @@
-"""Data position, token count and learning rate after random histories of changes must match an independent model.
+"""Data position, tokens and learning rate after random histories of changes must match an independent calculation.
 
 A history simulates what happens to a run: crashes, rollbacks, branches, early decays, and changes of the budget, batch
 size, data mixture, stage, schedule or learning rate. The tested plan is derived at each start from the recipe and the
-newest checkpoint, as in train.py. The independent account counts steps, reads each batch (each token ID shows its
-position in the shards) and advances the learning rate step by step.
+newest checkpoint, as in train.py. The Account counts steps, reads each batch (each token ID shows its position in the
+shards) and advances the learning rate step by step.
 """
 
 import json
@@ -155,7 +155,7 @@ class Account:
         self.anneal = (self.step, steps)
 
     def follow(self, settings: dict[str, object]) -> None:
-        """Applies changed settings from this step on."""
+        """Switches to other settings at the current step."""
         changed = {path for path in settings if settings[path] != self.settings.get(path)}
         self.settings = dict(settings)
         if changed & {"optim.schedule", "optim.warmup_steps"}:
@@ -286,7 +286,7 @@ class History:
         self.start(contents)
 
     def change(self, **settings: object) -> None:
-        """Changes settings at the newest checkpoint, which is saved first."""
+        """Saves a checkpoint, changes settings and resumes."""
         self.save()
         other = {"data__train": "data.stages", "data__stages": "data.train"}
         for path, value in settings.items():
@@ -294,7 +294,7 @@ class History:
             self.settings.pop(other.get(path), None)
         self.resume()
 
-    # Events.
+    # Events in a history.
 
     def data(self) -> object:
         return self.settings.get("data.train") or self.settings["data.stages"]

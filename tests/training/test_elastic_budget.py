@@ -104,7 +104,7 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, schedule):
-    """A pause must change nothing, even within the decay and at a step without other events."""
+    """A pause must change nothing, even during the decay and at a step where nothing else is due."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
@@ -121,7 +121,7 @@ def tokens(run):
 
 
 def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
-    """Steps must grow from one to four sequences, and keep the full batch size after the run is extended."""
+    """The batch must grow from one to four sequences and stay there after the run is extended."""
     path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
     train(path)
     train(change(path, budget={"steps": 24}))
@@ -132,7 +132,7 @@ def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
 
 
 def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
-    """No token may be counted or read twice or be left out."""
+    """No token may be read twice, counted twice or skipped."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr

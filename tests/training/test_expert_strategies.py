@@ -30,7 +30,7 @@ KINDS = {
     "muon": ["--optim.name", "muon"],
     "adafactor": ["--optim.name", "adafactor"],
 }
-"""{name of the run: arguments}. The first is also resumed."""
+"""{kind of run: arguments}. The first kind is also resumed."""
 UNDER = {
     "qwen3_moe": STRATEGIES if EVERYTHING else ["fsdp2", "zero2", "zero3", "ep", "cp"],
     "olmoe": STRATEGIES if EVERYTHING else ["ep"],
@@ -48,7 +48,7 @@ BIASED |= {"moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_r
 BIASED |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
 BIASED |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
 BIASED |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True}
-"""Model whose first layer is dense; the others have a shared expert and nine routed experts, an odd number."""
+"""Model with a dense first layer; others have a shared expert and nine routed experts, which two ranks can't split."""
 BY_BIAS = ["--loss.router_bias_rate", "0.01", "--optim.name", "muon"]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp", "pp"] if EVERYTHING else ["fsdp2", "zero3", "cp", "pp"]
 ALONE = {
@@ -147,7 +147,7 @@ def differences(run: Path, expected: Path) -> dict[str, float]:
     ],
 )
 def test_every_step_is_that_of_one_process(runs, kind, name):
-    """Expert counts must be equal and losses within 1e-6, or two of fp32's last digits at 6 nats."""
+    """Expert loads must be equal and losses within 1e-6, which is two units in the last place at 6 nats."""
     tolerances = {"loss": 1e-6, "grad_norm": 2e-5, "router_balance_loss": 1e-6}
     assert list(losses(runs / name)) == list(range(1, STEPS + 1))
     found = differences(runs / name, runs / f"{kind} single")
@@ -173,7 +173,7 @@ def test_a_resumed_run_knows_the_loads_of_the_step_before(runs, name):
 
 
 def test_experts_are_balanced_by_the_loss_and_not_without_it(runs):
-    """After 150 steps on real text, the entropy of the expert loads must show the difference."""
+    """After 150 steps on real text, expert loads must be balanced only with the balancing loss."""
     balanced, left_alone = events(runs / "balanced", "train")[-1], events(runs / "left_alone", "train")[-1]
     assert balanced["expert_entropy_min"] > 0.95 > 0.9 > left_alone["expert_entropy"]
     assert balanced["expert_load_max"] < 2 < left_alone["expert_load_max"]
@@ -211,7 +211,7 @@ EXPORTED = [*(f"{kind} {strategy}" for kind, strategy in CASES), "biased", *(f"b
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name, tmp_path):
-    """The export must contain each expert as a separate tensor, whichever rank stored it."""
+    """The export must contain a separate tensor for each expert."""
     last = runs / name / f"checkpoints/step-{STEPS:08d}"
     exported = SavedTensors(runs / name / "final", "model")
     expected = as_the_library_saves(last, tmp_path, torch.bfloat16)

@@ -24,7 +24,8 @@ def judge_all(guard, losses, first=1):
     [(3.9, []), (4.1, ["spike"]), (5.9, ["spike"]), (6.1, ["spike"]), (math.nan, []), (math.inf, [])],
 )
 def test_one_bad_step_is_at_most_reported(loss, events):
-    """Early in a run, a loss of twice the mean is reported, and three times the mean is one bad step of three."""
+    """Early in a run, a loss of twice the mean is reported, and three times the mean counts as one of three bad
+    steps."""
     guard = StepGuard(config.Guard())
     findings = judge_all(guard, [2.0] * MIN_LOSSES_FOR_MEAN + [loss, 2.0, 2.0])
     assert [finding.event for finding in findings] == events

@@ -1,4 +1,4 @@
-"""The next micro-batch is read during the step: the right one, only once, and errors are raised when it is used."""
+"""The next micro-batch must be prefetched correctly and only once, and read errors raised when it is needed."""
 
 import threading
 from concurrent.futures import Future

@@ -32,7 +32,7 @@ LLAMA = {**SMALL, "num_hidden_layers": 2, "vocab_size": 61, "max_position_embedd
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    """Clears the caches, whose keys don't include the code that tests patch."""
+    """Clears the caches, because their keys don't change if a test patches code."""
     probe_module._probe.cache_clear()
     reference_of.cache_clear()
     probe_module._balance_problem.cache_clear()
@@ -40,7 +40,7 @@ def nothing_remembered():
 
 @pytest.mark.parametrize("model_type", causal_models.causal_models())
 def test_every_causal_model_works_or_is_refused_by_name_as_the_page_says(model_type):
-    """`PYTHONPATH=. python tests/support/causal_models.py` rewrites the table for a new version of transformers."""
+    """Compares with the table in the docs, which `PYTHONPATH=. python tests/support/causal_models.py` regenerates."""
     on, off = (causal_models.outcome(model_type, document_mask) for document_mask in (True, False))
     if off.startswith("refused"):
         found = (causal_models.reason_of(off),)
@@ -83,7 +83,7 @@ def found_of_llama(**arguments):
 
 
 def replace_attention(monkeypatch, **fixed):
-    """Replaces groundwork_sdpa by a version with some arguments fixed."""
+    """Replaces groundwork_sdpa with a version with some fixed arguments."""
     interface = AttentionInterface()
     monkeypatch.setitem(
         interface._global_mapping,

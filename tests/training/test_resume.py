@@ -1,4 +1,4 @@
-"""Changes with which a run can't resume, and rollbacks that must survive a crash between two checkpoints."""
+"""Changes that prevent a run from resuming, and rollbacks that must survive a crash between two checkpoints."""
 
 import json
 import os

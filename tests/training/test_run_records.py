@@ -1,4 +1,4 @@
-"""Settings that may be unintended must be reported with numbers, by the check and by the run."""
+"""Settings that may be unintended must be reported with numbers, both by --check and in the run."""
 
 import pytest
 import torch

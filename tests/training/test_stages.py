@@ -28,8 +28,7 @@ UNMEASURED = ["--validation.every_steps", "null"]
 
 
 def recipe_of(model: Path, shards: Path, output: Path) -> dict:
-    """Returns a recipe with 64 tokens per sequence, then 256 with YaRN from halfway, and a checkpoint every two
-    steps."""
+    """Returns a recipe with sequences of 64 tokens, and of 256 tokens with YaRN in the second half."""
     source = {"shards": str(shards)}
     stages = [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 256, "rope_parameters": ROPE}]
     return {
@@ -120,7 +119,7 @@ def test_a_stage_is_measured_at_its_own_length(runs):
 
 
 def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
-    """At the new length, transformers' model must have the loss of the run."""
+    """The exported model must have the run's loss at the new length."""
     whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{STEPS:08d}")

@@ -25,7 +25,7 @@ from support.tiny_models import TINY_LLAMA
 
 
 def write(run, *lines):
-    """Writes a metrics.jsonl. An integer is a start at that step, "t7" a logged step 7, and "e75" an end with status
+    """Writes a metrics.jsonl: 4 is a start at step 4, "t7" is step 7 in the log, and "e75" is an end with status
     75."""
     kinds = {"t": ("train", "step"), "e": ("end", "code")}
     with open(run / "metrics.jsonl", "w") as file:

@@ -83,7 +83,7 @@ def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
 
 
 def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
-    """On a GPU, a step's report arrives with the next step."""
+    """On a GPU, a step's report arrives during the next step."""
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -106,14 +106,14 @@ def test_a_save_is_no_reason_to_leave_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     poll_or_interrupt(run)
-    assert run.request == Request.SAVE, "the checkpoint is saved after validation"
+    assert run.request == Request.SAVE, "the request must stay pending until validation is done"
     ask(tmp_path, "stop")
     with pytest.raises(WorkInterruptedError):
         poll_or_interrupt(run)
 
 
 def leave(tmp_path, rank) -> list:
-    """Requests rank 1 to stop while the main rank computes and both wait for it."""
+    """Tells only rank 1 to stop, during long work on the main rank."""
     run = run_of(tmp_path / "run", rank, 2)
     heard, begun = 0, time.monotonic()
 

@@ -187,7 +187,7 @@ def test_settings_that_no_tracker_shows_are_said(own, tmp_path):
 
 
 def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp_path):
-    """Events such as starts, checkpoints and ends aren't sent, because each would be a chart of one point."""
+    """Events such as starts, checkpoints and ends aren't sent, because each would be a chart with a single point."""
     metrics = Metrics(tmp_path, is_main=True)
     config = config_of("own", tags="a,b").model_copy(update={"output": tmp_path})
     metrics.begin(config, facts={"parameters": 7})

@@ -58,7 +58,7 @@ def program_of(loop, last_words="", prepare="") -> str:
 def start(tmp_path):
     """Starts a process with a watch, and kills it after the test.
 
-    The process attribute `begun` is the time of its first heartbeat or later.
+    The attribute `begun` is the time right after the watch started.
     """
     started = []
 
@@ -168,7 +168,7 @@ def test_a_dead_neighbour_ends_a_process_that_waits(start, tmp_path, neighbour):
 
 
 def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_path, neighbour):
-    """This happens while both processes wait for a checkpoint to be written."""
+    """For example, both processes may be waiting for a checkpoint to be written."""
     process = start(BEATS_ON, step_timeout=2.0, neighbour=neighbour.pid)
     neighbour.send_signal(signal.SIGSTOP)
     assert process.wait(SOON) == 1
