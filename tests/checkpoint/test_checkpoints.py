@@ -40,7 +40,7 @@ def checkpoint(tmp_path):
     return tmp_path / "step-00000004"
 
 
-def test_a_committed_checkpoint_is_whole(checkpoint):
+def test_a_committed_checkpoint_is_complete(checkpoint):
     assert damage(checkpoint) == []
     assert not list(checkpoint.parent.glob(".*"))
     saved = SavedTensors(checkpoint, "model")
@@ -66,7 +66,7 @@ def flip_a_bit(path):
         (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not match its sha256"),
     ],
 )
-def test_damage_is_found_and_named(checkpoint, name, harm, message):
+def test_damage_is_detected_and_named(checkpoint, name, harm, message):
     harm(checkpoint / name)
     (problem,) = damage(checkpoint)
     assert problem.startswith(name) and message in problem
@@ -116,7 +116,7 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     assert len(SavedTensors(tmp_path, "model")) == 3
 
 
-def test_saving_the_same_step_again_replaces_it_whole(checkpoint):
+def test_saving_the_same_step_again_replaces_it(checkpoint):
     unfinished = checkpoint.with_name(".saving-again")
     unfinished.mkdir()
     files = write_group(unfinished, "model", TensorGroup.of({"a.weight": torch.zeros(2)}), 0, 1)
@@ -133,7 +133,7 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
     assert path.read_text() == "two" and os.stat(path).st_ino != inode
 
 
-def test_a_full_disk_is_noticed_before_the_save(tmp_path):
+def test_a_full_disk_is_detected_before_the_save(tmp_path):
     with pytest.raises(OSError, match=r"a checkpoint needs .* GB, and .* has .* GB free"):
         require_space(tmp_path, 10**18)
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_noticed_before_the_save(tmp_path):
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
 )
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, monkeypatch, device):
+def test_a_background_save_keeps_the_tensors_from_its_start(tmp_path, monkeypatch, device):
     """Tensors changed by later steps must not affect a pending save; the next save reuses its memory."""
     may_write, places = threading.Event(), []
 
@@ -229,7 +229,7 @@ def test_an_entry_of_another_name_is_left_alone(run, name):
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_what_is_in_a_checkpoints_place_is_no_obstacle(run, tmp_path, is_folder):
+def test_a_link_or_file_in_place_of_a_checkpoint_is_handled(run, tmp_path, is_folder):
     """A link or a file must be renamed or removed, but the target of a link must be kept."""
     place = run / "checkpoints/step-00000001"
     place.rename(tmp_path / "elsewhere")
@@ -277,14 +277,14 @@ def test_a_manifest_without_the_tensors_of_a_group_is_damage(run, tensors, recor
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"state": []}', '{"state": {"step": "2"}}'])
-def test_a_state_that_names_no_step_is_damage(run, state):
+def test_a_state_without_a_step_is_damage(run, state):
     (run / "checkpoints/step-00000002/trainer_state.json").write_text(state)
     seal_again(run / "checkpoints/step-00000002")
     chosen, (said,) = newest(run)
     assert chosen.name == "step-00000001" and "has no step" in said
 
 
-def test_an_optimizer_without_state_is_none_that_is_missing(run):
+def test_an_optimizer_without_state_is_not_damage(run):
     """A run may stop before its first update, or skip all updates."""
     groups = tensors_of(3) | {"optimizer": TensorGroup.of({})}
     checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint())
@@ -300,7 +300,7 @@ def test_an_optimizer_without_state_is_none_that_is_missing(run):
 
 
 @pytest.mark.parametrize("latest", [b"\xff\xfe\x00", b"", b"step-"])
-def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
+def test_latest_is_repaired_and_garbage_does_not_start_from_scratch(run, latest):
     (run / "checkpoints/LATEST").write_bytes(latest)
     (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"")
     assert newest(run)[0].name == "step-00000001"

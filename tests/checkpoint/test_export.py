@@ -77,7 +77,7 @@ def check(exported, **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_faithful_export_is_verified(tmp_path, tokenizer, name):
+def test_a_correct_export_is_verified(tmp_path, tokenizer, name):
     checkpoint = write_model(tmp_path / "step-00000008", tokenizer, MODELS[name], seed=1)
     final = write_model(tmp_path / "final", tokenizer, MODELS[name], seed=1, dtype=torch.bfloat16)
     result = check((final, checkpoint))
@@ -88,7 +88,7 @@ def test_a_faithful_export_is_verified(tmp_path, tokenizer, name):
     assert "verified: logits equal to the last checkpoint's" in words and "not compared: the loss" in words
 
 
-def test_an_export_in_fp32_has_the_very_logits(exported):
+def test_an_export_in_fp32_has_identical_logits(exported):
     _, checkpoint = exported
     result = verify_export(checkpoint, checkpoint, dtype="fp32", precision="fp32")
     assert not result.problems and result.logit_difference == 0
@@ -137,18 +137,18 @@ def add_a_tensor(weights):
         (add_a_tensor, "has 1 unexpected weights, the first is model.layers.2"),
     ],
 )
-def test_wrong_weights_are_found(exported, mistake, words):
+def test_wrong_weights_are_detected(exported, mistake, words):
     change(exported[0], mistake)
     result = check(exported)
     assert any(words in problem for problem in result.problems), result.problems
 
 
-def test_wrong_ids_are_found(exported):
+def test_wrong_ids_are_detected(exported):
     change(exported[0], eos_token_id=5)
     assert any("different end-of-text IDs" in problem for problem in check(exported).problems)
 
 
-def test_a_damaged_folder_is_not_even_loaded(exported):
+def test_a_damaged_folder_is_not_loaded(exported):
     (exported[0] / "config.json").write_text("{}")
     assert "damaged: config.json has 2 bytes" in check(exported).in_words()
 
@@ -164,7 +164,7 @@ def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     assert "of memory in fp32" in check(exported).in_words()
 
 
-def test_a_card_that_fails_does_not_cost_the_model(tmp_path):
+def test_a_failing_model_card_does_not_affect_the_model(tmp_path):
     (tmp_path / "config.yaml").write_text("data: 3\n")
     assert "model card could not be written" in export_card(tmp_path, tmp_path)
     assert "could not be written" in (tmp_path / "README.md").read_text()
@@ -187,7 +187,7 @@ def test_the_folder_has_everything_and_works_in_a_pipeline(tmp_path, tokenizer, 
     assert generate("def ", max_new_tokens=3)[0]["generated_text"].startswith("def ")
 
 
-def test_our_architecture_loads_where_this_project_is_not(tmp_path, tokenizer):
+def test_our_architecture_loads_without_this_project(tmp_path, tokenizer):
     folder = write_model(tmp_path / "final", tokenizer, TINY_DEEPONE, seed=1)
     ids_BT = torch.arange(12).view(1, 12)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_our_architecture_loads_where_this_project_is_not(tmp_path, tokenizer):
     assert not (ROOT / "logits.safetensors").exists()
 
 
-def test_gpt2_says_its_context_by_both_names(tmp_path, tokenizer):
+def test_gpt2_has_both_names_of_its_context_length(tmp_path, tokenizer):
     """llama.cpp's converter needs n_ctx, which transformers no longer writes."""
     folder = write_model(tmp_path / "final", tokenizer, TINY_GPT2, seed=1)
     assert json.loads((folder / "config.json").read_text())["n_ctx"] == 128

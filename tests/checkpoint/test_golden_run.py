@@ -27,7 +27,7 @@ def continued(tmp_path_factory):
     return run
 
 
-def test_a_run_of_an_earlier_version_goes_on_as_it_did_there(continued):
+def test_a_run_of_an_earlier_version_continues_identically(continued):
     """The tolerance is for other processors' summation order; 3e-8 was measured, only in gradient norms."""
     (resume,) = events(continued, "resume")
     assert (resume["step"], resume["path"]) == (6, "step-00000006")
@@ -55,7 +55,7 @@ def test_checkpoints_keep_their_format(continued):
         assert shapes[0] == shapes[1]
 
 
-def test_metrics_keep_the_names_of_their_numbers(continued):
+def test_metrics_keep_their_names(continued):
     lines = [json.loads(line) for line in (continued / "metrics.jsonl").read_text().splitlines()]
     earlier, later = ([e for e in lines if (e["step"] > 6) == is_later] for is_later in (False, True))
     for event in ("train", "validation", "checkpoint"):

@@ -45,7 +45,7 @@ def tensors_of(layout, kind):
     return {n: torch.arange(torch.Size(s).numel()).view(s).to(d).as_subclass(kind) for n, (s, d) in layout.items()}
 
 
-def test_tensors_are_kept_as_they_were(driver):
+def test_tensors_are_copied_unchanged(driver):
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, torch.Tensor)
     kept = {name: memory.hold(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def test_tensors_are_kept_as_they_were(driver):
     assert driver == [], "memory for CPU tensors must not be locked"
 
 
-def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
+def test_memory_for_gpu_tensors_is_locked_once_and_only_as_needed(driver):
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
     for _ in range(2):
         for name, tensor in tensors.items():
@@ -71,7 +71,7 @@ def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
     assert driver[1:] == [("unlock", address)]
 
 
-def test_a_system_that_locks_no_more_is_lived_with(driver):
+def test_a_failed_lock_is_tolerated(driver):
     driver.append("refuses")
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
     assert all(torch.equal(memory.hold(name, tensor), tensor) for name, tensor in tensors.items())
@@ -81,7 +81,7 @@ def test_a_system_that_locks_no_more_is_lived_with(driver):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_knows_that_it_is_locked():
+def test_locked_memory_is_pinned_on_a_gpu():
     memory = HostMemory({"a": ((1000,), torch.float32)})
     kept = memory.hold("a", torch.arange(1000.0, device="cuda"))
     torch.cuda.synchronize()

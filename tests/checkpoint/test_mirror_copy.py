@@ -17,7 +17,7 @@ from pretrain_tools.runs.status import mirror_text
 from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 
-def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
+def test_the_newest_is_copied_first_and_pruning_matches_the_run(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_last=2, keep_every=5)
     copy_all(copier)
@@ -35,7 +35,7 @@ def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
     assert not (run / "mirror/copying").exists()
 
 
-def test_what_came_and_went_is_left_out_and_milestones_follow(tmp_path):
+def test_pruned_checkpoints_are_skipped_and_milestones_follow(tmp_path):
     """A slow mirror gets the newest checkpoint first and milestones later, but no pruned checkpoint."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_last=1, keep_every=5)
@@ -72,7 +72,7 @@ def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
     assert all(steps for _, steps in seen), "the mirror must never be empty"
 
 
-def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
+def test_a_rollback_aborts_a_copy(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     put_file = copier.store.system.put_file
@@ -95,7 +95,7 @@ def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
 @pytest.mark.parametrize(
     ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "did not arrive with the sha256")]
 )
-def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
+def test_a_failing_mirror_is_retried(tmp_path, faults, said):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     (tmp_path / "mirror.faults").write_text(json.dumps(faults))
     copier = copier_of(run, f"faulty://{mirror}")
@@ -130,7 +130,7 @@ def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     assert "another start" in copier.status["problem"] and steps_there(mirror) == [4]
 
 
-def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
+def test_an_emptied_mirror_is_filled_again(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)
@@ -141,7 +141,7 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
     assert steps_there(mirror) == [8] and (mirror / "run/config.yaml").exists()
 
 
-def test_another_mirror_is_not_the_one_that_was_claimed(tmp_path):
+def test_another_mirror_can_be_claimed(tmp_path):
     """The copy may be started manually, or the recipe changed."""
     run = write_run(tmp_path / "run", (4,))
     for name in ("one", "two"):
@@ -150,7 +150,7 @@ def test_another_mirror_is_not_the_one_that_was_claimed(tmp_path):
     assert not copier_of(run, "/proc/nowhere").attempt(everything=True)
 
 
-def test_the_mirror_of_another_run_is_left_alone(tmp_path):
+def test_the_mirror_of_another_run_is_not_changed(tmp_path):
     mirror = tmp_path / "mirror"
     copy_all(copier_of(write_run(tmp_path / "a/run", (4,)), mirror))
     copier = copier_of(write_run(tmp_path / "b/run", (8,), start_id="two"), mirror)
@@ -158,7 +158,7 @@ def test_the_mirror_of_another_run_is_left_alone(tmp_path):
     assert steps_there(mirror) == [4]
 
 
-def test_what_cannot_be_a_mirror_is_refused(tmp_path):
+def test_invalid_mirrors_are_rejected(tmp_path):
     def problem(mirror):
         (found,) = mirror_problems(tmp_path / "runs/x", Checkpoint(mirror=mirror))
         return found
@@ -171,7 +171,7 @@ def test_what_cannot_be_a_mirror_is_refused(tmp_path):
         assert mirror_problems(tmp_path / "runs/x", Checkpoint(mirror=mirror)) == []
 
 
-def test_a_process_that_finds_parts_removes_them(tmp_path):
+def test_partial_copies_are_removed(tmp_path):
     """The partial copy is of a step that the run doesn't reach again."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     part = mirror / "run/checkpoints/step-00000099"
@@ -183,7 +183,7 @@ def test_a_process_that_finds_parts_removes_them(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"run": "o', b"\xff", b"[]", b'{"run": 1, "start": 2}', None])
-def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, content):
+def test_a_damaged_mirror_identity_is_rewritten(tmp_path, content):
     """The log also identifies the run; a mirror with neither must not be used."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
@@ -203,7 +203,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     assert "nothing says which run the mirror belongs to" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
-def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
+def test_a_damaged_copy_does_not_replace_an_intact_one(tmp_path):
     """The run folder no longer has this checkpoint, so the damaged copy is only removed by pruning."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copy_all(copier_of(run, mirror, keep_every=4))
@@ -220,7 +220,7 @@ def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
     assert json.loads((run / "mirror/claim.json").read_text())["damaged"] == {}
 
 
-def test_a_clock_that_is_set_back_leaves_out_no_checkpoint(tmp_path):
+def test_a_clock_set_back_skips_no_checkpoint(tmp_path):
     """LATEST may have an unchanged modification time, and a copy's duration must not be negative."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)

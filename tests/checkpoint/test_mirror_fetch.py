@@ -42,7 +42,7 @@ def claim_of(run):
     return json.loads((run / "mirror/claim.json").read_text())
 
 
-def test_an_empty_disk_gets_the_newest_and_the_log(lost):
+def test_an_empty_disk_gets_the_newest_checkpoint_and_the_log(lost):
     run, mirror, settings = lost
     fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [8] and latest_step(run) == 8
@@ -54,7 +54,7 @@ def test_an_empty_disk_gets_the_newest_and_the_log(lost):
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
-def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
+def test_a_damaged_local_checkpoint_is_fetched_again(lost, tmp_path):
     """An older local checkpoint is used only if the mirror has no valid copy, or only one from before a rollback."""
     run, mirror, settings = lost
     fetch_from_mirror(run, settings, Ranks())
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
     assert newest([]) == "step-00000004"
 
 
-def test_a_damaged_copy_is_passed_over_and_made_again(lost):
+def test_a_damaged_copy_is_skipped_and_replaced(lost):
     run, mirror, settings = lost
     path = mirror / "run/checkpoints/step-00000008/model.safetensors"
     path.write_bytes(b"x" + path.read_bytes()[1:])
@@ -88,7 +88,7 @@ def test_a_damaged_copy_is_passed_over_and_made_again(lost):
     assert damage(mirror / "run/checkpoints/step-00000008") == [] and steps_there(mirror) == [4, 8]
 
 
-def test_damaged_copies_alone_are_no_fresh_start(lost):
+def test_only_damaged_copies_do_not_start_from_scratch(lost):
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/model.safetensors"):
         path.unlink()
@@ -109,7 +109,7 @@ def test_an_empty_disk_does_not_start_without_its_mirror(tmp_path, monkeypatch):
     assert "could not be reached" in claim_of(run)["problem"], "a run with its own checkpoints must start"
 
 
-def test_a_disk_that_is_behind_catches_up(lost):
+def test_an_outdated_disk_catches_up(lost):
     """A machine that was replaced may return with its old folder."""
     run, _, settings = lost
     write_run(run, (4,))
@@ -117,7 +117,7 @@ def test_a_disk_that_is_behind_catches_up(lost):
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
-def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
+def test_a_rollback_missing_on_the_mirror_takes_precedence(lost):
     run, mirror, settings = lost
     write_run(run, (4,))
     record_rollbacks(run, [ROLLBACK])
@@ -128,14 +128,14 @@ def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
     assert steps_there(mirror) == [4], "step 8 is from before the rollback"
 
 
-def test_another_run_under_the_same_name_is_refused(lost):
+def test_another_run_with_the_same_name_is_rejected(lost):
     run, _, settings = lost
     write_run(run, (2,), start_id="two")
     with pytest.raises(InputError, match="another run"):
         fetch_from_mirror(run, settings, Ranks())
 
 
-def test_a_store_that_is_no_disk(tmp_path):
+def test_an_object_store_works_as_a_mirror(tmp_path):
     """fsspec's memory store has objects but no folders, like cloud stores."""
     run, settings = write_run(tmp_path / "run", (4, 8)), Checkpoint(mirror="memory://bucket/runs")
     copier = copier_of(run, settings.mirror, keep_last=1)
@@ -151,7 +151,7 @@ def test_a_store_that_is_no_disk(tmp_path):
     assert copier.store.steps() == ([12], [])
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_damaged(lost):
+def test_a_manifest_with_paths_outside_its_folder_is_damaged(lost):
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         manifest = json.loads(path.read_text())
@@ -166,7 +166,7 @@ def test_an_empty_mirror_is_a_fresh_start(tmp_path):
     assert checkpoint_folders(tmp_path / "run") == {} and claim_of(tmp_path / "run")["fetched"] is None
 
 
-def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
+def test_a_mirror_that_lost_its_checkpoints_does_not_start_from_scratch(lost):
     """Only if no checkpoint was ever copied completely may the run start from scratch."""
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
@@ -182,7 +182,7 @@ def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finished):
+def test_an_unwritable_mirror_does_not_stop_a_run(lost, tmp_path, is_finished):
     """The run must start if its folder has checkpoints or they can be fetched."""
     run, mirror, _ = lost
     settings = Checkpoint(mirror=f"faulty://{mirror}", mirror_wait_seconds=1)
@@ -199,7 +199,7 @@ def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finis
     assert steps_there(mirror)[-1] == latest_step(run)
 
 
-def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
+def test_a_renamed_checkpoint_on_a_mirror_is_damaged(lost):
     run, mirror, settings = lost
     (mirror / "run/checkpoints/step-00000008").rename(mirror / "run/checkpoints/step-00000020")
     (mirror / "run/checkpoints/step-00000030.bak").mkdir()
@@ -266,7 +266,7 @@ def same_files(run, mirror):
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", SMALL_FILES)
-def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, monkeypatch, file, harm):
+def test_a_lost_disk_recovers_despite_a_damaged_small_file(whole, tmp_path, monkeypatch, file, harm):
     """The newest intact checkpoint must be found, and the damaged file reported and replaced by the next copy."""
     run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
     lose(run)
@@ -294,7 +294,7 @@ def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, m
 @pytest.mark.parametrize("is_behind", [False, True], ids=["level", "behind"])
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", SMALL_FILES)
-def test_a_damaged_small_file_is_cured_from_a_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
+def test_a_damaged_small_file_is_restored_from_the_run_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
     """The run folder has everything on the mirror, or everything except the newest checkpoint."""
     run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
     if is_behind:

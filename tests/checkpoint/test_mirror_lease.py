@@ -48,7 +48,7 @@ def store(request, tmp_path, monkeypatch):
     return MirrorStore(place[request.param], tmp_path.name)
 
 
-def test_a_living_holder_is_named_and_a_dead_one_followed(store):
+def test_a_living_holder_is_named_and_a_dead_one_replaced(store):
     first = take_lease(store, "one", None)
     with pytest.raises(
         InputError, match=r"process \d+ on .* trains this run; stop it there.*1 s after the holder's last sign"
@@ -96,7 +96,7 @@ def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, 
     assert store.sizes(mirror_lease.FOLDER) == {}
 
 
-def test_of_starts_at_the_same_moment_one_trains(store):
+def test_only_one_of_several_simultaneous_starts_trains(store):
     """All starts detect that the previous holder is dead."""
     dead = take_lease(store, "dead", None)
     dead._over.set()

@@ -33,7 +33,7 @@ def test_a_permutation_visits_everything_once(size):
     assert sorted(Permutation(size, key=7)(np.arange(size))) == list(range(size))
 
 
-def test_permutations_differ_by_key_and_do_not_drift():
+def test_permutations_depend_on_the_key_and_are_uncorrelated():
     positions = np.arange(10_000)
     first, second = Permutation(10_000, 1)(positions), Permutation(10_000, 2)(positions)
     assert (first == second).mean() < 0.01
@@ -52,7 +52,7 @@ def test_every_window_once_per_epoch_in_a_new_order(tmp_path):
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_window_is_the_text_with_its_next_token(tmp_path):
+def test_a_sequence_is_contiguous_text_plus_the_next_token(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 500, files=4)})
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
@@ -75,7 +75,7 @@ def test_the_samples_of_a_step_do_not_depend_on_ranks_or_micro_batches(tmp_path,
     assert (np.concatenate(reads) == whole).all()
 
 
-def test_weights_hold_at_every_length(tmp_path):
+def test_weights_are_respected_at_every_length(tmp_path):
     sources = [
         {"shards": write_shards(tmp_path / n, 900), "weight": w} for n, w in (("a", 0.7), ("b", 0.2), ("c", 0.1))
     ]
@@ -92,7 +92,7 @@ def test_interleaving_keeps_rare_sources():
     assert Counter(pattern.tolist()) == {0: PATTERN_LENGTH - 1, 1: 1}
 
 
-def test_an_epoch_cap_hands_over_to_the_other_sources(tmp_path):
+def test_after_max_epochs_only_other_sources_are_read(tmp_path):
     small = {"shards": write_shards(tmp_path / "small", 10 * LENGTH + 1), "max_epochs": 2}
     large = {"shards": write_shards(tmp_path / "large", 4000)}
     located = batches_of(small, large, steps=100).locate(0, 400)
@@ -101,13 +101,13 @@ def test_an_epoch_cap_hands_over_to_the_other_sources(tmp_path):
     assert {source for source, _ in located[100:]} == {1}
 
 
-def test_data_that_runs_out_is_refused_with_the_numbers(tmp_path):
+def test_data_that_runs_out_is_rejected_with_numbers(tmp_path):
     source = {"shards": write_shards(tmp_path / "a", 10 * LENGTH + 1), "max_epochs": 2}
     with pytest.raises(InputError, match=r"used up .* at 320 of 6,400 tokens; raise max_epochs"):
         batches_of(source, steps=100)
 
 
-def test_a_curriculum_changes_mixture_where_it_says(tmp_path):
+def test_a_curriculum_changes_the_mixture_at_the_boundary(tmp_path):
     easy, hard = write_shards(tmp_path / "easy", 900), write_shards(tmp_path / "hard", 900)
     stages = [{"until": "25%", "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
     located = [source for source, _ in batches_of(stages=stages, steps=100).locate(0, 400)]
@@ -125,14 +125,14 @@ def test_random_windows_start_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize("sampler", [lambda draws: draws * 1000, lambda draws: draws / 1, lambda draws: 0])
-def test_a_sampler_that_leaves_its_source_is_refused(tmp_path, monkeypatch, sampler):
+def test_a_sampler_with_invalid_indices_is_rejected(tmp_path, monkeypatch, sampler):
     monkeypatch.setitem(SAMPLERS, "mine", lambda draws, stream: sampler(draws))
     batches = batches_of({"shards": write_shards(tmp_path / "a", 1000)}, sampling="mine", steps=500)
     with pytest.raises(InputError, match=r"data.sampling: mine returned .* the same number of integers from 0 to 983"):
         batches.locate(0, 4)
 
 
-def test_skipped_samples_are_left_out_and_the_rest_keeps_its_order(tmp_path):
+def test_skipped_samples_do_not_change_the_order(tmp_path):
     folder = write_shards(tmp_path / "a", 3000)
     whole = batches_of({"shards": folder}).locate(0, 100)
     skipping = batches_of({"shards": folder}, skipped=[(10, 5), (40, 20)]).locate(0, 75)
@@ -144,7 +144,7 @@ def test_another_seed_is_another_order(tmp_path):
     assert batches_of({"shards": folder}, seed=1).locate(0, 50) != batches_of({"shards": folder}, seed=2).locate(0, 50)
 
 
-def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
+def test_a_ramp_reads_every_sample_once(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, sequences=8, ramp_from=0.5, steps=20)
     reads = [batches.read(s, 0, 0, ranks=1, sequences=batches.ramp.sequences_at(s)) for s in range(20)]
     assert {len(ids) for ids in reads} == {4, 8}
@@ -153,7 +153,7 @@ def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
     ]
 
 
-def test_any_step_costs_what_the_first_does(tmp_path):
+def test_any_step_costs_as_much_as_the_first(tmp_path):
     """Counts function calls and bytes, which don't depend on machine load. Replaying steps would increase one of
     them."""
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
@@ -183,7 +183,7 @@ def test_any_step_costs_what_the_first_does(tmp_path):
         assert all(far < 2 * of_near for far, of_near in zip(cost(step), near, strict=True)), step
 
 
-def test_bad_sources_are_all_named(tmp_path):
+def test_all_invalid_sources_are_named(tmp_path):
     short, other = write_shards(tmp_path / "short", LENGTH), write_shards(tmp_path / "other", 900, tokenizer="u")
     with pytest.raises(InputError) as caught:
         batches_of({"shards": tmp_path / "none"}, {"shards": tmp_path / "gone"})
@@ -224,7 +224,7 @@ def windows_of_steps(batches, steps, *, ranks=1, sequences=1):
     return found
 
 
-def test_a_stage_of_longer_windows_has_its_own_epoch_and_the_tokens_of_each_step(tmp_path):
+def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
     folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
     batches = batches_of(stages=two_lengths(folder), steps=10, sequences=8)
     first, second = windows_of_steps(batches, range(5)), windows_of_steps(batches, range(5, 10))
@@ -244,7 +244,7 @@ def test_a_stage_of_longer_windows_has_its_own_epoch_and_the_tokens_of_each_step
 
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])
 @pytest.mark.parametrize("skipped", [[], [(8, 8)], [(36, 8)], [(44, 8), (56, 16)]])
-def test_stages_of_another_length_begin_with_a_step_whatever_is_left_out(tmp_path, ramp_from, skipped):
+def test_stages_with_another_length_start_with_a_step(tmp_path, ramp_from, skipped):
     """No sequence may be repeated or cross the boundary, including with a batch ramp."""
     folder = write_shards(tmp_path / "a", 400 * LENGTH + 1)
     batches = batches_of(
@@ -259,7 +259,7 @@ def test_stages_of_another_length_begin_with_a_step_whatever_is_left_out(tmp_pat
     assert batches.begins_segment(begin) and not batches.begins_segment(begin + 1)
 
 
-def test_an_extended_run_keeps_the_borders_that_it_has_passed(tmp_path):
+def test_an_extended_run_keeps_earlier_stage_boundaries(tmp_path):
     folder = write_shards(tmp_path / "a", 2000 * LENGTH + 1)
     short = batches_of(stages=two_lengths(folder), steps=20, sequences=8)
     longer = batches_of(stages=two_lengths(folder), steps=40, sequences=8)
@@ -273,7 +273,7 @@ def test_an_extended_run_keeps_the_borders_that_it_has_passed(tmp_path):
     assert late.first_steps == [0, 25], "a stage whose start has passed must start now"
 
 
-def test_max_epochs_counts_all_lengths(tmp_path):
+def test_max_epochs_includes_all_sequence_lengths(tmp_path):
     folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
     stages = two_lengths(folder)
     stages[1]["train"][0]["max_epochs"] = 1.5
@@ -282,7 +282,7 @@ def test_max_epochs_counts_all_lengths(tmp_path):
         batches_of(stages=stages, steps=10, sequences=8)
 
 
-def test_stages_that_cannot_be_are_refused(tmp_path):
+def test_invalid_stages_are_rejected(tmp_path):
     folder, short = write_shards(tmp_path / "a", 4000), write_shards(tmp_path / "b", 3 * LENGTH)
     with pytest.raises(
         InputError, match=r"data.stages\[1\]: begins after 99 of 100 samples, when none of the run's 10"

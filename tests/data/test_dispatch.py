@@ -102,7 +102,7 @@ def measured(run: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR, "packed"])
-def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, strategy):
+def test_a_process_without_shards_trains_the_same_run_bit_for_bit(runs, strategy):
     usual, dispatched = runs / strategy, runs / f"{strategy} on"
     assert not (runs / "without/text").exists()
     assert len(losses(usual)) == STEPS and losses(dispatched) == losses(usual)
@@ -112,7 +112,7 @@ def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, stra
 
 
 @pytest.mark.parametrize("name", ["ddp then on", "ddp then off", "packed then on"])
-def test_a_run_continues_with_and_without_it(runs, name):
+def test_a_run_resumes_with_or_without_dispatching(runs, name):
     assert [line["step"] for line in events(runs / name, "resume")] == [2]
     whole = losses(runs / name.partition(" ")[0])
     assert losses(runs / name) == {step: loss for step, loss in whole.items() if step > 2}
@@ -145,7 +145,7 @@ def dispatchers(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
+def test_each_process_gets_its_part_in_one_exchange(dispatchers, dtype):
     largest = np.iinfo(dtype).max
 
     def read(data_rank):
@@ -156,7 +156,7 @@ def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
     assert all(future.result().dtype == dtype for future in futures) and dispatch.dist.calls == 1
 
 
-def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
+def test_model_parallel_ranks_get_the_same_batch_which_is_read_once(monkeypatch):
     monkeypatch.setattr(dispatch, "dist", Threads(ranks=4))
     data_ranks, read_for = [0, 1, 0, 1], []
 
@@ -171,7 +171,7 @@ def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "of_the_other"), [(InputError("damaged"), InputError), (OSError("gone"), RuntimeError)]
 )
-def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_ones(dispatchers, error, of_the_other):
+def test_a_read_error_fails_on_all_ranks_and_the_next_batch_is_correct(dispatchers, error, of_the_other):
     def fail(data_rank):
         raise error
 
@@ -184,7 +184,7 @@ def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_
     assert [future.result().tolist() for future in futures] == [[0], [1]]
 
 
-def test_processes_at_different_steps_would_be_seen(dispatchers):
+def test_processes_at_different_steps_are_detected(dispatchers):
     first, other = (d.take(7 + d.rank, lambda rank: np.zeros(1, np.uint16)) for d in dispatchers)
     assert first.result().tolist() == [0]
     with pytest.raises(RuntimeError, match="sent batch 7 instead of batch 8"):
@@ -208,7 +208,7 @@ def elsewhere(tmp_path):
     return believing
 
 
-def test_shards_are_what_the_first_process_says(elsewhere):
+def test_shards_match_the_first_processs_description(elsewhere):
     assert [reader.tokens for reader in open_training(elsewhere()).values()] == [1000, 1000]
 
 
@@ -216,7 +216,7 @@ def test_shards_are_what_the_first_process_says(elsewhere):
     ("damaged", "named"),
     [("a/train-00001.bin", "train-00001.bin: is missing"), ("b/manifest.json", "has no manifest")],
 )
-def test_what_is_wrong_with_them_is_refused_by_all(elsewhere, damaged, named):
+def test_all_processes_reject_invalid_shards(elsewhere, damaged, named):
     with pytest.raises(InputError, match=named) as refusal:
         open_training(elsewhere(damaged))
     assert len(refusal.value.problems) == 1

@@ -33,7 +33,7 @@ def index_of_one() -> bytes:
     return header + struct.pack("<iq2q", 3, 0, 0, 1)
 
 
-def test_the_index_of_megatron_is_read(tmp_path):
+def test_megatrons_index_is_read(tmp_path):
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
     assert foreign_shards.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
 
@@ -48,7 +48,7 @@ def nanogpt(tmp_path, shards):
     return folder
 
 
-def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer):
+def test_nanogpts_folder_has_the_same_counts(nanogpt, shards, tokenizer):
     manifest = read_manifest(nanogpt, str(tokenizer))
     ours = read_manifest(shards)
     assert [manifest.totals(split) for split in ("train", "validation")] == [
@@ -71,7 +71,7 @@ def pile(tmp_path, shards):
     return tmp_path
 
 
-def test_hdf5_of_the_pile_gives_the_windows_of_ours(pile, shards, tokenizer):
+def test_hdf5_files_have_the_same_sequences(pile, shards, tokenizer):
     ours = read_manifest(shards)
     for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
         manifest = read_manifest(pile / name, str(tokenizer))
@@ -86,7 +86,7 @@ def test_hdf5_of_the_pile_gives_the_windows_of_ours(pile, shards, tokenizer):
         assert (ids == mine.read(step, 0, 0, ranks=1, sequences=4)).all()
 
 
-def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
+def test_hdf5_without_a_1d_id_array_is_rejected(tmp_path, tokenizer):
     def problem(**datasets):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
         with h5py.File(path, "w") as file:
@@ -104,7 +104,7 @@ def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
     assert "contains token ID 512, but the tokenizer has 0 to 511" in problem(ids=[5, 512])
 
 
-def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):
+def test_training_on_foreign_files_is_identical(nanogpt, shards, tokenizer, recipe, tmp_path):
     values = yaml.safe_load(recipe.read_text())
     run_script("train.py", "--config", recipe)
     values["data"]["train"] = [{"shards": str(nanogpt), "tokenizer": str(tokenizer)}]
@@ -123,7 +123,7 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, to
     assert ours == foreign
 
 
-def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
+def test_invalid_foreign_files_are_reported(nanogpt, tokenizer, tmp_path):
     name = str(tokenizer)
     with pytest.raises(InputError, match=r"no tokenizer named for these IDs; name it in the recipe"):
         read_manifest(nanogpt)

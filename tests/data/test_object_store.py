@@ -111,7 +111,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize("with_cache", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_batches_are_those_of_the_folders(tmp_path, name, with_cache):
+def test_batches_match_local_folders(tmp_path, name, with_cache):
     """Batches must match in training order, after a jump back, and with two ranks."""
     folders = {name: prepared(tmp_path / name, first=1000 * number) for number, name in enumerate("ab")}
     urls = {name: uploaded(folder) for name, folder in folders.items()}
@@ -134,7 +134,7 @@ def test_batches_are_those_of_the_folders(tmp_path, name, with_cache):
                 assert np.array_equal(*of_both), given
 
 
-def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch):
+def test_the_next_sequences_are_prefetched(tmp_path, monkeypatch):
     data = Data(train=[{"shards": uploaded(prepared(tmp_path / "a"))}], sequence_length=LENGTH)
     batches = Batches(data, seed=1, ramp=batch_ramp(4, total_steps=70))
     batches.read(0, 0, 0, ranks=1, sequences=4)
@@ -146,7 +146,7 @@ def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch
         batches.read(step, 0, 0, ranks=1, sequences=4)
 
 
-def test_a_damaged_block_is_refused_by_name(tmp_path):
+def test_a_damaged_block_is_rejected_by_name(tmp_path):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder, spoilt_at(BLOCK_BYTES + 7))
     reader = open_shards(url, "train")
@@ -160,13 +160,13 @@ def test_a_damaged_block_is_refused_by_name(tmp_path):
     assert not any("its content" in line and "blocks" in line for line in verify_shards(url))
 
 
-def test_changed_hashes_are_refused_by_name(tmp_path):
+def test_changed_hashes_are_rejected_by_name(tmp_path):
     url = uploaded(prepared(tmp_path / "a"), spoilt_at(3, "train-00001.blocks"))
     with pytest.raises(InputError, match=f"{url}/train-00001.blocks: its content has changed"):
         read_all(url)
 
 
-def test_a_cut_object_is_refused_at_the_start_or_when_it_is_read(tmp_path):
+def test_a_truncated_object_is_rejected(tmp_path):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder, lambda name, content: content[:-10] if name == "train-00002.bin" else content)
     with pytest.raises(InputError, match=f"{url}/train-00002.bin: has 199,990 bytes, must have 200,000"):
@@ -193,7 +193,7 @@ def test_missing_objects_are_named(tmp_path, monkeypatch):
         read_manifest("memory://nothing")
 
 
-def test_what_fails_is_read_again_but_not_for_ever(tmp_path, monkeypatch):
+def test_failed_reads_are_retried_but_not_forever(tmp_path, monkeypatch):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder)
     reader = open_shards(url, "train")
@@ -234,7 +234,7 @@ def test_shards_of_earlier_versions_are_read_with_a_warning(tmp_path):
     assert said.startswith(f"data: {url} has no hashes of its blocks")
 
 
-def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):
+def test_the_cache_keeps_its_size_and_never_returns_damaged_blocks(tmp_path):
     size = 5_000_000
     cache = DiskCache(tmp_path, size)
     blocks = {f"{number}".encode(): np.random.default_rng(number).bytes(BLOCK_BYTES) for number in range(300)}
@@ -287,7 +287,7 @@ def measured(run):
     return {line["step"]: line["loss"] for line in events(run, "validation")}
 
 
-def test_a_run_that_is_killed_goes_on_from_a_faulty_server(faulty_store, recipe, tmp_path):
+def test_a_killed_run_resumes_from_a_faulty_server(faulty_store, recipe, tmp_path):
     """The losses must match a run from disk bit for bit, and evaluate.py and runs.py must work with the store."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     run_script("train.py", recipe, "--output", local)
@@ -333,7 +333,7 @@ IMPATIENT = {
 """Constants that make a run notice a vanished server within seconds."""
 
 
-def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tmp_path):
+def test_a_vanished_server_ends_every_rank_with_its_name(shards, recipe, tmp_path):
     """Runs must end with status 75 and no traceback, and resume bit for bit with the same corpus on disk."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     shards = repeated(shards, tmp_path / "corpus", 10)
@@ -407,7 +407,7 @@ def test_every_strategy_trains_the_same(runs, strategy):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_goes_on_between_disk_and_store(runs, name):
+def test_a_run_moves_between_disk_and_store(runs, name):
     """After the location is changed on the command line, the run must match bit for bit."""
     assert [event["step"] for event in events(runs / name, "resume")] == [2]
     whole = losses(runs / "ddp")

@@ -57,7 +57,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_windows_hold_whole_documents_and_every_token_is_accounted_for(tmp_path, name):
+def test_windows_have_whole_documents_and_every_token_is_counted(tmp_path, name):
     sizes = SIZES[name]
     found = packing_of(documents_in(tmp_path / "a", sizes))
     ends = np.cumsum(sizes)
@@ -92,7 +92,7 @@ def test_windows_hold_whole_documents_and_every_token_is_accounted_for(tmp_path,
         assert sum(plan.dropped for plan in plans) < 0.02 * ends[-1]
 
 
-def test_long_documents_are_cut_into_whole_windows_and_their_rests_are_packed():
+def test_long_documents_are_split_and_their_remainders_packed():
     # 70 is split into two full sequences and 6 tokens, which share a sequence with 26. 20 and 12 also share one.
     bounds = np.cumsum([0, 70, 26, 20, 12, 32])
     plan = pack(bounds, LENGTH, 5)
@@ -104,7 +104,7 @@ def test_long_documents_are_cut_into_whole_windows_and_their_rests_are_packed():
     assert (plan.dropped, plan.repeated, plan.documents, plan.cropped) == (0, 0, 3, 0)
 
 
-def test_what_fits_nowhere_is_begun_in_the_largest_gap():
+def test_a_document_that_does_not_fit_is_cropped_into_the_largest_gap():
     plan = pack(np.cumsum([0, 20, 20, 20]), LENGTH, 2)
     assert plan.lengths.tolist() == [20, 12, 20, 12] and plan.starts[[0, 1, 2]].tolist() == [0, 40, 20]
     # 12 tokens of the third document are read and 8 dropped. The other gap repeats 12 tokens of the first document.
@@ -117,7 +117,7 @@ def batches_of(sources, *, stages=None, steps=60, ramp_from=1.0, seed=1):
     return Batches(Data(**data), seed=seed, ramp=ramp)
 
 
-def test_every_window_once_per_epoch_a_pool_after_the_other(tmp_path):
+def test_every_window_is_read_once_per_epoch_pool_by_pool(tmp_path):
     folder = {"shards": documents_in(tmp_path / "a", SIZES["up to a window"])}
     batches = batches_of([folder], steps=100)
     windows = (sum(SIZES["up to a window"]) - 1) // LENGTH
@@ -170,7 +170,7 @@ def test_plans_in_memory_are_bounded(tmp_path, monkeypatch):
     assert [found.pieces(window) for window in range(found.windows)] == kept
 
 
-def test_shards_without_ends_of_documents_are_windows_one_after_another(tmp_path):
+def test_shards_without_document_ends_have_consecutive_windows(tmp_path):
     found = packing_of(documents_in(tmp_path / "a", [5000], ends=False))
     assert [found.pieces(window) for window in range(found.windows)] == [
         [(window * LENGTH, LENGTH)] for window in range(found.windows)

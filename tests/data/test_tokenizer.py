@@ -51,7 +51,7 @@ def word_pieces():
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, word_pieces])
-def test_the_table_gives_what_the_tokenizer_decodes(make):
+def test_the_table_matches_the_tokenizers_decoding(make):
     tokenizer = make()
     decode = text_decoder(loaded(tokenizer))
     for text in TEXTS:

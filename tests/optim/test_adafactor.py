@@ -36,7 +36,7 @@ def expected():
     return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
 
 
-def test_each_matrix_of_a_stack_is_updated_as_it_would_be_alone():
+def test_each_matrix_of_a_stack_is_updated_separately():
     """If the matrices were clipped together, a large gradient in one would scale down the updates of the others."""
     generator = torch.Generator().manual_seed(0)
     weights, spikes = torch.randn(3, 4, 5, generator=generator), torch.tensor([1.0, 50.0, 1e-3])
@@ -108,7 +108,7 @@ def test_tiles(threads, expected, kind):
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (8, 10, 6), (50,)])
-def test_draws_for_rounding_do_not_depend_on_how_a_parameter_is_divided(monkeypatch, shape):
+def test_random_rounding_does_not_depend_on_sharding(monkeypatch, shape):
     monkeypatch.setattr(adafactor, "DRAWN_TOGETHER", 64)
     generator = torch.Generator().manual_seed(0)
     whole, step = torch.randn(shape, generator=generator), torch.tensor(3.0)
@@ -123,7 +123,7 @@ def test_draws_for_rounding_do_not_depend_on_how_a_parameter_is_divided(monkeypa
     assert torch.equal(round_stochastically(take(whole, both), 7, step, both, shape), take(rounded, both))
 
 
-def test_flat_partitions_that_cut_anywhere(threads, expected):
+def test_flat_partitions_with_arbitrary_boundaries(threads, expected):
     size, starts, edges = flat_layout([value.numel() for value in values(0)])
 
     def partition(rank, wholes):

@@ -37,7 +37,7 @@ def averaged(settings: Averaging, weights: torch.Tensor, total_steps: int = STEP
 
 
 @pytest.mark.parametrize(("every_steps", "half_life_fraction"), [(1, 0.05), (4, 0.05), (7, 0.3)])
-def test_ema_has_the_decay_of_its_half_life_whatever_the_interval(every_steps, half_life_fraction):
+def test_ema_has_the_decay_of_its_half_life_for_any_interval(every_steps, half_life_fraction):
     """A copy's share must halve after each half-life; the first copies have equal shares."""
     weights = walk()
     taken = weights[every_steps - 1 :: every_steps]
@@ -60,7 +60,7 @@ def test_tail_is_the_mean_of_the_end():
     assert torch.allclose(found, weights[303::4].mean(0), atol=1e-5)
 
 
-def test_an_average_goes_on_only_where_it_belongs():
+def test_an_average_continues_only_in_the_same_schedule():
     tail, state = Averaging(kind="tail"), {"kind": "tail", "first_step": 810, "count": 20}
     assert can_continue(tail, state, total_steps=1000)
     assert not can_continue(tail, state, total_steps=2000), "the tail of an extended run starts later"
@@ -71,7 +71,7 @@ def test_an_average_goes_on_only_where_it_belongs():
     assert average_after_step(Averaging(kind="ema"), None, 500, total_steps=1000)[1] == 1.0
 
 
-def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
+def test_exchanging_mean_and_weights_is_reversible_bit_for_bit():
     weights = {"a": torch.randn(5, 3), "b": torch.tensor([1e-40, -0.0, float("inf")])}
     mean = WeightAverage(weights)
     weights["a"].add_(1)
@@ -99,7 +99,7 @@ def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
         ({"averaging.kind": "ema"}, "averaging.every_steps: 10 averages only 1 of the 12 steps"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(recipe, settings, problem):
+def test_invalid_averaging_is_rejected(recipe, settings, problem):
     config = read_run_config(recipe, list(settings.items()))
     found = averaging_problems(
         config.averaging,
@@ -114,7 +114,7 @@ def folders(run) -> list:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def test_a_run_averages_its_own_weights_and_trains_as_without(recipe, tmp_path):
+def test_averaging_does_not_change_training(recipe, tmp_path):
     every = ["--checkpoint", "{every_steps: 1, keep_last: 20}", "--export.dtype", "fp32"]
     ema = ["--averaging", "{kind: ema, every_steps: 2, half_life_fraction: 0.25}", "--export.weights", "average"]
     tail = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 0.75}"]

@@ -99,7 +99,7 @@ def test_tiles(monkeypatch, kind):
     assert calls <= 2 * BUCKETS
 
 
-def test_a_stack_whose_matrices_tp_splits(monkeypatch):
+def test_a_stack_split_by_tp(monkeypatch):
     """Each rank has a shard of every matrix in the stack."""
     matrix = HiddenMatrix((6, 4), stacked=3)
     tiles = tuple((((0, 6),), ranges) for ranges in ranges_of(4))
@@ -115,7 +115,7 @@ def test_a_stack_whose_matrices_tp_splits(monkeypatch):
     torch.testing.assert_close(torch.cat([tensors[0] for tensors in found], 2), whole)
 
 
-def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
+def test_flat_partitions_that_split_matrices(monkeypatch):
     """Matrices within one partition must not be sent."""
     size, starts, edges = flat_layout([matrix.shape[0] * matrix.shape[1] for matrix in MATRICES])
 
@@ -137,7 +137,7 @@ def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
     assert calls == 4, "two matrices are split, and each needs its own bucket"
 
 
-def test_copies_are_equal_and_take_one_collective_for_a_bucket(monkeypatch):
+def test_replicas_are_equal_and_need_one_collective_per_bucket(monkeypatch):
     def of_rank(rank):
         return wholes(), [MatrixPiece(matrix, Holders(rank, CPU), index) for index, matrix in enumerate(MATRICES)]
 
@@ -148,7 +148,7 @@ def test_copies_are_equal_and_take_one_collective_for_a_bucket(monkeypatch):
     assert calls <= BUCKETS
 
 
-def test_copies_are_gathered_by_the_name_that_torch_has(monkeypatch):
+def test_replicas_are_gathered_with_either_of_torchs_names(monkeypatch):
     """torch 2.11 and 2.12 have only the older name, which is deprecated in 2.13."""
 
     class Older:
@@ -167,7 +167,7 @@ def test_copies_are_gathered_by_the_name_that_torch_has(monkeypatch):
     torch.testing.assert_close(found[2], expected())
 
 
-def test_owners_have_about_equal_work():
+def test_work_is_balanced_between_owners():
     layer = [(4, 4)] * 4 + [(16, 4)] * 2 + [(4, 16)]
     pieces = [MatrixPiece(HiddenMatrix(shape), Holders(None, CPU), 0) for shape in layer * 6]
     work = [0] * 4

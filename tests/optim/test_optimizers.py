@@ -89,7 +89,7 @@ def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("name", "hidden"), [("adamw", 1 / 4), ("adafactor", 1 / 4), ("muon", 1 / 2)])
-def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_stays(name, hidden):
+def test_mup_scales_learning_rates_and_keeps_the_decay_per_step(name, hidden):
     found = rates_by_name(name, parametrization="mup", mup_base_width=16, weight_decay=0.1)
     assert found.pop("lm_head.weight") == (1 / 4, 0.4)
     for parameter, (scale, decay) in found.items():
@@ -98,13 +98,13 @@ def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_
         assert scale * decay == pytest.approx(0.1 if is_hidden else 0.0), parameter
 
 
-def test_without_mup_and_at_the_base_width_there_is_one_rate():
+def test_without_mup_or_at_the_base_width_there_is_one_learning_rate():
     assert {scale for scale, _ in rates_by_name("muon").values()} == {1.0}
     assert {scale for scale, _ in rates_by_name("adamw", parametrization="mup", mup_base_width=64).values()} == {1.0}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_groups_have_rates_of_their_own_beside_those_by_width(name):
+def test_group_learning_rates_combine_with_mup(name):
     rates = {"embedding": 0.02, "head": 0.005, "matrices": 0.04, "scalars": 0.001}
     plain = rates_by_name(name, parametrization="mup", mup_base_width=16)
     found = rates_by_name(name, parametrization="mup", mup_base_width=16, group_learning_rates=rates)
@@ -144,7 +144,7 @@ def test_only_matrices_decay(name):
     assert sorted(every) == sorted(names.values()), "every parameter must be in exactly one group"
 
 
-def test_whole_shapes_decide_not_the_running_parameters():
+def test_full_shapes_decide_about_weight_decay():
     """Under ZeRO-3, parameters are empty, and their own shapes would disable weight decay."""
     whole = parameters_in_module({"up.weight": (16, 8), "up.bias": (16,)})
     optimizer = builder(whole)([(name, nn.Parameter(torch.empty(0))) for name in ("up.weight", "up.bias")])
@@ -155,7 +155,7 @@ def test_whole_shapes_decide_not_the_running_parameters():
     ("name", "dtype"),
     [("adamw", torch.float32), ("adafactor", torch.float32), ("adafactor", torch.bfloat16), ("muon", torch.float32)],
 )
-def test_state_continues_to_the_last_bit(name, dtype):
+def test_state_is_restored_bit_for_bit(name, dtype):
     whole = tiny_model(dtype)
     train(whole, build(whole, name), 0, 6)
     first = tiny_model(dtype)
@@ -173,7 +173,7 @@ def test_state_continues_to_the_last_bit(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_the_loss_falls(name):
+def test_the_loss_decreases(name):
     model = tiny_model()
     optimizer = build(model, name)
     first = train(model, optimizer, 0, 1)
@@ -217,7 +217,7 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
     assert torch.equal(round_stochastically(special, 0, step).float(), special)
 
 
-def test_stochastic_rounding_is_unbiased_over_steps_and_other_elements_go_other_ways():
+def test_stochastic_rounding_is_unbiased_and_independent_per_element():
     values, steps = torch.full((200,), 1.001), 2000
     is_up = torch.stack([round_stochastically(values, 3, torch.tensor(float(step))) > 1.0 for step in range(steps)])
     assert is_up.float().mean(0).sub(0.128).abs().max() < 0.035, "the mean of 2,000 samples is within 4.5 x 0.0075"
@@ -252,7 +252,7 @@ def updating(model, optimizer, scaler=None) -> Strategy:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_a_step_whose_scaled_gradients_overflow_is_reported_and_lowers_the_scale(name):
+def test_an_overflow_is_reported_and_lowers_the_scale(name):
     """With fp16, GradScaler always calls fused optimizers, so a call doesn't mean that the step was taken."""
     model, scaler = tiny_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     strategy = updating(model, build(model, name), scaler)
@@ -269,7 +269,7 @@ def test_a_step_whose_scaled_gradients_overflow_is_reported_and_lowers_the_scale
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e6, None])
-def test_an_update_clips_as_torch_does(name, max_grad_norm):
+def test_clipping_matches_torch(name, max_grad_norm):
     """AdamW applies the clipping divisor inside its kernel, so results differ by 1e-7."""
     models = [tiny_model(), tiny_model()]
     optimizers = [build(model, name) for model in models]
@@ -297,7 +297,7 @@ class NoWait(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "adafactor in bf16"])
-def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
+def test_an_update_never_synchronizes_and_a_skipped_one_changes_nothing(name):
     name, _, in_bf16 = name.partition(" in ")
     model = tiny_model(torch.bfloat16 if in_bf16 else torch.float32)
     strategy = object.__new__(Strategy)
@@ -321,7 +321,7 @@ def saved_state(name):
     return dict(optimizer_state_by_name(optimizer, names_of(model)))
 
 
-def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
+def test_state_that_does_not_fit_is_rejected_and_changes_nothing():
     model = tiny_model()
     optimizer = build(model)
     saved = saved_state("adamw")
@@ -340,7 +340,7 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("adafactor", "adamw"), ("adamw", "muon"), ("muon", "adafactor")])
-def test_state_of_another_optimizer_is_refused(saved_by, loaded_by):
+def test_state_of_another_optimizer_is_rejected(saved_by, loaded_by):
     model = tiny_model()
     with pytest.raises(InputError, match="resume with the optimizer and the model that saved it"):
         load_state(build(model, loaded_by), model, saved_state(saved_by), loaded_by)
@@ -354,7 +354,7 @@ def test_state_from_before_the_first_step_is_empty_and_loads():
     train(model, optimizer, 0, 1)
 
 
-def test_muon_leaves_what_is_not_a_matrix_to_adamw():
+def test_muon_uses_adamw_for_other_parameters():
     """torch's Muon rejects convolution kernels, which have three dimensions."""
     shapes = {"conv.weight": (4, 2, 3), "up.weight": (8, 4), "lm_head.weight": (9, 8), "embed.weight": (9, 4)}
     model = parameters_in_module(shapes)
@@ -369,7 +369,7 @@ def test_muon_leaves_what_is_not_a_matrix_to_adamw():
     # AdamW's first step is lr x sign(gradient), after weight decay (except for the embedding).
     for name, decay in (("conv.weight", 0.01), ("lm_head.weight", 0.01), ("embed.weight", 0.0)):
         torch.testing.assert_close(weights[name], torch.full(shapes[name], 1 - decay - 0.1), rtol=0, atol=1e-5)
-    # A matrix of ones has one singular value. Divided by the Frobenius norm, it is 1, which the quintic changes to value.
+    # A matrix of ones has one singular value, which is 1 after division by the Frobenius norm.
     value = 1.0
     for _ in range(5):
         value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
@@ -412,7 +412,7 @@ def build_8bit(model):
     return build(model, "adamw_8bit")
 
 
-def test_8bit_adamw_computes_adamws_updates_more_coarsely():
+def test_8bit_adamw_approximates_adamw():
     pytest.importorskip("bitsandbytes")
     start, coarse, exact = big()["up"].weight.detach(), big(), big()
     steps(coarse, build_8bit(coarse), 0, 20)
@@ -422,7 +422,7 @@ def test_8bit_adamw_computes_adamws_updates_more_coarsely():
     assert 0 < off < 0.1, "8-bit moments with a scale per 256 elements must be close, but not exact"
 
 
-def test_8bit_adamw_continues_to_the_last_bit():
+def test_8bit_adamw_state_is_restored_bit_for_bit():
     pytest.importorskip("bitsandbytes")
     whole, part, rest = big(), big(), big()
     steps(whole, build_8bit(whole), 0, 6)
@@ -438,12 +438,12 @@ def test_8bit_adamw_continues_to_the_last_bit():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
-def test_8bit_adamw_without_its_package_is_refused():
+def test_8bit_adamw_without_its_package_is_rejected():
     with pytest.raises(InputError, match=r"adamw_8bit needs bitsandbytes: pip install .* adamw, muon and adafactor"):
         build(tiny_model(), "adamw_8bit")
 
 
-def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
+def test_8bit_adamw_without_a_kernel_for_the_device_is_rejected(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.1"))
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     spec = OPTIMIZERS["adamw_8bit"](ModelShapes.of(tiny_model()))
@@ -451,14 +451,14 @@ def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
     assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
 
 
-def test_a_rate_for_a_group_without_parameters_is_refused():
+def test_a_learning_rate_for_an_empty_group_is_rejected():
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
     (problem,) = optimizer_problems(settings, config, "cpu")
     assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in this group; omit it")
 
 
-def test_rates_of_groups_follow_the_schedule():
+def test_group_learning_rates_follow_the_schedule():
     model = parameters_in_module({"up.weight": (8, 4), "embed.weight": (9, 4)})
     rates = {}
     for own in ({}, {"embedding": 0.01}):
@@ -489,18 +489,18 @@ def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
         ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which are not 8 = sum of \[4, 4\]"),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused(blocks, message):
+def test_blocks_that_do_not_fit_are_rejected(blocks, message):
     with pytest.raises(InputError, match=message):
         builder(tiny_model(), "muon", muon={"split_matrices": blocks})
 
 
-def test_muon_without_hidden_matrices_is_refused():
+def test_muon_without_hidden_matrices_is_rejected():
     model = parameters_in_module({"embed.weight": (9, 4), "lm_head.weight": (9, 4), "conv.weight": (4, 2, 3)})
     with pytest.raises(InputError, match="muon finds no hidden matrices in this model; use adamw"):
         builder(model, "muon")
 
 
-def test_what_was_built_is_described():
+def test_an_optimizer_is_described():
     assert describe_optimizer(build(tiny_model())) == "AdamW (fused), weight decay on 320 of 460 parameters"
 
 

@@ -84,7 +84,7 @@ def norms(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name} resumed" for name in LAYOUTS)])
-def test_layouts_train_with_8bit_moments_as_one_process_does(runs, name):
+def test_8bit_training_matches_one_process(runs, name):
     wanted, found = losses(runs / "single"), losses(runs / name)
     assert set(found) == ({3, 4} if "resumed" in name else {1, 2, 3, 4})
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
@@ -93,7 +93,7 @@ def test_layouts_train_with_8bit_moments_as_one_process_does(runs, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
+def test_8bit_state_in_a_checkpoint_matches_one_process(runs, name):
     expected, found = (load_file(runs / run / MIDDLE / "optimizer.safetensors") for run in ("single", name))
     assert {key: (value.dtype, value.shape) for key, value in found.items()} == {
         key: (value.dtype, value.shape) for key, value in expected.items()
@@ -112,7 +112,7 @@ def problem_of(sizes: Sizes, **shape: int) -> str:
     return "; ".join(blocks_problems(LlamaConfig(**TINY_LLAMA | shape), sizes))
 
 
-def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
+def test_layouts_that_split_8bit_blocks_are_rejected_with_an_alternative():
     assert problem_of(Sizes(dp_shard=4)) == problem_of(Sizes(dp_shard=2, cp=2)) == ""
     assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", (
         "shards start at rows 144, 288 and 432, which are block boundaries"
@@ -128,7 +128,7 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
     assert "mlp.up_proj.weight (128 x 56) and 4 more begin inside one; use adamw, or" in found
 
 
-def test_8bit_experts_that_another_dimension_divides_are_refused():
+def test_8bit_experts_sharded_by_another_dimension_are_rejected():
     few = Qwen3MoeConfig(**MODEL | {"num_experts": 2})
     assert not blocks_problems(few, Sizes(dp_shard=2)) and not blocks_problems(few, Sizes(dp_shard=2, ep=2))
     assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problems(few, Sizes(dp_shard=4))[0]
@@ -137,7 +137,7 @@ def test_8bit_experts_that_another_dimension_divides_are_refused():
 
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
+def test_8bit_scale_shards_match_shards_that_keep_blocks_whole(shape, count):
     """If no shard splits a block, the shards of the scale table must match those of the tensor."""
     unit = unit_rows(shape)
     sizes = (shape[0], table_shape(shape)[0])

@@ -224,7 +224,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS, *OFFLOADED])
-def test_prepare_two_micro_steps_and_update_run_as_one_of_eight_gpus_and_never_wait(outcomes, launch):
+def test_a_step_runs_on_one_of_eight_gpus_without_synchronizing(outcomes, launch):
     assert outcomes[launch].error is None
 
 
@@ -269,7 +269,7 @@ def rows(outcomes) -> list[str]:
     return lines
 
 
-def test_the_table_in_the_docs_is_what_is_counted(outcomes):
+def test_the_table_in_the_docs_matches_the_counts(outcomes):
     """The table in the docs must equal the counts, with a reason for each row above the minimum."""
     counted = rows(outcomes)
     text = (ROOT / "docs/measurements_communication.md").read_text()
@@ -286,12 +286,12 @@ def test_every_reason_is_needed(outcomes):
 
 
 @pytest.mark.parametrize("launch", ATTENTIONS)
-def test_every_attention_exchanges_alike(outcomes, launch):
+def test_every_attention_has_the_same_exchanges(outcomes, launch):
     counted, expected = outcomes[launch].result, outcomes["cp"].result
     assert all(counted[moment]["collectives"] == expected[moment]["collectives"] for moment in expected)
 
 
-def test_the_bars_of_sharding(outcomes):
+def test_sharding_needs_the_expected_number_of_collectives(outcomes):
     """Two micro-steps of a two-layer model need 8 all-gathers, and HSDP also needs 3 all-reduces between replicas."""
     micro_steps = ("micro-step", "last micro-step")
     for launch, ranks in {"fsdp2": RANKS, "hsdp, 2 x 4": RANKS // 2}.items():
@@ -301,7 +301,7 @@ def test_the_bars_of_sharding(outcomes):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_only_experts_are_waited_for_once_in_a_layer(outcomes, launch):
+def test_only_moe_layers_synchronize_once_per_layer(outcomes, launch):
     """Each MoE layer synchronizes once in the forward pass, for the token counts, and never in the backward pass."""
     waits = {moment: seen["waits"] for moment, seen in outcomes[launch].result.items()}
     layers = LAYERS if launch.startswith("ep") else 0
@@ -309,14 +309,14 @@ def test_only_experts_are_waited_for_once_in_a_layer(outcomes, launch):
 
 
 @pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4"])
-def test_sharded_layers_hand_on_bf16(outcomes, launch):
+def test_sharded_layers_output_bf16(outcomes, launch):
     """Only norms may run in fp32; the head's matmul must be in bf16."""
     seen = outcomes[launch].result["micro-step"]
     assert seen["head_dtypes"] == ["torch.bfloat16"]
     assert seen["casts_to_fp32"] == 2 * (2 * LAYERS + 1)
 
 
-def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
+def test_a_cpu_update_waits_for_the_values_it_reads(outcomes):
     """A CPU update must wait for the clipping divisor and the skip flag, which torch copies asynchronously."""
     assert outcomes["fsdp2, offloaded"].result["update"]["unawaited_copies"] == 0
     assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, (
@@ -325,7 +325,7 @@ def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
 
 
 @pytest.mark.parametrize("launch", ["fsdp2, offloaded", *OFFLOADED])
-def test_gpus_send_what_is_in_host_memory(outcomes, launch):
+def test_offloaded_tensors_are_sent_by_gpus(outcomes, launch):
     moments = outcomes[launch].result
     assert not any(seen["sent_from_host"] for moment, seen in moments.items()), moments
 
@@ -349,7 +349,7 @@ PRODUCTS = 7
 
 
 @pytest.mark.parametrize("launch", [name for name in OVERLAPPED if name != "ddp"])
-def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
+def test_a_layer_is_gathered_while_the_previous_one_computes(outcomes, launch):
     """Gathers and reductions must overlap with the computation of other layers.
 
     In the forward pass, the CPU issues each gather right after the previous layer, in a separate stream. In the

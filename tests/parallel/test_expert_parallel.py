@@ -65,12 +65,12 @@ def problems(recipe, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_what_can(problems, model, processes, size, message):
+def test_indivisible_experts_are_rejected_with_alternatives(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
 
 
-def test_a_transformers_that_cannot_exchange_rows_is_refused(problems, monkeypatch):
+def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypatch):
     monkeypatch.setattr(expert_parallel, "DISPATCH", "transformers.distributed.another")
     assert "model: ep needs a transformers with transformers.distributed.another, such as 5.23" in problems(TINY_MOE)
 

@@ -34,7 +34,7 @@ def gathered(result: dict, moment: str) -> int:
     return result[moment]["collectives"]["all-gather of 8 by 1"][1]
 
 
-def test_the_layers_matrices_are_gathered_in_a_byte_each(seen):
+def test_layer_matrices_are_gathered_in_one_byte_per_element(seen):
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP)
     # Weights are gathered again for the backward pass, except in the last of two layers.
     for moment, passes in (("micro-step", 1.5), ("last micro-step", 1.5), ("validation", 1)):
@@ -94,19 +94,19 @@ def runs(tmp_path_factory, shards) -> Path:
 
 
 @pytest.mark.parametrize("name", ["fp8", "bf16", "compiled", "resumed"])
-def test_the_loss_is_that_of_one_process_within_the_rounding(runs, name):
+def test_losses_match_one_process_up_to_rounding(runs, name):
     """Losses must match one process up to rounding: different scales change the first loss by 4e-4."""
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
 
 
-def test_one_process_trains_in_fp8_too(runs):
+def test_one_process_also_trains_in_fp8(runs):
     in_fp8, in_bf16 = (losses(runs / name) for name in ("alone", "alone in bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 
 
-def test_what_is_gathered_in_fp8_is_rounded_once(runs):
+def test_weights_gathered_in_fp8_are_rounded_once(runs):
     """Weights must be rounded from fp32 directly to fp8, so losses must differ from gathering in bf16."""
     in_fp8, in_bf16 = (losses(runs / name) for name in ("fp8", "bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
@@ -118,7 +118,7 @@ def test_validation_with_averaged_weights_has_its_own_scales(runs):
 
 
 @pytest.mark.parametrize("precision", LAUNCHES)
-def test_a_plan_says_what_is_sent(seen, precision, tmp_path):
+def test_a_plan_predicts_the_traffic(seen, precision, tmp_path):
     config = read_config(tmp_path, LAUNCHES[precision])
     run = PlannedRun(config, load_model_config(config.model.config), precision)
     (planned,) = flows(Step(run.work(Layout.of(SIZES), SEQUENCES), 2, Links(1.0, 1.0, 8)))

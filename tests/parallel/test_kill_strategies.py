@@ -89,7 +89,7 @@ def train(folder: Path, processes: int, name: str, runs: list[dict]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_are_those_of_the_unbroken_run(folder, strategy):
+def test_losses_match_the_uninterrupted_run(folder, strategy):
     whole, killed = folder / "whole" / strategy, folder / "killed" / strategy
     resumed = events(killed, "resume")
     assert len(resumed) == 1 and resumed[0]["step"] % SAVED_EVERY == 0 and resumed[0]["step"] > 0
@@ -102,7 +102,7 @@ def test_losses_are_those_of_the_unbroken_run(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensors_are_those_of_the_unbroken_run(folder, strategy):
+def test_tensors_match_the_uninterrupted_run(folder, strategy):
     for file in ("model", "optimizer"):
         whole, killed = (
             load_file(folder / run / strategy / f"checkpoints/step-{STEPS:08d}/{file}.safetensors")

@@ -154,7 +154,7 @@ def sizes(monkeypatch):
     return sizes
 
 
-def test_what_no_size_claims_is_sharded_or_replicated(sizes):
+def test_remaining_processes_are_sharded_or_replicated(sizes):
     assert sizes(8) == Sizes(dp_shard=8)
     assert sizes(8, "MULTI_GPU") == Sizes(dp_replicate=8)
     assert sizes(8, pp="2", tp="2") == Sizes(pp=2, tp=2, dp_shard=2)
@@ -180,13 +180,13 @@ def test_what_no_size_claims_is_sharded_or_replicated(sizes):
         ({"dp_replicate": "8", "ep": "2"}, "parallelism_config_ep_size: 2 does not divide dp_shard x cp x tp = 1"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_with_what_can(sizes, given, message):
+def test_impossible_sizes_are_rejected_with_alternatives(sizes, given, message):
     with pytest.raises(InputError) as raised:
         sizes(8, **given)
     assert message in str(raised.value)
 
 
-def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
+def test_a_missing_size_is_rejected(sizes, recipe):
     """Without the launcher file, the pp size would be missing and the run would use plain replicas."""
     sizes(2, "MULTI_GPU")
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
@@ -195,7 +195,7 @@ def test_a_size_that_was_lost_on_the_way_is_refused(sizes, recipe):
     )
 
 
-def test_sizes_that_cannot_be_read_from_the_launchers_file_are_refused(sizes, recipe, monkeypatch):
+def test_sizes_that_cannot_be_read_from_the_launcher_file_are_rejected(sizes, recipe, monkeypatch):
     sizes(2, cp="2")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # as accelerate's launcher does
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
@@ -214,7 +214,7 @@ def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
     assert launched_strategy() == "mesh"
 
 
-def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once(sizes, recipe):
+def test_all_problems_of_a_mesh_are_reported_at_once(sizes, recipe):
     sizes(8, cp="2", tp="4")
     found = MeshStrategy.problems(read_run_config(recipe, [("data.sequence_length", "33")]), "mesh")
     assert any(
@@ -223,7 +223,7 @@ def test_models_and_recipes_that_a_product_does_not_take_are_refused_all_at_once
     assert any("cannot all be divided by 4 tensor-parallel processes; 2 can be used" in problem for problem in found)
 
 
-def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monkeypatch):
+def test_unsupported_precision_is_rejected_with_the_reason(sizes, recipe, monkeypatch):
     sizes(4, pp="2")
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
@@ -232,7 +232,7 @@ def test_what_no_mesh_trains_with_is_refused_with_the_reason(sizes, recipe, monk
     assert problem.endswith("choose fp32 or bf16 or fp8, or a strategy that runs it, as ddp does")
 
 
-def test_fp8_has_a_scale_for_each_matrix_so_tp_is_refused(sizes, recipe, monkeypatch):
+def test_fp8_is_rejected_with_tp(sizes, recipe, monkeypatch):
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     zero_bubble = [("precision", "fp8"), ("pipeline.schedule", "ZBVZeroBubble")]
     in_fp8 = read_run_config(recipe, zero_bubble)
@@ -262,7 +262,7 @@ with open(f"{__file__}.{os.environ['RANK']}", "w") as file:  # output of two pro
         ("pretrain.launch", ("--parallelism_config_pp_size", "1"), {"dp_shard": 2}),
     ],
 )
-def test_the_file_and_an_option_give_a_size_that_accelerate_drops(launcher, given, mesh, tmp_path):
+def test_sizes_that_accelerate_ignores_are_read(launcher, given, mesh, tmp_path):
     """Sizes that accelerate ignores must be read from the file and the command line of the launcher process."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
     settings["parallelism_config"]["parallelism_config_pp_size"] = 2
@@ -273,7 +273,7 @@ def test_the_file_and_an_option_give_a_size_that_accelerate_drops(launcher, give
     assert [(tmp_path / f"shows.py.{rank}").read_text() for rank in range(2)] == [str(mesh)] * 2
 
 
-def test_the_scripts_own_options_are_left_alone():
+def test_the_scripts_own_options_are_not_taken():
     words = ["--parallelism_config_pp_size=2", "--num_processes", "4", "train.py", "--parallelism_config_ep_size", "2"]
     assert take_own_options(words) == ({"pp": "2"}, words[1:])
 
@@ -390,7 +390,7 @@ def norms(run: Path) -> dict[int, float]:
         ("compiled", "adamw dense of 4 alone", 1e-6, 1e-5),
     ],
 )
-def test_products_in_bf16_and_compiled_train_as_one_process_does(runs, name, reference, loss, norm):
+def test_bf16_and_compiled_meshes_match_one_process(runs, name, reference, loss, norm):
     assert losses(runs / name) == pytest.approx(first(losses(runs / reference), SHORT), rel=loss)
     assert norms(runs / name) == pytest.approx(first(norms(runs / reference), SHORT), rel=norm)
 
@@ -400,7 +400,7 @@ def first(figures: dict[int, float], steps: int) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
-def test_every_product_trains_as_one_process_does(runs, name):
+def test_every_mesh_matches_one_process(runs, name):
     case = {**ON_FOUR, **ON_EIGHT}[name]
     _, model, sizes = case
     expected, found = runs / alone(*case), runs / name
@@ -428,7 +428,7 @@ def test_every_product_trains_as_one_process_does(runs, name):
         assert all(torch.allclose(given[key], tensor, atol=2e-5) for key, tensor in tensors.items())
 
 
-def test_copies_on_four_processes_resume_to_the_last_bit(runs):
+def test_replicas_on_four_processes_resume_bit_for_bit(runs):
     """With more than two processes, the summation order affects the last bit."""
     whole, resumed = runs / "copies", runs / "copies resumed"
     end = f"checkpoints/step-{STEPS:08}"
@@ -440,7 +440,7 @@ def test_copies_on_four_processes_resume_to_the_last_bit(runs):
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_a_product_reads_the_whole_documents_that_one_process_reads(runs, name):
+def test_packed_documents_on_a_mesh_match_one_process(runs, name):
     """Losses must match from the start, and after resuming from a single-process checkpoint."""
     expected = losses(runs / packed_alone(*PACKED[name]))
     assert expected != losses(runs / alone(*PACKED[name]))
@@ -449,7 +449,7 @@ def test_a_product_reads_the_whole_documents_that_one_process_reads(runs, name):
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_products_clip_heads_as_one_process_does(runs, name):
+def test_qk_clip_on_a_mesh_matches_one_process(runs, name):
     both = (runs / clipped_alone(*CLIPPED[name]), runs / f"clipped {name}")
     expected, found = map(losses, both)
     assert len(found) == SHORT and found == pytest.approx(first(expected, SHORT), rel=1e-6)
@@ -458,13 +458,13 @@ def test_products_clip_heads_as_one_process_does(runs, name):
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")
-def test_compiled_products_in_bf16_clip_heads_as_one_process_does(runs):
+def test_compiled_qk_clip_in_bf16_matches_one_process(runs):
     expected = first(losses(runs / "clipped bf16 alone"), SHORT)
     assert losses(runs / "clipped bf16 compiled") == pytest.approx(expected, rel=2e-4)
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="STRATEGIES=all")
-def test_shards_and_copies_that_reduce_once_train_as_one_process_does(runs):
+def test_hsdp_that_reduces_once_matches_one_process(runs):
     expected, found = runs / alone("adamw", "dense", Sizes()), runs / "reduced once"
     assert json.loads((found / "strategy.json").read_text())["no_sync"]
     assert losses(found) == pytest.approx(first(losses(expected), SHORT), rel=1e-6)
@@ -472,7 +472,7 @@ def test_shards_and_copies_that_reduce_once_train_as_one_process_does(runs):
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
-def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
+def test_diagnostics_on_a_mesh_match_one_process(runs, name):
     case = {**ON_FOUR, **ON_EIGHT}[name]
     sizes = case[2]
     expected, *_ = events(runs / alone(*case), "diagnostics")
@@ -490,7 +490,7 @@ def test_diagnostics_of_every_product_are_those_of_one_process(runs, name):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_product_continues_the_run_of_another(runs, name):
+def test_a_mesh_resumes_the_run_of_another(runs, name):
     """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     wanted = losses(runs / alone(*{**ON_FOUR, **ON_EIGHT}[name]))
     found = losses(runs / f"{name} resumed")
@@ -498,7 +498,7 @@ def test_a_product_continues_the_run_of_another(runs, name):
 
 
 @pytest.mark.parametrize("name", [*ON_FOUR, *ON_EIGHT])
-def test_copies_are_equal_and_a_changed_one_is_found(runs, name):
+def test_replicas_are_equal_and_a_changed_one_is_found(runs, name):
     _, _, sizes = {**ON_FOUR, **ON_EIGHT}[name]
     equal, changed = json.loads((runs / name / "replicas.json").read_text())
     assert equal == []
@@ -507,7 +507,7 @@ def test_copies_are_equal_and_a_changed_one_is_found(runs, name):
     assert bool(changed) == (sizes.dp_replicate > 1 or sizes.tp > 1 or in_two_stages)
 
 
-def test_weights_in_bf16_round_as_on_one_process(runs):
+def test_bf16_weights_round_as_on_one_process(runs):
     """Most weights must be equal to those of one process (with different random numbers, 0.41 to 0.45 are).
 
     The others differ because gradients differ in bf16's last digits.
@@ -522,7 +522,7 @@ def test_weights_in_bf16_round_as_on_one_process(runs):
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
-def test_fp8_differs_from_one_process_by_its_rounding(runs):
+def test_fp8_differs_from_one_process_only_by_rounding(runs):
     """The losses must differ from one process only by rounding: 1e-3 at a loss of 6.2."""
     wanted = losses(runs / "fp8 alone")
     found = losses(runs / "fp8")

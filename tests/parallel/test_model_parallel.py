@@ -136,7 +136,7 @@ def norms(run):
 
 
 @pytest.mark.parametrize(("strategy", "model", "schedule"), PARITY)
-def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, model, schedule):
+def test_losses_and_gradient_norms_match_one_process(runs, strategy, model, schedule):
     """The measured differences are 1e-6 in losses and 3e-5 in norms, because Adam amplifies rounding differences."""
     single, other = runs[model], runs[f"{strategy}-{model}-{schedule}"]
     assert set(losses(single)) == set(losses(other)) == set(range(1, STEPS + 1))
@@ -150,7 +150,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, mode
     assert found[1:] == pytest.approx(expected[1:], abs=1e-5) and None not in found[1:]
 
 
-def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
+def test_layers_with_split_backward_are_not_compiled(runs):
     said = (runs["llama"].parent / "ddp.txt").read_text()
     for schedule, settings in STAGE_LAYOUTS.items():
         line = f"compile: regional has no effect with {schedule}, because a compiled layer cannot compute the"
@@ -169,7 +169,7 @@ def test_bf16_is_close(runs, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
+def test_a_resumed_run_matches_the_uninterrupted_run_bit_for_bit(runs, strategy):
     """The pp run uses dropout and a schedule that recomputes some gradients."""
     whole, broken = runs[f"{strategy}-whole"], runs[f"{strategy}-broken"]
     assert {step: loss for step, loss in losses(broken).items() if step <= 2 * SHORT} == losses(whole)
@@ -194,7 +194,7 @@ def test_checkpoints_move_from_tensor_parallel_to_one_process(runs):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
+def test_checkpoints_have_the_same_tensor_names_and_shapes(runs, strategy):
     single, other = runs["single-whole"], runs["moved" if strategy == "pp" else "tp-broken"]
     for file in ("model", "optimizer"):
         expected, found = (load_file(run / END / f"{file}.safetensors") for run in (single, other))
@@ -204,7 +204,7 @@ def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
+def test_a_nonfinite_step_is_skipped_on_all_processes(runs, strategy):
     """After an update of 1e30, every gradient is NaN, so the remaining steps must be skipped."""
     skips = [[e["step"] for e in events(runs[f"{name}-diverging"], "skip")] for name in ("single", strategy)]
     assert skips[0] == skips[1] == [2, 3, 4]
@@ -214,7 +214,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
 @pytest.mark.parametrize(
     ("run", "name"), [("pp-llama-GPipe", "model.embed_tokens.weight"), ("tp-whole", "model.norm")]
 )
-def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
+def test_replicas_are_equal_and_a_changed_one_is_found(runs, run, name):
     """The replicated parameters are the tied embedding under pp and the norms under tp."""
     equal, changed = json.loads((runs[run] / "replicas.json").read_text())
     assert equal == []

@@ -95,7 +95,7 @@ def runs(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("optimizer", "strategy"), CASES)
-def test_losses_are_those_of_one_process(runs, optimizer, strategy):
+def test_losses_match_one_process(runs, optimizer, strategy):
     expected, found = losses(runs / optimizer / "single"), losses(runs / optimizer / strategy)
     assert len(found) == STEPS and expected[STEPS] < expected[1] - 0.05
     most = 1e-6 if optimizer == "qk_clip" else 1e-5
@@ -124,7 +124,7 @@ def test_collectives_are_bounded_by_buckets(runs, strategy):
 
 
 @pytest.mark.parametrize("optimizer", STRATEGIES)
-def test_any_checkpoint_continues_under_any_strategy(runs, optimizer):
+def test_any_checkpoint_resumes_under_any_strategy(runs, optimizer):
     """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     unbroken = losses(runs / optimizer / "single")
     for pair in RESUMES[optimizer]:

@@ -28,7 +28,7 @@ def toy_file(tmp_path):
     return path
 
 
-def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
+def test_a_plan_lists_it_with_its_memory(recipe, monkeypatch):
     monkeypatch.setitem(STRATEGIES, "toy", "support.toy_strategy:Toy")
     monkeypatch.setitem(STATES, "toy", toy_states)
 
@@ -71,7 +71,7 @@ def test_sizes_know_a_dimension(monkeypatch):
     assert found.named() == {"dp_shard": 2, "tp": 2, "ep": 4, "toy": 2}
 
 
-def test_runs_of_a_new_dimension_are_those_of_one_process(recipe, tmp_path):
+def test_a_new_dimension_matches_one_process(recipe, tmp_path):
     options = ("--budget.steps", "2", "--validation.every_steps", "2", "--optim.max_grad_norm", "0.5")
 
     def train(processes, program, runs):

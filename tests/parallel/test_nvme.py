@@ -32,7 +32,7 @@ def on_disk(tmp_path) -> list:
     os.environ.get("STRATEGIES") != "all" or zero.missing_for_nvme(),
     reason="needs libaio, and is for make test-strategies",
 )
-def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(recipe, on_disk, tmp_path):
+def test_nvme_matches_one_process_and_resumes_exactly(recipe, on_disk, tmp_path):
     (tmp_path / "tiny_llama.json").write_text(json.dumps(WIDE))
 
     def train(strategy: str, processes: int, run: str, steps: int, *options) -> Path:
@@ -67,7 +67,7 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
         ("cuda", True, "whole", None),
     ],
 )
-def test_what_the_operator_needs_is_named_before_the_start(
+def test_missing_requirements_are_reported_before_the_start(
     monkeypatch, tmp_path, device, has_libaio, cuda_home, missing
 ):
     if cuda_home:

@@ -57,14 +57,14 @@ def batch():
 
 
 @pytest.mark.parametrize("model_type", CUTTABLE)
-def test_what_can_be_cut_is_found_out(model_type):
+def test_supported_models_can_be_split(model_type):
     assert cut_problem(tiny_config(model_type, tied=True)) is None
 
 
 @pytest.mark.parametrize(
     ("scale", "reason"), [("embedding_multiplier", "loss of two stages"), ("logits_scaling", "output head")]
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
+def test_models_that_cannot_be_split_are_rejected_with_the_reason(scale, reason):
     """Granite's base model scales its input, which would be repeated in every stage."""
     assert cut_problem(AutoConfig.for_model("granite")) is None
     problem = cut_problem(AutoConfig.for_model("granite", **{scale: 8.0}))
@@ -73,7 +73,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
 
 @pytest.mark.parametrize("model_type", CUTTABLE)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
+def test_consecutive_stages_match_the_full_model(model_type, tied):
     """The tolerance allows for a different order of fp32 sums; losses are near 4.6 and gradients below 1."""
     config = tiny_config(model_type, tied)
     ids, targets, arguments = batch()
@@ -106,7 +106,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
         )
 
 
-def test_a_stage_holds_its_own_layers_and_nothing_else():
+def test_a_stage_has_only_its_own_layers():
     model = LanguageModelLoss(build_meta_model(tiny_config("llama", tied=False), attention="groundwork_sdpa"))
     ranges, _ = stage_parameters(model.causal_lm, 3)
     stages = [Stage(model, layers, "fp32") for layers in ranges]
@@ -117,14 +117,14 @@ def test_a_stage_holds_its_own_layers_and_nothing_else():
     assert made == {n for n, _ in model.causal_lm.named_parameters() if any(n.startswith(layer) for layer in layers)}
 
 
-def test_layers_are_split_evenly_and_every_stage_has_one():
+def test_layers_are_split_evenly_with_at_least_one_per_stage():
     assert split_layers([1] * 8, 4, first=0, last=0) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     # If the embedding and head each cost as much as ten layers, their stages get one layer each.
     assert split_layers([1] * 8, 4, first=10, last=10) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
     assert [len(part) for part in split_layers([3, 1, 1, 1, 3], 3, first=0, last=0)] == [1, 3, 1]
 
 
-def test_the_split_is_the_best_there_is():
+def test_the_split_is_optimal():
     generator = np.random.default_rng(0)
     for _ in range(20):
         sizes = generator.integers(1, 9, 7).tolist()

@@ -105,7 +105,7 @@ def expert_counts(checkpoint: Path) -> list:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_product_does_what_one_process_does(runs, name):
+def test_features_on_a_mesh_match_one_process(runs, name):
     expected, found = runs / f"{CASES[name][0]} alone", runs / name
     for checkpoint in sorted((expected / "checkpoints").glob("step-*")):
         counts = expert_counts(found / "checkpoints" / checkpoint.name)

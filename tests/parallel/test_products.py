@@ -118,7 +118,7 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_product_sends_the_least(outcomes, name):
+def test_a_mesh_has_minimal_traffic(outcomes, name):
     """The traffic must be minimal, except for the padding of router shards with less than one row."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
@@ -129,7 +129,7 @@ def test_a_product_sends_the_least(outcomes, name):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_plan_says_what_is_sent(outcomes, name, tmp_path):
+def test_a_plan_predicts_the_traffic(outcomes, name, tmp_path):
     sizes, run = planned_run(name, tmp_path)
     work = run.work(Layout.of(sizes, machines=8), SEQUENCES)
     planned = {flow.name: flow.sent for flow in flows(Step(work, 2, Links(1.0, 1.0, 8)))}
@@ -142,7 +142,7 @@ def test_a_plan_says_what_is_sent(outcomes, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
+def test_a_plan_predicts_the_memory(outcomes, name, tmp_path):
     sizes, run = planned_run(name, tmp_path)
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)

@@ -31,7 +31,7 @@ def test_any_changed_bit_changes_the_digest(dtype):
     assert one_digest(tensor) == before
 
 
-def test_order_and_sign_of_zero_count():
+def test_order_and_sign_of_zero_matter():
     assert one_digest(torch.tensor([1.0, 2.0])) != one_digest(torch.tensor([2.0, 1.0]))
     assert one_digest(torch.tensor([0.0, 1.0])) != one_digest(torch.tensor([-0.0, 1.0]))
     assert one_digest(torch.ones(8)) != one_digest(-torch.ones(8)), "changes in the highest bit must not cancel out"
@@ -39,12 +39,12 @@ def test_order_and_sign_of_zero_count():
     assert one_digest(nan) == one_digest(nan.clone()), "NaNs with equal bits must have equal digests"
 
 
-def test_layout_in_memory_does_not_count():
+def test_memory_layout_does_not_matter():
     matrix = torch.arange(12.0).view(3, 4)
     assert one_digest(matrix.T.contiguous()) == one_digest(matrix.T)
 
 
-def test_places_beyond_the_first_chunk_count():
+def test_elements_after_the_first_chunk_matter():
     tensor = torch.zeros(2 * CHUNK + 5, dtype=torch.bfloat16)
     digests = set()
     for place in (0, CHUNK, 2 * CHUNK, 2 * CHUNK + 4):
@@ -54,7 +54,7 @@ def test_places_beyond_the_first_chunk_count():
     assert len(digests) == 4
 
 
-def test_the_minority_is_named_and_both_of_two():
+def test_the_differing_ranks_are_named():
     digests = torch.tensor([[1, 5, 7], [1, 5, 8], [1, 6, 9], [1, 5, 7]])
     assert compare(["a", "b", "c"], digests, [0, 2, 4, 6]) == [
         "b: rank 4 differs from the other 3",
@@ -82,7 +82,7 @@ def in_two_groups(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_one_parameter_changed_on_one_rank_is_found_by_all(tmp_path):
+def test_all_ranks_find_a_changed_parameter(tmp_path):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.spawn(in_two_groups, (str(tmp_path),), nprocs=4)
     expected = [[], ["head: rank 1 differs from the other 2"], ["norm: rank 3 differs from the other 3"]]

@@ -272,7 +272,7 @@ def gradient_norms(run: Path) -> dict[int, float | None]:
 
 
 @pytest.mark.parametrize(("model", "strategy"), [(model, s) for s in STRATEGIES for model in models_under(s)])
-def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model, strategy):
+def test_losses_and_gradient_norms_match_one_process(two_processes, model, strategy):
     expected, found = losses(two_processes / model / "single"), losses(two_processes / model / strategy)
     assert len(found) == STEPS
     assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
@@ -282,7 +282,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model
 
 
 @pytest.mark.parametrize("strategy", PACKED)
-def test_whole_documents_are_those_of_one_process(two_processes, strategy):
+def test_packed_documents_match_one_process(two_processes, strategy):
     """Losses must match from the start and after resuming from another strategy's checkpoint."""
     expected = losses(two_processes / "packed/single")
     assert expected[1] != losses(two_processes / "from/single")[1]
@@ -292,7 +292,7 @@ def test_whole_documents_are_those_of_one_process(two_processes, strategy):
 
 
 @pytest.mark.parametrize("strategy", REDUCING)
-def test_gradients_that_are_reduced_once_are_the_same(two_processes, strategy):
+def test_gradients_reduced_once_are_the_same(two_processes, strategy):
     expected, found = (two_processes / name for name in ("llama/single", f"once/{strategy}"))
     assert max(abs(losses(found)[step] - loss) for step, loss in losses(expected).items()) < 1e-5
     norms = gradient_norms(found)
@@ -315,7 +315,7 @@ def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["single", *UNTRAINED])
-def test_a_parameter_that_only_the_whole_model_leaves_without_a_gradient_ends_the_first_step(two_processes, strategy):
+def test_a_parameter_without_a_gradient_ends_the_first_step(two_processes, strategy):
     run = two_processes / "untrained_under" / strategy
     (end,) = events(run, "end")
     assert end["code"] == 2 and not list((run / "checkpoints").glob("step-*"))
@@ -323,7 +323,7 @@ def test_a_parameter_that_only_the_whole_model_leaves_without_a_gradient_ends_th
     assert told in end["reason"]
 
 
-def test_fp16_resumes_with_its_scale_to_the_last_bit(one_process):
+def test_fp16_resumes_with_its_scale_bit_for_bit(one_process):
     """The scale grows every third step, so a scale reset to 1 would differ in step 9."""
     whole, resumed = (one_process / name / "single" for name in ("fp16", "fp16_resumed"))
     assert list(losses(resumed)) == list(range(7, STEPS + 1))
@@ -349,7 +349,7 @@ def test_optimizer_state_on_a_disk_changes_nothing(two_processes):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_process_drops_elements_of_its_own(two_processes, strategy):
+def test_each_process_has_its_own_dropout(two_processes, strategy):
     """Each micro-step of each process must have its own dropout seed."""
     seeds = json.loads((two_processes / "llama" / strategy / "dropout.json").read_text())
     assert [len(of_rank) for of_rank in seeds] == [4, 4] and len({seed for of_rank in seeds for seed in of_rank}) == 8
@@ -365,7 +365,7 @@ def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processe
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bf16(two_processes, strategy):
+def test_bf16_is_close_to_one_process(two_processes, strategy):
     """Losses differ slightly because, unlike sharding, DDP leaves operations without autocast in fp32."""
     expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
     # 2.3e-4 was measured over 12 steps, 6e-4 over 50; validation 7e-5.
@@ -379,7 +379,7 @@ def test_bf16(two_processes, strategy):
     assert max(abs(found[step] - in_fp32[step]) for step in in_fp32) > 5e-5
 
 
-def test_initial_weights_are_the_same_to_the_last_bit(two_processes):
+def test_initial_weights_are_identical(two_processes):
     for model in MODELS:
         names = [strategy for strategy in ["single", *STRATEGIES] if model in models_under(strategy)]
         hashes = {(two_processes / model / name / "initial_weights.sha256").read_text() for name in names}
@@ -412,7 +412,7 @@ def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strateg
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strategy):
+def test_a_resumed_run_matches_the_uninterrupted_run_bit_for_bit(two_processes, strategy):
     whole, resumed = (two_processes / name / strategy for name in ("whole", "resumed"))
     expected, found = losses(whole), losses(resumed)
     assert list(found) == [5, 6, 7, 8]
@@ -423,7 +423,7 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strate
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_average_is_that_of_one_process(two_processes, strategy):
+def test_the_average_matches_one_process(two_processes, strategy):
     """Averaged weights must have the same loss, and validating them must not disturb training."""
     expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
     expected, found = ([event for event in validations if event["step"]] for validations in (expected, found))
@@ -451,7 +451,7 @@ def test_checkpoints_have_the_same_files_and_tensors(two_processes):
         assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in found.items())
 
 
-def test_any_checkpoint_continues_under_any_strategy(back_on_one):
+def test_any_checkpoint_resumes_under_any_strategy(back_on_one):
     """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     unbroken = losses(back_on_one / "unbroken")
     resumed = [*(back_on_one / "to_two").glob("*/*"), *(back_on_one / "to_one").glob("*/*")]
@@ -469,7 +469,7 @@ def test_any_checkpoint_continues_under_any_strategy(back_on_one):
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
-def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
+def test_replicas_are_equal_and_a_changed_one_is_found(two_processes, strategy):
     equal, changed = json.loads((two_processes / "llama" / strategy / "replicas.json").read_text())
     assert equal == []
     if strategy in ("ddp", "hsdp", "zero1", "zero2"):
@@ -479,7 +479,7 @@ def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
-def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
+def test_two_launchers_train_like_two_machines(one_process, strategy, tmp_path):
     """Simulates two machines with two launchers of one process each."""
     port = free_port()
     arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]

@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
     assert found is None if message is None else message in found
 
 
-def test_a_size_of_each_layer_is_refused():
+def test_layers_of_different_sizes_are_rejected():
     config = AutoConfig.for_model("gemma3n_text")
     assert "model: gemma3n_text does not run under tp: its layers differ in intermediate_size" in plan_problem(
         config, 2
@@ -99,11 +99,11 @@ def test_a_size_of_each_layer_is_refused():
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepone"])
-def test_inputs_of_split_matrices_are_used_by_these_alone(model_type):
+def test_inputs_of_split_matrices_have_no_other_use(model_type):
     assert input_problem(AutoConfig.for_model(model_type)) is None
 
 
-def test_a_model_that_uses_the_inputs_of_split_matrices_otherwise_is_refused(monkeypatch):
+def test_another_use_of_the_inputs_of_split_matrices_is_rejected(monkeypatch):
     """Its gradient would be summed over the ranks, although each rank already has the full gradient."""
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
@@ -111,7 +111,7 @@ def test_a_model_that_uses_the_inputs_of_split_matrices_otherwise_is_refused(mon
     assert "model: llama does not run under tp: the inputs of its column-split" in input_problem(config)
 
 
-def test_a_matrix_that_is_not_a_linear_layer_is_refused():
+def test_a_planned_module_that_is_not_linear_is_rejected():
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
     config.base_model_tp_plan = {"layers.*.input_layernorm": "colwise"}
     assert "layers.0.input_layernorm in its tensor-parallel plan is LlamaRMSNorm, not nn.Linear" in input_problem(
@@ -127,7 +127,7 @@ def two_ranks_in_name():
     dist.destroy_process_group()
 
 
-def test_layers_take_at_most_half_the_time_on_the_host_of_layers_of_dtensors(two_ranks_in_name):
+def test_layers_need_at_most_half_the_cpu_time_of_dtensors(two_ranks_in_name):
     """The matrices are so small that CPU time measures only the overhead."""
     config = AutoConfig.for_model(**LLAMA)
     hidden_BTD = torch.randn(1, 16, LLAMA["hidden_size"])
@@ -183,7 +183,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "no number can: use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
-def test_shares_of_the_loss_add_up_to_it(monkeypatch):
+def test_partial_losses_add_up_to_the_loss(monkeypatch):
     """Ten tokens on four processes leave one token for the last, and some targets are ignored."""
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
     hidden = torch.randn(2, 5, LLAMA["hidden_size"], requires_grad=True)

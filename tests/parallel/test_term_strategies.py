@@ -161,7 +161,7 @@ def test_strategies_train_alike(runs, name):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_strategy_continues_the_run_of_another(runs, name):
+def test_a_strategy_resumes_the_run_of_another(runs, name):
     """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     found = curve(runs / f"{name} resumed")
     assert [*found] == [3, 4]

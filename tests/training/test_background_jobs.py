@@ -34,7 +34,7 @@ def task(tmp_path):
     return folder
 
 
-def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
+def test_evaluations_and_samples_during_a_sharded_run(recipe, task, tmp_path):
     out = launch(
         "fsdp2", 2, "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "[beside]",
         "--benchmarks.include_path", task, "--samples.every_steps", "6", "--samples.max_new_tokens", "5",
@@ -54,7 +54,7 @@ def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
     assert "step 12 · sample:\n  def " in out
 
 
-def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
+def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
     folder = tmp_path / "step-00000006"
     model = {"step": 6, "tasks": {"one": {"acc": 0.5}, "two": {"bits_per_byte": 1.25}}}
@@ -65,7 +65,7 @@ def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
     assert capsys.readouterr().out == "step 6 · one · acc 0.5000\nstep 6 · two · bits_per_byte 1.2500\n"
 
 
-def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
+def test_a_failing_evaluation_does_not_affect_the_run(recipe, task, tmp_path):
     (task / "documents.jsonl").unlink()
     run_script(
         "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "beside",
@@ -97,7 +97,7 @@ def copies(tmp_path, monkeypatch):
     metrics.end(0, "done")
 
 
-def test_the_log_says_once_what_the_mirror_does_not_take(copies):
+def test_mirror_failures_are_logged_once(copies):
     run, copies = copies
     copier = copies._copier
     usual = dict(copier.status)
@@ -136,7 +136,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     assert time.monotonic() - started < SOON / 2, "close() must not wait for an unfinished copy"
 
 
-def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
+def test_lines_written_after_the_last_wait_are_also_copied(tmp_path):
     """The log's last line, which records the end of the run, must also be copied."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     metrics = Metrics(run, is_main=True)
@@ -148,7 +148,7 @@ def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
     assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
 
 
-def test_a_copy_by_hand_prunes_nothing(tmp_path):
+def test_a_manual_copy_prunes_nothing(tmp_path):
     run, mirror = write_run(tmp_path / "run", (1, 2, 3, 4, 5)), tmp_path / "mirror"
     for _ in range(2):
         run_script("-m", "pretrain.checkpoint.mirror_copy", run, "--mirror", mirror)

@@ -403,7 +403,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HISTORIES", "12"))))
-def test_after_any_history_tokens_samples_and_rates_are_those_of_the_account(folder, tmp_path, seed):
+def test_tokens_samples_and_learning_rates_match_after_any_history(folder, tmp_path, seed):
     history = History(folder, tmp_path, seed)
     for _ in range(12):
         history.train(history.random.randint(1, 9))

@@ -39,7 +39,7 @@ def rms(*tensors) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "deepone"])
-def test_every_figure_is_that_of_the_models_own_tensors(name):
+def test_every_metric_matches_the_models_tensors(name):
     model = made(name)
     strategy = strategy_of(model)
     diagnostics = Diagnostics(strategy)
@@ -74,7 +74,7 @@ def test_other_steps_measure_nothing():
     assert not diagnostics._squares and not diagnostics._before
 
 
-def test_a_unit_that_no_token_switches_on_counts_as_off():
+def test_a_unit_that_no_token_activates_counts_as_off():
     model = made("llama")
     up = model.model.layers[1].mlp.up_proj.weight
     up.data[: len(up) // 4] = 0

@@ -39,7 +39,7 @@ def weights(run, step):
     return load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
 
 
-def test_a_decayed_run_is_extended_from_before_its_decay(trunk, tmp_path):
+def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp_path):
     train(trunk)
     out = train(change(trunk, budget={"steps": 20})).stdout
     assert "resuming from step-00000004" in out, (
@@ -57,7 +57,7 @@ def test_a_decayed_run_is_extended_from_before_its_decay(trunk, tmp_path):
     )
 
 
-def test_a_cosine_that_has_ended_goes_on_at_its_floor(recipe, tmp_path):
+def test_an_extended_cosine_run_continues_at_its_minimum(recipe, tmp_path):
     train(recipe)
     before = rates(tmp_path / "run")
     train(change(recipe, budget={"steps": 16}))
@@ -103,7 +103,7 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, schedule):
+def test_a_paused_run_matches_an_uninterrupted_run(recipe, tmp_path, schedule):
     """A pause must change nothing, even during the decay and at a step where nothing else is due."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
@@ -120,7 +120,7 @@ def tokens(run):
     return {event["step"]: event["tokens"] for event in events(run, "train")}
 
 
-def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
+def test_a_batch_ramp_does_not_restart_in_an_extended_run(recipe, tmp_path):
     """The batch must grow from one to four sequences and stay there after the run is extended."""
     path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
     train(path)
@@ -131,7 +131,7 @@ def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
     assert steps[13:] == [256] * 11 and found[24] == sum(steps)
 
 
-def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
+def test_a_new_batch_size_applies_from_the_checkpoint(recipe, tmp_path):
     """No token may be read twice, counted twice or skipped."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
@@ -154,7 +154,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("what", BRANCHES)
-def test_a_branch_takes_what_is_set_explicitly_and_check_says_so(trunk_at_a_constant_rate, what, tmp_path):
+def test_a_branch_uses_explicit_settings_and_check_shows_them(trunk_at_a_constant_rate, what, tmp_path):
     arguments, end, (first, last) = BRANCHES[what]
     recipe, trunk = trunk_at_a_constant_rate
     arguments = [*arguments, "--branch_from", f"{trunk}@8", "--output", tmp_path / "branch"]
@@ -192,7 +192,7 @@ def trunk_at_a_constant_rate(shards, tmp_path_factory):
     return folder / "recipe.yaml", folder / "run"
 
 
-def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
+def test_a_branch_does_not_overwrite_another_run(trunk_at_a_constant_rate):
     recipe, run = trunk_at_a_constant_rate
     before = (run / "final/model.safetensors").read_bytes()
     for check in ([], ["--check"]):
@@ -201,7 +201,7 @@ def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
     assert (run / "final/model.safetensors").read_bytes() == before
 
 
-def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, tmp_path):
+def test_a_budget_already_exceeded_is_rejected(trunk_at_a_constant_rate, tmp_path):
     recipe, run = trunk_at_a_constant_rate
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/final")
@@ -233,7 +233,7 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
     assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
 
 
-def test_minutes_count_over_all_starts(timed, tmp_path):
+def test_minutes_include_earlier_starts(timed, tmp_path):
     train(timed, "--checkpoint.stop_at_step", "4", check=False)
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/trainer_state.json").read_text())["state"]
     assert 0 < state["seconds"] < 60
@@ -246,7 +246,7 @@ def test_minutes_count_over_all_starts(timed, tmp_path):
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 
 
-def test_two_ranks_begin_their_decay_at_the_same_step(timed, tmp_path):
+def test_two_ranks_start_their_decay_at_the_same_step(timed, tmp_path):
     launch("ddp", 2, "train.py", "--config", timed)
     controls, (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
     assert controls[0]["command"] == "anneal" and end["code"] == 0

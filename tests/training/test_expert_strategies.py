@@ -146,7 +146,7 @@ def differences(run: Path, expected: Path) -> dict[str, float]:
         *(("qwen3_moe", name) for name in ALONE),
     ],
 )
-def test_every_step_is_that_of_one_process(runs, kind, name):
+def test_every_step_matches_one_process(runs, kind, name):
     """Expert loads must be equal and losses within 1e-6, which is two units in the last place at 6 nats."""
     tolerances = {"loss": 1e-6, "grad_norm": 2e-5, "router_balance_loss": 1e-6}
     assert list(losses(runs / name)) == list(range(1, STEPS + 1))
@@ -157,12 +157,12 @@ def test_every_step_is_that_of_one_process(runs, kind, name):
         assert difference <= tolerances.get(figure, 1e-6), figure
 
 
-def test_a_process_without_tokens_waits_for_nothing(runs):
+def test_a_process_without_tokens_does_not_block(runs):
     assert figures(runs / "idle ep")["expert_load_max"][1] == 4, "two of eight experts must get all tokens"
 
 
 @pytest.mark.parametrize("name", ["resumed", *map(" ".join, PAIRS)])
-def test_a_resumed_run_knows_the_loads_of_the_step_before(runs, name):
+def test_a_resumed_run_restores_the_previous_steps_expert_loads(runs, name):
     """Without the previous step's expert counts, the first step would have no balancing loss.
 
     On one process, the resumed run must match bit for bit.
@@ -172,7 +172,7 @@ def test_a_resumed_run_knows_the_loads_of_the_step_before(runs, name):
     assert max(differences(runs / name, runs / "qwen3_moe single").values()) <= tolerance
 
 
-def test_experts_are_balanced_by_the_loss_and_not_without_it(runs):
+def test_experts_are_balanced_only_with_the_loss(runs):
     """After 150 steps on real text, expert loads must be balanced only with the balancing loss."""
     balanced, left_alone = events(runs / "balanced", "train")[-1], events(runs / "left_alone", "train")[-1]
     assert balanced["expert_entropy_min"] > 0.95 > 0.9 > left_alone["expert_entropy"]
@@ -186,7 +186,7 @@ def biases(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", [*SHARDED, "ep", "resumed", "resumed_zero3"])
-def test_the_bias_and_muons_experts_are_those_of_one_process(runs, name):
+def test_router_bias_and_muon_experts_match_one_process(runs, name):
     """The bias and the experts must be updated, saved, loaded and exported in the same way."""
     expected, found = runs / ("for_ep" if name == "ep" else "biased"), runs / f"biased_{name}"
     exact = name == "resumed"
@@ -210,7 +210,7 @@ EXPORTED = [*(f"{kind} {strategy}" for kind, strategy in CASES), "biased", *(f"b
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name, tmp_path):
+def test_final_matches_save_pretrained_of_the_last_checkpoint(runs, name, tmp_path):
     """The export must contain a separate tensor for each expert."""
     last = runs / name / f"checkpoints/step-{STEPS:08d}"
     exported = SavedTensors(runs / name / "final", "model")
@@ -223,7 +223,7 @@ def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name,
     assert not events(runs / name, "export")[0]["problems"]
 
 
-def test_a_skipped_step_leaves_the_bias(runs):
+def test_a_skipped_step_does_not_change_the_bias(runs):
     whole, skipped = (events(runs / name, "train") for name in ("biased", "biased_skipped"))
     assert whole[-2]["router_bias_max"] == skipped[-2]["router_bias_max"]
     assert events(runs / "biased_skipped", "skip")[0]["step"] == STEPS
@@ -234,7 +234,7 @@ def test_a_skipped_step_leaves_the_bias(runs):
     assert any(not torch.equal(full[key], after[key]) for key in full)
 
 
-def test_the_start_tells_active_parameters_and_counts_work_by_them(runs):
+def test_the_start_event_has_active_parameters_and_their_flops(runs):
     start = events(runs / "qwen3_moe single", "start")[0]
     experts = 2 * 8 * 3 * 64 * 32
     assert start["parameters"] - start["active_parameters"] == experts * 6 // 8

@@ -100,7 +100,7 @@ def recorded_logits(model, name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss_written_out(name):
+def test_gradients_match_the_loss_formula(name):
     """The balancing loss uses the previous step's expert shares, which are uniform in the first step."""
     model, twin = tiny_model(name), tiny_model(name)
     experts = followed(model)
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_the_loss_written_out(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_means_the_same(name):
+def test_the_loss_has_the_same_scale_as_in_transformers(name):
     model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe's first layer is dense
     logits = recorded_logits(model, name)
     experts = followed(model)
@@ -135,7 +135,7 @@ def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_mean
     assert experts.figures()["router_balance_loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
-def test_figures_are_those_of_the_assignments():
+def test_metrics_match_the_assignments():
     model = tiny_model("mixtral")
     logits, experts = recorded_logits(model, "mixtral"), followed(model)
     step(experts, model, [batch()])
@@ -211,7 +211,7 @@ def test_a_bias_moves_against_the_load_of_the_step(name):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie4_5_moe"])
-def test_a_bias_evens_the_load_out_without_any_gradient(name):
+def test_a_bias_balances_the_load_without_a_gradient(name):
     model = tiny_model(name)
     experts = followed(model, balance=0.0, z_loss=0.0, bias_rate=0.02)
     spread = []
@@ -221,7 +221,7 @@ def test_a_bias_evens_the_load_out_without_any_gradient(name):
     assert 1 - spread[-1] < (1 - spread[0]) / 3
 
 
-def test_a_share_that_is_even_is_not_rounded_to_a_side():
+def test_an_even_share_does_not_move_the_bias():
     model = tiny_model("deepseek_v3")
     experts = followed(model, bias_rate=0.5)
     even = 2**24 // 3
@@ -231,7 +231,7 @@ def test_a_share_that_is_even_is_not_rounded_to_a_side():
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "laguna", "afmoe"])
-def test_a_bias_that_is_declared_a_parameter_is_built_as_a_buffer(name):
+def test_a_bias_declared_as_a_parameter_becomes_a_buffer(name):
     """As a buffer, the bias is replicated under every strategy and not passed to the optimizer."""
     config = AutoConfig.for_model(name, **{**COMMON, **MODELS.get(name, {}), "num_hidden_layers": 3})
     with torch.device("meta"):
@@ -254,7 +254,7 @@ def test_evaluation_counts_nothing():
     assert experts.counts() != before and experts.counts() is None
 
 
-def test_a_saved_step_goes_on_as_it_would_have():
+def test_a_restored_step_continues_identically():
     model, twin = tiny_model("mixtral"), tiny_model("mixtral")
     experts, resumed = followed(model), followed(twin)
     step(experts, model, [batch()])
@@ -267,7 +267,7 @@ def test_a_saved_step_goes_on_as_it_would_have():
     )
 
 
-def test_an_fp16_loss_scale_scales_the_routers_losses_too():
+def test_an_fp16_loss_scale_also_scales_the_router_losses():
     model, twin = tiny_model("mixtral"), tiny_model("mixtral")
     plain, scaled = followed(model), followed(twin, state=lambda: {"scale": 1024.0})
     plain.load(counts := [[40, 0, 0, 0, 0, 0, 0, 8]] * 3)
@@ -280,7 +280,7 @@ def test_an_fp16_loss_scale_scales_the_routers_losses_too():
         torch.testing.assert_close(other.grad / 1024.0, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_experts_without_tokens_are_warned_of_once(monkeypatch):
+def test_dead_experts_are_reported_once(monkeypatch):
     monkeypatch.setattr(experts_module, "IDLE_STEPS", 3)
     model = tiny_model("mixtral")
     with torch.no_grad():
@@ -305,7 +305,7 @@ def test_experts_without_tokens_are_warned_of_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_visits(name):
+def test_active_parameters_match_a_model_with_only_the_selected_experts(name):
     """The smaller model also has fewer router rows, which are counted separately."""
     key = next(key for key in EXPERTS if key in MODELS[name])
     chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
@@ -317,7 +317,7 @@ def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_
     assert whole.num_parameters() - inactive == small.num_parameters() + rows
 
 
-def test_a_dense_model_is_active_as_a_whole():
+def test_all_parameters_of_a_dense_model_are_active():
     config = AutoConfig.for_model("qwen3", **{**COMMON, "head_dim": 16})
     assert active_parameters(config) == count_parameters(config)
     more = flops_per_token(config, 64) - flops_per_token(config, 32)
@@ -327,7 +327,7 @@ def test_a_dense_model_is_active_as_a_whole():
     assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values have different sizes"
 
 
-def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
+def test_experts_compute_in_the_precision_of_the_run(monkeypatch):
     seen = []
 
     def spied(experts, hidden_states, *arguments):
@@ -346,7 +346,7 @@ def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
     assert model.model.layers[0].mlp.experts.gate_up_proj.grad.dtype == torch.float32
 
 
-def test_a_recipe_s_coefficient_goes_before_the_models():
+def test_a_recipes_coefficient_overrides_the_models():
     assert losses_of(Loss(), tiny_config("olmoe", router_aux_loss_coef=0.03)) == RouterLosses(3, 0.03, 0.0)
     assert losses_of(Loss(router_balance=0.0, router_z_loss=0.1), tiny_config("olmoe")) == RouterLosses(3, 0, 0.1)
     assert losses_of(Loss(), tiny_config("mixtral", router_z_loss_coef=0.002)).z_loss == 0.002
@@ -357,19 +357,19 @@ def test_a_recipe_s_coefficient_goes_before_the_models():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
-def test_a_model_without_a_bias_is_refused_its_rate(name):
+def test_a_bias_rate_is_rejected_for_a_model_without_a_bias(name):
     config = tiny_config(name) if name in MODELS else AutoConfig.for_model(name, **COMMON)
     with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no router bias"):
         losses_of(Loss(router_bias_rate=0.001), config)
 
 
-def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
+def test_the_error_converts_deepseeks_own_coefficient():
     """DeepSeek sums the loss over layers and normalizes it differently, so the error shows the converted value."""
     with pytest.raises(InputError, match=r"aux_loss_alpha 0\.004 would be 0\.004 here"):
         losses_of(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
 
 
-def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tmp_path):
+def test_a_model_without_a_coefficient_needs_one_in_the_recipe(recipe, tmp_path):
     keys = {key: value for key, value in {**COMMON, **MODELS["deepseek_v3"]}.items() if key != "pad_token_id"}
     (tmp_path / "moe.json").write_text(json.dumps({**keys, "model_type": "deepseek_v3", "vocab_size": 512}))
     recipe.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "model": str(tmp_path / "moe.json")}))
@@ -384,7 +384,7 @@ def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tm
     assert "active of" in accepted.stdout and "per active parameter" in accepted.stdout
 
 
-def test_copies_of_a_followed_model_are_followed_alike():
+def test_copies_of_a_model_keep_their_routers():
     model = tiny_model("mixtral")
     followed(model)
     assert [router.name for router in routers_of(copy.deepcopy(model))] == [r.name for r in routers_of(model)]

@@ -35,18 +35,18 @@ def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
     assert Throughput().read(1, 1.0, None, 1)["mfu"] is None
 
 
-def test_lines_are_json_whatever_the_numbers():
+def test_lines_are_valid_json_for_any_number():
     line = finite({"loss": float("nan"), "norm": float("inf"), "step": 3, "lr": 0.1})
     assert json.loads(json.dumps(line, allow_nan=False)) == {"loss": None, "norm": None, "step": 3, "lr": 0.1}
 
 
-def test_words():
+def test_numbers_are_formatted_as_text():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
 
 
 @pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])
-def test_the_end_always_says_where_the_run_stands(tmp_path, known):
+def test_the_end_event_always_has_the_position(tmp_path, known):
     if known == "from the attempt before":
         (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
     metrics = Metrics(tmp_path, is_main=True)
@@ -76,7 +76,7 @@ def metrics(tmp_path):
     return metrics
 
 
-def test_step_lines_fit_the_terminal_and_the_log_has_everything(metrics, tmp_path, monkeypatch):
+def test_step_lines_fit_the_terminal_and_the_log_is_complete(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("train", **TRAIN)
     monkeypatch.setenv("COLUMNS", "160")
@@ -85,13 +85,13 @@ def test_step_lines_fit_the_terminal_and_the_log_has_everything(metrics, tmp_pat
     assert [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()] == [FULL, FULL]
 
 
-def test_piped_step_lines_have_everything(metrics, capsys):
+def test_piped_step_lines_are_complete(metrics, capsys):
     metrics.write("train", **TRAIN)
     metrics.write("warning", message="w")
     assert capsys.readouterr().out == f"{FULL}\nwarning: w\n"
 
 
-def test_loss_terms_and_scores_are_said_by_name(metrics, capsys):
+def test_loss_terms_and_scores_are_printed_by_name(metrics, capsys):
     metrics.write("train", **TRAIN, loss_mine=0.12345, loss_other=2e-6)
     metrics.say_scores(500, "arc_easy", {"acc": 0.43, "acc_stderr": 0.01, "acc_norm": None, "samples": 9})
     lines = capsys.readouterr().out.splitlines()
@@ -99,7 +99,7 @@ def test_loss_terms_and_scores_are_said_by_name(metrics, capsys):
     assert lines[1] == "step 500 · arc_easy · acc 0.4300"
 
 
-def test_warnings_and_a_bad_end_have_colors_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
+def test_warnings_and_failures_have_colors_only_on_a_terminal(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("warning", message="w")
     metrics.write("end", reason="r", code=16, step=1, tokens=2, seconds=3.0)
@@ -116,7 +116,7 @@ def begin(metrics):
     metrics.begin(SimpleNamespace(output=None, trackers=[]))
 
 
-def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, monkeypatch):
+def test_the_live_line_stays_below_the_log_lines(metrics, monkeypatch):
     screen = watched(monkeypatch, 80)
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
@@ -155,7 +155,7 @@ def test_a_file_gets_no_live_line(metrics, capsys):
     assert not metrics.is_live and capsys.readouterr() == ("", "")
 
 
-def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
+def test_the_live_speed_excludes_pauses_and_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
@@ -174,7 +174,7 @@ def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
 
 
 @pytest.mark.parametrize("pauses", [False, True])
-def test_the_time_left_leaves_out_the_step_that_compiles(metrics, capsys, monkeypatch, pauses):
+def test_the_remaining_time_excludes_the_compiling_step(metrics, capsys, monkeypatch, pauses):
     """The estimate must not depend on pauses between steps."""
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])

@@ -39,7 +39,7 @@ def nothing_remembered():
 
 
 @pytest.mark.parametrize("model_type", causal_models.causal_models())
-def test_every_causal_model_works_or_is_refused_by_name_as_the_page_says(model_type):
+def test_every_causal_model_works_or_is_rejected_as_documented(model_type):
     """Compares with the table in the docs, which `PYTHONPATH=. python tests/support/causal_models.py` regenerates."""
     on, off = (causal_models.outcome(model_type, document_mask) for document_mask in (True, False))
     if off.startswith("refused"):
@@ -68,7 +68,7 @@ def test_any_size_is_probed(changes):
     assert found == probe_module.Probe("groundwork_sdpa", from_hidden_states=True)
 
 
-def test_every_kind_of_layer_is_in_the_copy():
+def test_the_copy_has_every_kind_of_layer():
     config = AutoConfig.for_model("jamba")  # attention in layers 4, 12, ..., experts in every second layer
     total, layers = kinds_of_layers(config)
     assert (total, layers) == (32, 8) or layers > 4
@@ -92,7 +92,7 @@ def replace_attention(monkeypatch, **fixed):
     )
 
 
-def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
+def test_an_attention_that_ignores_documents_is_not_used(monkeypatch):
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     found = found_of_llama()
     assert found.attention == "sdpa"
@@ -100,13 +100,13 @@ def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
     assert found_of_llama(window=WindowSpec(64, document_mask=False)).attention == "groundwork_sdpa"
 
 
-def test_an_attention_that_computes_something_else_is_passed_over(monkeypatch):
+def test_an_attention_with_different_results_is_not_used(monkeypatch):
     replace_attention(monkeypatch, scaling=1.0)
     found = found_of_llama(window=WindowSpec(64, document_mask=False))
     assert found.attention == "sdpa" and "logits differ from the library's own" in found.passed_over[0]
 
 
-def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch):
+def test_an_explicit_attention_is_rejected_with_alternatives(monkeypatch):
     monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: ["groundwork_sdpa"])
     monkeypatch.setattr(
         probe_module, "_mixers", lambda *arguments: set()
@@ -119,7 +119,7 @@ def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch
     assert "--data.document_mask false" in text and "--attention auto" in text
 
 
-def test_a_model_that_sees_the_future_is_refused(monkeypatch):
+def test_a_model_that_is_not_causal_is_rejected(monkeypatch):
     def not_causal(module, query, key, value, mask, **kwargs):
         return eager(module, query, key, value, None, **kwargs)
 
@@ -129,7 +129,7 @@ def test_a_model_that_sees_the_future_is_refused(monkeypatch):
         found_of_llama()
 
 
-def test_gradients_must_be_there_and_finite(monkeypatch):
+def test_missing_and_nonfinite_gradients_are_rejected(monkeypatch):
     forward = LlamaForCausalLM.forward
 
     def without_the_last_layer(self, *args, **kwargs):
@@ -166,7 +166,7 @@ def test_the_balancing_loss_must_reach_every_router(monkeypatch):
         probe(config, attention="auto", window=MASKED, balances=True)
 
 
-def test_where_the_logits_come_from_is_found_out():
+def test_the_source_of_the_logits_is_detected():
     assert projects_hidden_states(AutoConfig.for_model("llama", **LLAMA))
     assert not projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=4.0))
     assert projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=1.0))
@@ -207,7 +207,7 @@ INKLING = {
 """Model with short convolutions inside attention that needs a mask, so documents can't be separate rows."""
 
 
-def test_check_refuses_what_would_train_wrongly(recipe, tmp_path):
+def test_check_rejects_incorrect_training(recipe, tmp_path):
     arguments = with_model(recipe, tmp_path, **INKLING)
     refused = run_script(*arguments, "--loss.router_balance", "0", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
@@ -215,7 +215,7 @@ def test_check_refuses_what_would_train_wrongly(recipe, tmp_path):
     assert "--data.document_mask false" in refused.stderr
 
 
-def test_documents_in_rows_refuse_what_changes_shapes_or_divides_windows(recipe, tmp_path):
+def test_full_compilation_is_rejected_with_documents_as_rows(recipe, tmp_path):
     arguments = with_model(recipe, tmp_path, **MAMBA)
     refused = run_script(*arguments, "--compile", "full", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr

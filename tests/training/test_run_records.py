@@ -39,13 +39,13 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
         ({"optim.name": "adafactor"}, None),
     ],
 )  # fmt: skip
-def test_a_rate_far_from_the_optimizers_own_is_reported(recipe, overrides, message):
+def test_a_learning_rate_far_from_auto_is_reported(recipe, overrides, message):
     found = said(recipe, *overrides.items())
     assert found == [] if message is None else len(found) == 1 and message in found[0]
     assert message is None or "parameters, 0.0" in found[0], "the warning must show auto's value"
 
 
-def test_the_demo_under_adamw_says_both_rates(shards):
+def test_the_demo_with_adamw_reports_both_learning_rates(shards):
     name, rate = said("recipes/demo.yaml", ("data.train.0.shards", str(shards)), ("optim.name", "adamw"))[0].split(
         ": "
     )
@@ -64,7 +64,7 @@ def test_the_demo_under_adamw_says_both_rates(shards):
         ("auto", None),
     ],
 )
-def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, message):
+def test_a_vocabulary_larger_than_the_datas_is_reported(recipe, rows, message):
     found = said(recipe, ("model.vocab_size", str(rows)))
     assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
     if message:
@@ -72,7 +72,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
         assert f"({1536 * 64 / total:.0%}) belong to no token; --model.vocab_size auto makes it 512" in found[0]
 
 
-def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
+def test_an_emulated_precision_is_reported_if_it_was_requested(recipe, monkeypatch):
     emulation = "bf16 is emulated here (12 against 240)"
     monkeypatch.setattr(run_records, "emulation_of_bf16", lambda device: emulation)
     assert said(recipe, ("precision", "bf16")) == [
@@ -81,7 +81,7 @@ def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkey
     assert said(recipe, ("precision", "auto")) == said(recipe) == []
 
 
-def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
+def test_the_banner_explains_why_auto_is_fp32(recipe, monkeypatch):
     monkeypatch.setattr(
         "pretrain.training.run_records.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
     )
@@ -99,7 +99,7 @@ def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
     assert "  fp32, weights" in row("fp32") and "  bf16, weights" in row("bf16")
 
 
-def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monkeypatch):
+def test_the_banner_shows_device_and_kernels(recipe, monkeypatch):
     config = read_run_config(recipe, [])
     run = derive(config, 1)
     assert "kernels" not in banner(config, run, {}) and banner(config, run, {}).startswith("device  ")
@@ -122,7 +122,7 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
 
 
 @pytest.mark.parametrize("masked", ["true", "false"])
-def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
+def test_the_banner_explains_mfu_with_a_document_mask(recipe, masked):
     config = read_run_config(recipe, [("data.document_mask", masked)])
     (row,) = [
         line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")
@@ -130,7 +130,7 @@ def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
     assert ("MFU counts attention between documents too" in row) == (masked == "true")
 
 
-def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
+def test_check_and_run_warn_on_an_old_cpu(recipe, tmp_path):
     """Runs the script with variables that disable this CPU's newer instructions."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}

@@ -26,7 +26,7 @@ def continued(model):
     return lambda **settings: generate_text(model, as_ids, torch.tensor([[1, 2]]), Sampling(8, **settings))
 
 
-def test_the_most_likely_alone_are_the_greedy_choice(continued):
+def test_sampling_only_the_most_likely_token_is_greedy(continued):
     greedy = continued()
     assert continued(temperature=2.0, top_p=1e-6) == continued(temperature=2.0, top_k=1) == greedy
     assert continued(temperature=1e-6) == greedy
@@ -35,7 +35,7 @@ def test_the_most_likely_alone_are_the_greedy_choice(continued):
 
 
 @torch.no_grad()
-def test_top_p_keeps_the_fewest_that_reach_it(model, continued):
+def test_top_p_keeps_the_smallest_sufficient_set(model, continued):
     chances, order = model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1).sort(descending=True)
     kept = set(order[: int((chances.cumsum(0) < 0.5).sum()) + 1].tolist())
     assert 100 < len(kept) < 256, "top_p must exclude more than half of the 512 IDs"

@@ -90,7 +90,7 @@ def config_of(folder):
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(runs, step):
+def test_a_run_resumed_near_a_stage_boundary_matches_the_uninterrupted_run(runs, step):
     whole, resumed = runs / "whole", runs / f"from {step}"
     assert losses(resumed) == {number: loss for number, loss in losses(whole).items() if number > step}
     again = measured(resumed)
@@ -103,7 +103,7 @@ def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(runs, st
         assert config_of(ours) == config_of(theirs) == ((64, "default") if number <= BORDER else (256, "yarn"))
 
 
-def test_a_stage_is_measured_at_its_own_length(runs):
+def test_a_stage_is_validated_at_its_own_length(runs):
     whole = runs / "whole"
     (stage,) = events(whole, "stage")
     assert (stage["step"], stage["sequences_per_step"], stage["sequences_per_micro_batch"]) == (BORDER, 4, 1)
@@ -118,7 +118,7 @@ def test_a_stage_is_measured_at_its_own_length(runs):
     assert mean == pytest.approx(last["stage_loss"], rel=1e-6) and sum(by_range[1]) == 2 * 256
 
 
-def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
+def test_the_export_matches_the_trained_model(runs, shards, tmp_path):
     """The exported model must have the run's loss at the new length."""
     whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
@@ -136,19 +136,19 @@ def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*UNDER, "ep"])
-def test_every_strategy_takes_the_same_stages(runs, name):
+def test_every_strategy_trains_the_same_stages(runs, name):
     expected = losses(runs / ("experts" if name == "ep" else "whole"))
     found = {step: loss for step, loss in losses(runs / name).items() if step <= STEPS}
     assert found.keys() == expected.keys()
     assert max(abs(found[step] - loss) for step, loss in expected.items()) <= 2e-6
 
 
-def test_a_longer_run_keeps_the_border_where_it_was(runs):
+def test_an_extended_run_keeps_its_stage_boundary(runs):
     assert len(events(runs / "ddp", "stage")) == 1, "the boundary must not move to the middle of the longer run"
     assert losses(runs / "ddp").keys() == set(range(1, STEPS + 3))
 
 
-def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
+def test_compiled_layers_are_recompiled_once_at_the_boundary(runs, tmp_path):
     """Compiled layers must also have the same losses as uncompiled ones.
 
     Validation and the export check are off, because they are compiled separately.
@@ -174,7 +174,7 @@ def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
          "more than the 1,024 positions of gpt2, which learns a vector for each"),
     ],
 )  # fmt: skip
-def test_stages_that_cannot_work_end_with_status_2(shards, tmp_path, changes, problem):
+def test_invalid_stages_end_with_status_2(shards, tmp_path, changes, problem):
     (tmp_path / "llama.json").write_text(json.dumps(TINY_LLAMA | SHORT))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "llama.json", shards, tmp_path / "run")))

@@ -50,14 +50,14 @@ def test_crashes_without_progress(tmp_path, lines, expected):
     assert crashes_without_progress(write(tmp_path, *lines), 4) == expected
 
 
-def test_the_fourth_restart_is_refused_in_words(tmp_path):
+def test_the_fourth_restart_is_rejected_with_a_message(tmp_path):
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, ranks_of())
     with pytest.raises(CrashLoopError, match="started 4 times from step 4 without getting past step 6"):
         refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, ranks_of())
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, ranks_of())
 
 
-def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(tmp_path):
+def test_all_ranks_stop_even_if_only_one_sees_the_end(tmp_path):
     views = [write(tmp_path, *[4, "t6", "e1"] * 4), tmp_path / "later"]
     views[1].mkdir()
     write(views[1], *[4, "t6", "e1"] * 4, "e18")
@@ -87,7 +87,7 @@ def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(t
         ([], None),
     ],
 )
-def test_a_restart_by_the_launcher_repeats_an_end_that_was_meant(tmp_path, monkeypatch, lines, code):
+def test_a_restart_by_the_launcher_repeats_an_intended_end(tmp_path, monkeypatch, lines, code):
     write(tmp_path, *lines)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert end_to_repeat(tmp_path) == code
@@ -95,7 +95,7 @@ def test_a_restart_by_the_launcher_repeats_an_end_that_was_meant(tmp_path, monke
     assert end_to_repeat(tmp_path) is None, "a manual start must continue"
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     path = write(tmp_path, 4, "t6") / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"event": "end", "co')
@@ -113,7 +113,7 @@ def test_a_folder_belongs_to_one_process(tmp_path):
         pytest.fail("a file must not be accepted as the folder")
 
 
-def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_path, monkeypatch):
+def test_out_of_memory_advice_has_numbers_and_strategies(tmp_path, monkeypatch):
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and not is_out_of_memory(RuntimeError("x"))
     (tmp_path / "tiny.json").write_text(json.dumps(TINY_LLAMA))
     recipe = {
@@ -138,7 +138,7 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
 
 
 @pytest.mark.parametrize(("written", "stays"), [("", False), ("a line", True)])
-def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
+def test_a_rejected_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
     run = tmp_path / "run"
     with pytest.raises(InputError, match="refused"), sole_use(run, Ranks()):
         (run / "train.log").write_text(written)
@@ -147,7 +147,7 @@ def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stay
 
 
 @pytest.mark.parametrize(("second", "named"), [({"optim.learning_rate": "0.01"}, "0.003 or 0.01"), ({}, None)])
-def test_processes_of_two_launches_that_meet_are_refused(recipe, tmp_path, second, named):
+def test_processes_from_different_launches_are_rejected(recipe, tmp_path, second, named):
     children = []
     for rank, changes in enumerate(({}, {**second, "data.train.0.shards": str(tmp_path)})):
         if (child := os.fork()) == 0:

@@ -66,7 +66,7 @@ def answered(run) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
+def test_a_command_during_a_rollback_is_done_afterwards(tmp_path):
     run = run_of(tmp_path)
     step(run, 1)
     assert run.request == Request.NONE
@@ -82,7 +82,7 @@ def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
     assert run.request == Request.NONE, "the command must run only once"
 
 
-def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
+def test_a_command_in_a_pending_report_survives_a_rollback(tmp_path):
     """On a GPU, a step's report arrives during the next step."""
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
@@ -93,7 +93,7 @@ def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost
     assert run.request == Request.STOP
 
 
-def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
+def test_a_failed_save_is_not_answered_or_retried_forever(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     step(run, 1)
@@ -102,7 +102,7 @@ def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
     assert run.request == Request.NONE and answered(tmp_path) == {}
 
 
-def test_a_save_is_no_reason_to_leave_validation(tmp_path):
+def test_a_save_request_does_not_interrupt_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     poll_or_interrupt(run)
@@ -129,7 +129,7 @@ def leave(tmp_path, rank) -> list:
     return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
 
 
-def test_all_ranks_leave_long_work_at_the_same_place_whoever_was_told(tmp_path):
+def test_all_ranks_leave_long_work_together(tmp_path):
     children = []
     for rank in (0, 1):
         if (child := os.fork()) == 0:

@@ -62,7 +62,7 @@ def test_a_decay_that_would_end_too_late_is_shortened(clock, slower):
     assert shortened > 0 and budget.seconds <= 1.08 * 180
 
 
-def test_the_last_validation_is_allowed_for(clock):
+def test_the_last_validation_is_included(clock):
     ends = []
     for seconds in (0.0, 20.0):
         budget = TimeBudget(3.0, spent=0.0, began=clock.now)
@@ -71,7 +71,7 @@ def test_the_last_validation_is_allowed_for(clock):
     assert 15 < ends[0] - ends[1] < 25
 
 
-def test_a_decay_in_time_is_left_alone(clock):
+def test_a_decay_that_ends_in_time_is_not_shortened(clock):
     budget = TimeBudget(3.0, spent=60.0, began=clock.now)
     for left in range(50, 0, -1):
         clock.now += 2.0
@@ -79,14 +79,14 @@ def test_a_decay_in_time_is_left_alone(clock):
         assert not budget.asks_to_shorten(left)
 
 
-def test_time_of_earlier_starts_counts(clock):
+def test_the_time_of_earlier_starts_counts(clock):
     budget = TimeBudget(3.0, spent=120.0, began=clock.now)
     step, seconds = end_of(budget, clock, lambda step: 0.1)
     assert seconds <= 180 and step < 600
     assert TimeBudget(3.0, spent=170.0, began=clock.now).left == pytest.approx(10)
 
 
-def test_it_asks_once_and_never_without_a_limit(clock):
+def test_a_decay_is_requested_once_and_never_without_a_limit(clock):
     budget = TimeBudget(0.01, spent=9.0, began=clock.now)
     budget.step_taken()
     assert not budget.asks_for_decay(1), "the first step can't be used to estimate the speed"

@@ -25,7 +25,7 @@ def test_ranges_double_up_to_the_length(length, names):
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_every_token_counts_in_its_own_range(restarts):
+def test_every_token_counts_in_one_range(restarts):
     rows, length = 3, 300
     losses = torch.rand(rows * length, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(length).repeat(rows, 1)
@@ -47,5 +47,5 @@ def test_every_token_counts_in_its_own_range(restarts):
     assert ("256-299" in found["loss_by_position"]) == (not restarts), "with two documents, neither is that long"
 
 
-def test_a_loss_that_is_no_number_stays_out_of_the_json():
+def test_a_nan_loss_becomes_null():
     assert by_position([range(2)], [float("nan"), 2.0])["loss_by_position"] == {"0-1": None}

@@ -117,7 +117,7 @@ def test_nohup_is_respected(start):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, number, code):
+def test_the_second_signal_ends_a_hanging_loop(start, tmp_path, number, code):
     process = start(HANGS, prepare=CLOCK_OF_SIGNALS)
     for _ in range(2):  # the terminal and the launcher both send it, which counts as one signal
         process.send_signal(number)
@@ -148,12 +148,12 @@ def test_nothing_keeps_a_hanging_process_alive(start, last_words):
     assert process.wait(SOON) == 1
 
 
-def test_stacks_that_cannot_be_written_do_not_keep_it_alive(start, tmp_path):
+def test_unwritable_stacks_do_not_keep_a_process_alive(start, tmp_path):
     (tmp_path / "stacks-rank-00000.txt").mkdir()
     assert start(HANGS, step_timeout=0.5).wait(SOON) == 1
 
 
-def test_output_that_nobody_reads(start):
+def test_a_closed_output_does_not_matter(start):
     process = start(BEATS)
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
@@ -167,7 +167,7 @@ def test_a_dead_neighbour_ends_a_process_that_waits(start, tmp_path, neighbour):
     assert f"process {neighbour.pid} of this run has died" in (tmp_path / "end").read_text()
 
 
-def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_path, neighbour):
+def test_a_stopped_neighbour_is_killed_even_if_this_process_is_alive(start, tmp_path, neighbour):
     """For example, both processes may be waiting for a checkpoint to be written."""
     process = start(BEATS_ON, step_timeout=2.0, neighbour=neighbour.pid)
     neighbour.send_signal(signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_pat
     assert f"process {neighbour.pid} of this run is stopped" in (tmp_path / "end").read_text()
 
 
-def test_a_pause_of_the_process_itself_is_no_hang(start):
+def test_a_suspended_process_is_not_a_hang(start):
     """Ctrl-Z for longer than the timeout, followed by fg, must not count as a hang."""
     process = start(f"beats = 0\n{BEATS}", step_timeout=3.0)
     process.send_signal(signal.SIGSTOP)
