@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def reader(tmp_path):
-    """Returns a validation split of 1,000 IDs in documents of fifty."""
+    """Returns a validation split of 1,000 IDs in documents of 50."""
     ids = np.random.default_rng(0).integers(1, 300, 1000).astype("<u2")
     ids[49::50] = 0
     ids.tofile(tmp_path / "validation-00000.bin")

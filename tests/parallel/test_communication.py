@@ -64,8 +64,7 @@ def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict
 
 
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of context parallelism, which exchanges queries, keys, values and outputs per
-    layer."""
+    """Returns the minimum traffic of context parallelism, which exchanges queries, keys, values and outputs."""
     forward = (2 * LAYERS, 4 * LAYERS * BF16 * HIDDEN // ranks)
     both = {f"all-to-all of {ranks}": tuple(2 * number for number in forward)}
     least = sharded(RANKS)
@@ -270,7 +269,7 @@ def rows(outcomes) -> list[str]:
 
 
 def test_the_table_in_the_docs_matches_the_counts(outcomes):
-    """The table in the docs must equal the counts, with a reason for each row above the minimum."""
+    """The table in the docs must match the counts, with a reason for each row above the minimum."""
     counted = rows(outcomes)
     text = (ROOT / "docs/measurements_communication.md").read_text()
     _, _, table = text.partition("| launch | when |")

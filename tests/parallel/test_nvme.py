@@ -21,7 +21,7 @@ ARGUMENTS = ["--optim.schedule", "constant", "--checkpoint.every_steps", "6", "-
 
 @pytest.fixture
 def on_disk(tmp_path) -> list:
-    """Returns `accelerate launch` options that put the optimizer state in a folder of this test."""
+    """Returns `accelerate launch` options that put the optimizer state in a temporary folder."""
     settings = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
     settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "disk")
     (tmp_path / "nvme.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Combinations of parallel dimensions must match one process with many features enabled.
+"""With many features enabled, combinations of parallel dimensions must match one process.
 
 The features are a curriculum with two sequence lengths, a batch ramp, dispatched batches, weight averaging, a
 rollback, validation, samples, a mirror and a profile. STRATEGIES=all trains more combinations.

@@ -1,4 +1,4 @@
-"""Combinations of parallel dimensions on one of 64 fake GPUs must match the minimum communication and the plan.
+"""On one of 64 fake GPUs, the traffic and memory of combined parallel dimensions must match the minimum and the plan.
 
 STRATEGIES=all tests more combinations.
 """
@@ -32,7 +32,7 @@ def outcomes():
 
 
 def padded(rows: int, shards: int) -> float:
-    """Returns the size with FSDP2's padding, which gives each rank the same number of rows, relative to the matrix."""
+    """Returns the relative size after FSDP2's padding, which gives every rank the same number of rows."""
     return -(-rows // shards) * shards / rows
 
 

@@ -120,7 +120,7 @@ def test_interfaces_set_by_the_user_are_kept(machine, monkeypatch, named, expect
     assert chosen() == expected
 
 
-@pytest.mark.parametrize("reason", ["one machine", "no route, and a name that others can use"])
+@pytest.mark.parametrize("reason", ["one machine", "no route, and a name that resolves elsewhere"])
 def test_no_interface_is_set_if_unnecessary(machine, monkeypatch, reason):
     if reason == "one machine":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -154,10 +154,10 @@ def test_this_machines_interfaces_and_routes():
 @pytest.mark.parametrize(
     ("local_rank", "is_there", "made"),
     [("3", False, [("cuda:1", "nccl", "cuda:1")]), (None, False, []), ("3", True, [])],
-    ids=["launched", "alone", "made before"],
+    ids=["launched", "alone", "already created"],
 )
 def test_the_nccl_group_uses_the_same_gpu_as_accelerate(monkeypatch, local_rank, is_there, made):
-    """The GPU is the local rank modulo the number of visible GPUs; a process launched alone creates no group."""
+    """The GPU index is the local rank modulo the number of visible GPUs; without a launcher, no group is created."""
     seen = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank:

@@ -43,7 +43,7 @@ def test_evaluations_and_samples_during_a_sharded_run(recipe, task, tmp_path):
     run = tmp_path / "run"
     deadline = time.monotonic() + 300
     while len(events(run, "evaluation")) < 2 or list((run / "evaluations").glob("step-*/")):
-        assert time.monotonic() < deadline, "the evaluations must finish after the run"
+        assert time.monotonic() < deadline, "the evaluations continue after the run and must finish in time"
         time.sleep(0.2)
     assert {event["step"] for event in events(run, "evaluation")} == {6, 12}
     assert all(0 <= event["acc"] <= 1 and event["task"] == "beside" for event in events(run, "evaluation"))

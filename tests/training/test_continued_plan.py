@@ -2,7 +2,7 @@
 
 A history simulates what happens to a run: crashes, rollbacks, branches, early decays, and changes of the budget, batch
 size, data mixture, stage, schedule or learning rate. The tested plan is derived at each start from the recipe and the
-newest checkpoint, as in train.py. The Account counts steps, reads each batch (each token ID shows its position in the
+newest checkpoint, as in train.py. Account counts steps, reads each batch (each token ID encodes its position in the
 shards) and advances the learning rate step by step.
 """
 

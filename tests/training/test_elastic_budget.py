@@ -146,10 +146,14 @@ def test_a_new_batch_size_applies_from_the_checkpoint(recipe, tmp_path):
 
 BRANCHES = {
     "finishes the model": ([], 10, (0.003, 0.00165)),
-    "keeps going with another rate": (["--optim.learning_rate", "0.006", "--budget.steps", "20"], 20, (0.006, 0.006)),
-    "takes a schedule of its own": (["--optim.schedule", "linear"], 12, (0.003, 0.000975)),
+    "continues with another learning rate": (
+        ["--optim.learning_rate", "0.006", "--budget.steps", "20"],
+        20,
+        (0.006, 0.006),
+    ),
+    "uses its own schedule": (["--optim.schedule", "linear"], 12, (0.003, 0.000975)),
     "warms up again": (["--optim.warmup_steps", "3"], 12, (0.001, 0.003)),
-    "takes another batch": (["--batch.tokens_per_step", "512", "--budget.steps", "14"], 14, (0.003, 0.003)),
+    "uses another batch size": (["--batch.tokens_per_step", "512", "--budget.steps", "14"], 14, (0.003, 0.003)),
 }
 
 

@@ -48,7 +48,8 @@ BIASED |= {"moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_r
 BIASED |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
 BIASED |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
 BIASED |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True}
-"""Model with a dense first layer; others have a shared expert and nine routed experts, which two ranks can't split."""
+"""Model with a dense first layer. Later layers have a shared expert and nine routed experts, an odd number so that two
+ranks can't split them evenly."""
 BY_BIAS = ["--loss.router_bias_rate", "0.01", "--optim.name", "muon"]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp", "pp"] if EVERYTHING else ["fsdp2", "zero3", "cp", "pp"]
 ALONE = {

@@ -310,7 +310,7 @@ def test_active_parameters_match_a_model_with_only_the_selected_experts(name):
     key = next(key for key in EXPERTS if key in MODELS[name])
     chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
     whole, small = tiny_model(name), tiny_model(name, **{key: chosen, "topk_group": 1, "n_group": 1})
-    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # a bias
+    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # router bias
     rows = (8 - chosen) * row * len(routers_of(whole))
     inactive = inactive_parameters(whole)
     assert inactive > 0

@@ -1,5 +1,4 @@
-"""Metrics: speeds are computed from times without pauses, log lines are valid JSON, and console output fits the
-terminal."""
+"""Metrics: speeds exclude pauses, log lines are valid JSON, and console lines fit the terminal."""
 
 import json
 import math
@@ -45,9 +44,9 @@ def test_numbers_are_formatted_as_text():
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
 
 
-@pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])
+@pytest.mark.parametrize("known", ["told", "from the previous attempt", "nothing"])
 def test_the_end_event_always_has_the_position(tmp_path, known):
-    if known == "from the attempt before":
+    if known == "from the previous attempt":
         (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
     metrics = Metrics(tmp_path, is_main=True)
     if known == "told":

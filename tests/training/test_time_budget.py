@@ -42,7 +42,7 @@ def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
 def test_a_run_ends_within_its_minutes(clock, seconds_of):
     budget = TimeBudget(3.0, spent=0.0, began=clock.now)
     _, seconds = end_of(budget, clock, seconds_of)
-    # The final save isn't included.
+    # Work at the end of the run isn't included.
     assert 0.88 * 180 <= seconds <= 1.02 * 180
 
 
