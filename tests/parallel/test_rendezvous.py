@@ -120,7 +120,7 @@ def test_interfaces_set_by_the_user_are_kept(machine, monkeypatch, named, expect
     assert chosen() == expected
 
 
-@pytest.mark.parametrize("reason", ["one machine", "no route, and a name that resolves elsewhere"])
+@pytest.mark.parametrize("reason", ["one machine", "no route, but a reachable hostname"])
 def test_no_interface_is_set_if_unnecessary(machine, monkeypatch, reason):
     if reason == "one machine":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
