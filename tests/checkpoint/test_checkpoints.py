@@ -1,4 +1,4 @@
-"""Checkpoints: what stays, what is found damaged, tensors spread over files, and a commit that is all or none."""
+"""Checkpoints: retention, damage detection, tensors in several files, and atomic commits."""
 
 import json
 import os
@@ -29,7 +29,7 @@ TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "a.bias": torch.ones(3), "b
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A committed folder with a model, an optimizer and a trainer state."""
+    """Commits a folder with a model, an optimizer and a trainer state."""
     unfinished = tmp_path / ".saving-step-00000004"
     unfinished.mkdir()
     files = write_group(unfinished, "model", TensorGroup.of(TENSORS), 0, 1)
@@ -40,7 +40,7 @@ def checkpoint(tmp_path):
     return tmp_path / "step-00000004"
 
 
-def test_a_committed_checkpoint_is_whole(checkpoint):
+def test_a_committed_checkpoint_is_complete(checkpoint):
     assert damage(checkpoint) == []
     assert not list(checkpoint.parent.glob(".*"))
     saved = SavedTensors(checkpoint, "model")
@@ -66,7 +66,7 @@ def flip_a_bit(path):
         (lambda path: path.write_bytes(bytes(path.stat().st_size)), "does not match its sha256"),
     ],
 )
-def test_damage_is_found_and_named(checkpoint, name, harm, message):
+def test_damage_is_detected_and_named(checkpoint, name, harm, message):
     harm(checkpoint / name)
     (problem,) = damage(checkpoint)
     assert problem.startswith(name) and message in problem
@@ -110,13 +110,13 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     }
     monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
     shares = [write_group(tmp_path, "model", group, rank, 2) for rank in range(2)]
-    assert [list(share) for share in shares] == [[name] for name in plan], "each rank wrote its own file"
+    assert [list(share) for share in shares] == [[name] for name in plan], "each rank must write its own file"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["b.weight"] == "model-00002-of-00002.safetensors"
     assert len(SavedTensors(tmp_path, "model")) == 3
 
 
-def test_saving_the_same_step_again_replaces_it_whole(checkpoint):
+def test_saving_the_same_step_again_replaces_it(checkpoint):
     unfinished = checkpoint.with_name(".saving-again")
     unfinished.mkdir()
     files = write_group(unfinished, "model", TensorGroup.of({"a.weight": torch.zeros(2)}), 0, 1)
@@ -133,7 +133,7 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
     assert path.read_text() == "two" and os.stat(path).st_ino != inode
 
 
-def test_a_full_disk_is_noticed_before_the_save(tmp_path):
+def test_a_full_disk_is_detected_before_the_save(tmp_path):
     with pytest.raises(OSError, match=r"a checkpoint needs .* GB, and .* has .* GB free"):
         require_space(tmp_path, 10**18)
 
@@ -142,8 +142,8 @@ def test_a_full_disk_is_noticed_before_the_save(tmp_path):
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
 )
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, monkeypatch, device):
-    """The next steps change the tensors before anything is written; the next save goes through the same memory."""
+def test_a_background_save_keeps_the_tensors_from_its_start(tmp_path, monkeypatch, device):
+    """Tensors changed by later steps must not affect a pending save; the next save reuses its memory."""
     may_write, places = threading.Event(), []
 
     def write_late(tensors, path, **named):
@@ -174,9 +174,9 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(tmp_path, m
     assert len(places) == 4 and places[:2] == places[2:]
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no way to see which pages of a file were read")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc to see which pages were read")
 def test_a_rank_reads_its_part_of_a_saved_tensor(tmp_path):
-    """Files are mapped, not read: of 32 MB a rank of eight touches 4, and with that what the system reads ahead."""
+    """Files are memory-mapped, so one of eight ranks reads 4 of 32 MB, plus readahead."""
     save_file({"a": torch.ones(2**13, 2**10)}, tmp_path / "model.safetensors")
     whole = SavedTensors(tmp_path, "model")["a"]
 
@@ -190,14 +190,14 @@ def test_a_rank_reads_its_part_of_a_saved_tensor(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with the checkpoints of steps 1 and 2."""
+    """Returns a run with checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path / "run", ranks_of(), step)
     return tmp_path / "run"
 
 
 def newest(run):
-    """What a start chooses, and what it says."""
+    """Returns the checkpoint selected at startup, and the messages."""
     said = []
     checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint(keep_last=1))
     return checkpoints.newest_valid(said.append), said
@@ -229,8 +229,8 @@ def test_an_entry_of_another_name_is_left_alone(run, name):
 
 
 @pytest.mark.parametrize("is_folder", [True, False])
-def test_what_is_in_a_checkpoints_place_is_no_obstacle(run, tmp_path, is_folder):
-    """A link to another disk, or a file: set aside or removed as such, and what a link leads to stays."""
+def test_a_link_or_file_in_place_of_a_checkpoint_is_handled(run, tmp_path, is_folder):
+    """A link or a file must be renamed or removed, but the target of a link must be kept."""
     place = run / "checkpoints/step-00000001"
     place.rename(tmp_path / "elsewhere")
     if is_folder:
@@ -257,7 +257,7 @@ def test_a_renamed_checkpoint_is_not_the_one_of_its_name(run):
 
 
 def seal_again(folder):
-    """A manifest of what is there now."""
+    """Writes a new manifest for the current files."""
     (folder / "MANIFEST.json").unlink()
     again = folder.rename(folder.with_name(".saving-again"))
     commit(again, folder, {})
@@ -266,7 +266,7 @@ def seal_again(folder):
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("tensors", ["model", "optimizer"])
 def test_a_manifest_without_the_tensors_of_a_group_is_damage(run, tensors, recorded):
-    """Whether or not the checkpoint says what it has: those of earlier versions do not."""
+    """Checkpoints from earlier versions don't record which groups they contain."""
     folder = run / "checkpoints/step-00000002"
     (folder / f"{tensors}.safetensors").unlink()
     if not recorded:
@@ -277,32 +277,34 @@ def test_a_manifest_without_the_tensors_of_a_group_is_damage(run, tensors, recor
 
 
 @pytest.mark.parametrize("state", ["", "[]", "{}", '{"state": []}', '{"state": {"step": "2"}}'])
-def test_a_state_that_names_no_step_is_damage(run, state):
+def test_a_state_without_a_step_is_damage(run, state):
     (run / "checkpoints/step-00000002/trainer_state.json").write_text(state)
     seal_again(run / "checkpoints/step-00000002")
     chosen, (said,) = newest(run)
     assert chosen.name == "step-00000001" and "has no step" in said
 
 
-def test_an_optimizer_without_state_is_none_that_is_missing(run):
-    """Of a run that stopped before its first update, or whose updates were all skipped."""
+def test_an_optimizer_without_state_is_not_damage(run):
+    """A run may stop before its first update, or skip all updates."""
     groups = tensors_of(3) | {"optimizer": TensorGroup.of({})}
     checkpoints = Checkpoints(run, ranks_of(), config.Checkpoint())
     checkpoints.save(3, {"state": {"step": 3}}, groups, describe)
     checkpoints.wait()
     assert newest(run) == (run / "checkpoints/step-00000003", [])
     folder = run / "checkpoints/step-00000003"
-    (folder / "trainer_state.json").write_text('{"state": {"step": 3, "skipped_steps": 3}}')  # an earlier version's
+    (folder / "trainer_state.json").write_text(
+        '{"state": {"step": 3, "skipped_steps": 3}}'
+    )  # as in an earlier version
     seal_again(folder)
     assert newest(run) == (run / "checkpoints/step-00000003", [])
 
 
 @pytest.mark.parametrize("latest", [b"\xff\xfe\x00", b"", b"step-"])
-def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
+def test_latest_is_repaired_and_garbage_does_not_start_from_scratch(run, latest):
     (run / "checkpoints/LATEST").write_bytes(latest)
     (run / "checkpoints/step-00000002/model.safetensors").write_bytes(b"")
     assert newest(run)[0].name == "step-00000001"
-    assert latest_step(run) == 2, "a mirror drops what is later than LATEST, and may have step 2 intact"
+    assert latest_step(run) == 2, "a mirror deletes checkpoints after LATEST, and may have step 2 intact"
     shutil.rmtree(run / "checkpoints/damaged-step-00000002")
     (run / "checkpoints/LATEST").write_bytes(latest)
     for folder in (run / "checkpoints").glob("step-*"):
@@ -313,7 +315,7 @@ def test_latest_is_repaired_and_garbage_in_it_is_no_fresh_start(run, latest):
 
 
 def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
-    """A run that ended before its first checkpoint starts again; one that had some does not without a word."""
+    """A run that ended before its first checkpoint starts again, but missing checkpoints must be an error."""
 
     def log(*events):
         with open(tmp_path / "metrics.jsonl", "a") as file:

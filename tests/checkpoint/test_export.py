@@ -1,4 +1,4 @@
-"""Exported folders: what they hold, who can load them, and whether a wrong one is told from a right one."""
+"""Exported folders must be complete and loadable without this project, and a wrong export must be detected."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def reader(tmp_path):
-    """A validation split of 1,000 IDs of the tokenizer, in documents of fifty."""
+    """Returns a validation split of 1,000 IDs in documents of 50."""
     ids = np.random.default_rng(0).integers(1, 300, 1000).astype("<u2")
     ids[49::50] = 0
     ids.tofile(tmp_path / "validation-00000.bin")
@@ -51,14 +51,14 @@ def reader(tmp_path):
 
 @pytest.fixture
 def exported(tmp_path, tokenizer):
-    """(bf16 folder, fp32 checkpoint) of the same weights."""
+    """Returns (bf16 folder, fp32 checkpoint) with the same weights."""
     checkpoint = write_model(tmp_path / "step-00000008", tokenizer, TINY_LLAMA, seed=1, optimizer__safetensors="x")
     final = write_model(tmp_path / "final", tokenizer, TINY_LLAMA, seed=1, dtype=torch.bfloat16)
     return final, checkpoint
 
 
 def change(folder, change_weights=None, **config):
-    """Alters a sealed folder and seals it again: a mistake of the export, not of the disk."""
+    """Changes a folder and writes a new manifest, to simulate a bug in the export instead of disk damage."""
     if change_weights:
         weights = load_file(folder / "model.safetensors")
         change_weights(weights)
@@ -77,18 +77,18 @@ def check(exported, **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_faithful_export_is_verified(tmp_path, tokenizer, name):
+def test_a_correct_export_is_verified(tmp_path, tokenizer, name):
     checkpoint = write_model(tmp_path / "step-00000008", tokenizer, MODELS[name], seed=1)
     final = write_model(tmp_path / "final", tokenizer, MODELS[name], seed=1, dtype=torch.bfloat16)
     result = check((final, checkpoint))
     assert not result.problems
-    # bf16 keeps 8 bits: a relative error of 2^-9 per weight, which sums over two layers as roots do.
+    # bf16 has 8 bits of precision, so each weight has a relative error of 2^-9.
     assert 0 < result.logit_difference < 0.03
     words = result.in_words()
     assert "verified: logits equal to the last checkpoint's" in words and "not compared: the loss" in words
 
 
-def test_an_export_in_fp32_has_the_very_logits(exported):
+def test_an_export_in_fp32_has_identical_logits(exported):
     _, checkpoint = exported
     result = verify_export(checkpoint, checkpoint, dtype="fp32", precision="fp32")
     assert not result.problems and result.logit_difference == 0
@@ -103,7 +103,7 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     assert result.loss_difference < 5e-3
     assert "one document at a time" in result.in_words()
 
-    # What the checkpoint and the export have both wrong shows against the model that trained alone.
+    # An error in both the checkpoint and the export is only detected by comparison with the training model.
     wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
     assert "rounding explains at most 0.05" in wrong.in_words() and "NOT the model" in wrong.in_words()
     assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, window)).problems
@@ -137,18 +137,18 @@ def add_a_tensor(weights):
         (add_a_tensor, "has 1 unexpected weights, the first is model.layers.2"),
     ],
 )
-def test_wrong_weights_are_found(exported, mistake, words):
+def test_wrong_weights_are_detected(exported, mistake, words):
     change(exported[0], mistake)
     result = check(exported)
     assert any(words in problem for problem in result.problems), result.problems
 
 
-def test_wrong_ids_are_found(exported):
+def test_wrong_ids_are_detected(exported):
     change(exported[0], eos_token_id=5)
     assert any("different end-of-text IDs" in problem for problem in check(exported).problems)
 
 
-def test_a_damaged_folder_is_not_even_loaded(exported):
+def test_a_damaged_folder_is_not_loaded(exported):
     (exported[0] / "config.json").write_text("{}")
     assert "damaged: config.json has 2 bytes" in check(exported).in_words()
 
@@ -164,7 +164,7 @@ def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     assert "GB of memory, but only" in check(exported).in_words()
 
 
-def test_a_card_that_fails_does_not_cost_the_model(tmp_path):
+def test_a_failing_model_card_does_not_affect_the_model(tmp_path):
     (tmp_path / "config.yaml").write_text("data: 3\n")
     assert "model card could not be written" in export_card(tmp_path, tmp_path)
     assert "could not be written" in (tmp_path / "README.md").read_text()
@@ -187,7 +187,7 @@ def test_the_folder_has_everything_and_works_in_a_pipeline(tmp_path, tokenizer, 
     assert generate("def ", max_new_tokens=3)[0]["generated_text"].startswith("def ")
 
 
-def test_our_architecture_loads_where_this_project_is_not(tmp_path, tokenizer):
+def test_our_architecture_loads_without_this_project(tmp_path, tokenizer):
     folder = write_model(tmp_path / "final", tokenizer, TINY_DEEPONE, seed=1)
     ids_BT = torch.arange(12).view(1, 12)
     with torch.no_grad():
@@ -202,17 +202,17 @@ def test_our_architecture_loads_where_this_project_is_not(tmp_path, tokenizer):
         "logits = model(torch.arange(12).view(1, 12)).logits.detach()\n"
         "save_file({'logits': logits.contiguous()}, 'logits.safetensors')\n"
     )
-    # -P: not even the folder it runs in is searched for modules.
+    # With -P, the current folder isn't searched for modules.
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, check=True)
-    # The same code on the same machine; threads may sum in another order.
+    # The same code on the same machine, but threads may change the summation order.
     assert torch.allclose(load_file(tmp_path / "logits.safetensors")["logits"], ours_BTV, atol=1e-5)
     assert not (ROOT / "logits.safetensors").exists()
 
 
-def test_gpt2_says_its_context_by_both_names(tmp_path, tokenizer):
-    """llama.cpp's converter reads n_ctx, which the original GPT-2 has and transformers no longer writes."""
+def test_gpt2_has_both_names_of_its_context_length(tmp_path, tokenizer):
+    """llama.cpp's converter needs n_ctx, which transformers no longer writes."""
     folder = write_model(tmp_path / "final", tokenizer, TINY_GPT2, seed=1)
     assert json.loads((folder / "config.json").read_text())["n_ctx"] == 128
     assert load_model_config(str(folder)).n_positions == 128

@@ -1,8 +1,8 @@
-"""A run that an earlier version began goes on under this one: tests/golden_run, written at commit d6ef3fc.
+"""A run started by an earlier version must continue under this one: tests/golden_run, written at commit d6ef3fc.
 
-It holds shards of a tokenizer of 64 IDs, the folder of a run of 12 steps that was killed after the checkpoint of step
-6, and in continued.jsonl what that version logged when it went on. Another version of the formats gets a golden run of
-its own beside it; this one stays as it is.
+It contains shards with 64 token IDs, the folder of a 12-step run killed after the checkpoint of step 6, and in
+continued.jsonl the log of the continued run. A new format version needs an additional golden run; this one must not
+change.
 """
 
 import json
@@ -20,15 +20,15 @@ STEPS = {name: f"checkpoints/step-{number:08d}" for name, number in (("before", 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory):
-    """A copy of the run, trained to its end. Its own recipe names the shards from the root of the project."""
+    """Resumes a copy of the run and trains it to the end. Its recipe has shard paths relative to the project root."""
     run = tmp_path_factory.mktemp("golden") / "run"
     shutil.copytree(GOLDEN / "run", run)
     run_script("train.py", "--config", GOLDEN / "run/config.yaml", "--output", run)
     return run
 
 
-def test_a_run_of_an_earlier_version_goes_on_as_it_did_there(continued):
-    """To 1e-6, where other processors add in another order: 3e-8 was measured, of the gradient norms alone."""
+def test_a_run_of_an_earlier_version_continues_identically(continued):
+    """The tolerance is for other processors' summation order; 3e-8 was measured, only in gradient norms."""
     (resume,) = events(continued, "resume")
     assert (resume["step"], resume["path"]) == (6, "step-00000006")
     lines = [json.loads(line) for line in (continued / "metrics.jsonl").read_text().splitlines()]
@@ -42,7 +42,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_did_there(continued):
 
 
 def test_checkpoints_keep_their_format(continued):
-    """What is new may join; nothing that was written before is missing or has another name."""
+    """Entries may be added, but none may be removed or renamed."""
     before, after = (continued / step for step in STEPS.values())
     assert damage(before) == damage(after) == []
     assert {path.name for path in before.iterdir()} <= {path.name for path in after.iterdir()}
@@ -55,7 +55,7 @@ def test_checkpoints_keep_their_format(continued):
         assert shapes[0] == shapes[1]
 
 
-def test_metrics_keep_the_names_of_their_numbers(continued):
+def test_metrics_keep_their_names(continued):
     lines = [json.loads(line) for line in (continued / "metrics.jsonl").read_text().splitlines()]
     earlier, later = ([e for e in lines if (e["step"] > 6) == is_later] for is_later in (False, True))
     for event in ("train", "validation", "checkpoint"):

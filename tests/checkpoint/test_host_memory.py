@@ -1,4 +1,4 @@
-"""Host memory of a save: as large as its tensors, locked once and freed as it was taken."""
+"""Host memory for saves must be as large as the tensors, page-locked once and freed correctly."""
 
 import gc
 
@@ -18,14 +18,14 @@ LAYOUT = {
 
 
 class FromGpu(torch.Tensor):
-    """On the CPU, and says otherwise."""
+    """CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    """CUDA's calls in order; it refuses as long as `refuses` is among them."""
+    """Records CUDA calls in order; locking fails while "refuses" is in the list."""
     calls = []
 
     class Cudart:
@@ -45,31 +45,33 @@ def tensors_of(layout, kind):
     return {n: torch.arange(torch.Size(s).numel()).view(s).to(d).as_subclass(kind) for n, (s, d) in layout.items()}
 
 
-def test_tensors_are_kept_as_they_were(driver):
+def test_tensors_are_copied_unchanged(driver):
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, torch.Tensor)
     kept = {name: memory.hold(name, tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         wanted = tensor.clone()
         tensor.add_(1)
         assert torch.equal(kept[name], wanted) and kept[name].dtype == wanted.dtype and kept[name].is_contiguous()
-    assert kept["norm"].data_ptr() == memory.hold("norm", tensors["norm"]).data_ptr(), "reused"
-    assert driver == [], "nothing came from a GPU"
+    assert kept["norm"].data_ptr() == memory.hold("norm", tensors["norm"]).data_ptr(), "memory must be reused"
+    assert driver == [], "memory for CPU tensors must not be locked"
 
 
-def test_what_comes_from_a_gpu_is_locked_once_and_no_more_than_needed(driver):
+def test_memory_for_gpu_tensors_is_locked_once_and_only_as_needed(driver):
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
     for _ in range(2):
         for name, tensor in tensors.items():
             memory.hold(name, tensor)
     needed = sum(tensor.nbytes for tensor in tensors.values())
     ((_, address, size),) = driver
-    assert needed <= size < needed + 64 * len(tensors), "torch would lock 268 MB for these 155 MB"
+    assert needed <= size < needed + 64 * len(tensors), (
+        "only the needed 155 MB may be locked (torch would lock 268 MB)"
+    )
     del memory
     gc.collect()
     assert driver[1:] == [("unlock", address)]
 
 
-def test_a_system_that_locks_no_more_is_lived_with(driver):
+def test_a_failed_lock_is_tolerated(driver):
     driver.append("refuses")
     memory, tensors = HostMemory(LAYOUT), tensors_of(LAYOUT, FromGpu)
     assert all(torch.equal(memory.hold(name, tensor), tensor) for name, tensor in tensors.items())
@@ -79,7 +81,7 @@ def test_a_system_that_locks_no_more_is_lived_with(driver):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_knows_that_it_is_locked():
+def test_locked_memory_is_pinned_on_a_gpu():
     memory = HostMemory({"a": ((1000,), torch.float32)})
     kept = memory.hold("a", torch.arange(1000.0, device="cuda"))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What a run's mirror gets, in which order, and what happens when it takes nothing."""
+"""Copies to a run's mirror: their contents and order, and retries if the mirror fails."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from pretrain_tools.runs.status import mirror_text
 from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, write_checkpoint, write_run
 
 
-def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
+def test_the_newest_is_copied_first_and_pruning_matches_the_run(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_last=2, keep_every=5)
     copy_all(copier)
@@ -26,15 +26,17 @@ def test_the_newest_is_copied_first_and_pruned_as_in_the_run(tmp_path):
         copier.attempt(everything=False)
     assert copier.status["copied_step"] == 10
     copy_all(copier)
-    assert steps_there(mirror) == [5, 9, 10], "two last and the milestones, as in the run's folder"
+    assert steps_there(mirror) == [5, 9, 10], (
+        "the mirror must keep the last two checkpoints and the milestones, like the run folder"
+    )
     for step in (5, 9, 10):
         assert damage(mirror / f"run/checkpoints/step-{step:08d}") == []
     assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
     assert not (run / "mirror/copying").exists()
 
 
-def test_what_came_and_went_is_left_out_and_milestones_follow(tmp_path):
-    """A mirror that was busy: the newest at once, a milestone later, what was pruned meanwhile never."""
+def test_pruned_checkpoints_are_skipped_and_milestones_follow(tmp_path):
+    """A slow mirror gets the newest checkpoint first and milestones later, but no pruned checkpoint."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_last=1, keep_every=5)
     copy_all(copier)
@@ -51,7 +53,7 @@ def test_what_came_and_went_is_left_out_and_milestones_follow(tmp_path):
 
 
 def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
-    """Otherwise a start there would resume after data that it claims to skip."""
+    """Otherwise, a run resumed from the mirror would continue after data that it should skip."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)
@@ -67,10 +69,10 @@ def test_a_rollback_reaches_the_mirror_before_its_record_does(tmp_path):
     copier.store.write = note
     copy_all(copier)
     assert ("rollbacks.json", [4]) in seen and steps_there(mirror) == [4]
-    assert all(steps for _, steps in seen), "at no time is nothing there"
+    assert all(steps for _, steps in seen), "the mirror must never be empty"
 
 
-def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
+def test_a_rollback_aborts_a_copy(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     put_file = copier.store.system.put_file
@@ -93,7 +95,7 @@ def test_a_copy_is_abandoned_where_the_run_rolls_back_meanwhile(tmp_path):
 @pytest.mark.parametrize(
     ("faults", "said"), [({"errno": "ENOSPC"}, "No space left"), ({"garbles": True}, "has the wrong sha256 after")]
 )
-def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
+def test_a_failing_mirror_is_retried(tmp_path, faults, said):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     (tmp_path / "mirror.faults").write_text(json.dumps(faults))
     copier = copier_of(run, f"faulty://{mirror}")
@@ -114,13 +116,13 @@ def test_a_mirror_that_takes_nothing_is_tried_again(tmp_path, faults, said):
 
 
 def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
-    """One on a machine that was given up too early."""
+    """The first start is on a machine that was wrongly considered dead."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     settings = Checkpoint(mirror=str(mirror))
     look(run, settings)
     copier = copier_of(run, mirror)
     copy_all(copier)
-    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 0.1)  # the first gives no sign of life
+    monkeypatch.setattr(mirror_lease, "SILENT_SECONDS", 0.1)  # the first start seems dead
     elsewhere = tmp_path / "elsewhere/run"
     look(elsewhere, settings)
     write_checkpoint(run, 8)
@@ -128,7 +130,7 @@ def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     assert "another start" in copier.status["problem"] and steps_there(mirror) == [4]
 
 
-def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
+def test_an_emptied_mirror_is_filled_again(tmp_path):
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)
@@ -139,8 +141,8 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
     assert steps_there(mirror) == [8] and (mirror / "run/config.yaml").exists()
 
 
-def test_another_mirror_is_not_the_one_that_was_claimed(tmp_path):
-    """By hand, or after a change of the recipe."""
+def test_another_mirror_can_be_claimed(tmp_path):
+    """The copy may be started manually, or the recipe changed."""
     run = write_run(tmp_path / "run", (4,))
     for name in ("one", "two"):
         copy_all(copier_of(run, tmp_path / name))
@@ -148,7 +150,7 @@ def test_another_mirror_is_not_the_one_that_was_claimed(tmp_path):
     assert not copier_of(run, "/proc/nowhere").attempt(everything=True)
 
 
-def test_the_mirror_of_another_run_is_left_alone(tmp_path):
+def test_the_mirror_of_another_run_is_not_changed(tmp_path):
     mirror = tmp_path / "mirror"
     copy_all(copier_of(write_run(tmp_path / "a/run", (4,)), mirror))
     copier = copier_of(write_run(tmp_path / "b/run", (8,), start_id="two"), mirror)
@@ -156,7 +158,7 @@ def test_the_mirror_of_another_run_is_left_alone(tmp_path):
     assert steps_there(mirror) == [4]
 
 
-def test_what_cannot_be_a_mirror_is_refused(tmp_path):
+def test_invalid_mirrors_are_rejected(tmp_path):
     def problem(mirror):
         (found,) = mirror_problems(tmp_path / "runs/x", Checkpoint(mirror=mirror))
         return found
@@ -169,8 +171,8 @@ def test_what_cannot_be_a_mirror_is_refused(tmp_path):
         assert mirror_problems(tmp_path / "runs/x", Checkpoint(mirror=mirror)) == []
 
 
-def test_a_process_that_finds_parts_removes_them(tmp_path):
-    """Of a copy that a kill cut short; the run never gets to that step again."""
+def test_partial_copies_are_removed(tmp_path):
+    """The partial copy is of a step that the run doesn't reach again."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     part = mirror / "run/checkpoints/step-00000099"
     part.mkdir(parents=True)
@@ -181,8 +183,8 @@ def test_a_process_that_finds_parts_removes_them(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b'{"run": "o', b"\xff", b"[]", b'{"run": 1, "start": 2}', None])
-def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, content):
-    """The log beside it says whose it is; a mirror without either is not taken for one's own."""
+def test_a_damaged_mirror_identity_is_rewritten(tmp_path, content):
+    """The log also identifies the run; a mirror with neither must not be used."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)
@@ -201,8 +203,8 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     assert "so the mirror's run is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
-def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
-    """The folder has it no more, so that nothing can replace it; it goes when its turn comes."""
+def test_a_damaged_copy_does_not_replace_an_intact_one(tmp_path):
+    """The run folder no longer has this checkpoint, so the damaged copy is only removed by pruning."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copy_all(copier_of(run, mirror, keep_every=4))
     copy_all(copier_of(run, mirror, keep_every=4))
@@ -211,15 +213,15 @@ def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):
     copier = copier_of(run, mirror, keep_last=2)
     copy_all(copier)
     assert list(copier.status["damaged"]) == ["checkpoints/step-00000004"]
-    assert copier_of(run, mirror).damaged == copier.damaged, "a copier that is started again knows of it"
+    assert copier_of(run, mirror).damaged == copier.damaged, "a restarted copier must remember the damage"
     write_checkpoint(run, 12)
     copy_all(copier)
     assert steps_there(mirror) == [8, 12] and copier.status["damaged"] == {}
     assert json.loads((run / "mirror/claim.json").read_text())["damaged"] == {}
 
 
-def test_a_clock_that_is_set_back_leaves_out_no_checkpoint(tmp_path):
-    """LATEST may have the same time again; the seconds of a copy are never negative."""
+def test_a_clock_set_back_skips_no_checkpoint(tmp_path):
+    """LATEST may have an unchanged modification time, and a copy's duration must not be negative."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror)
     copy_all(copier)

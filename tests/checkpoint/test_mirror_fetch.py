@@ -1,4 +1,4 @@
-"""A start on an empty disk, on one that is behind, and before a mirror that is dead, damaged or another run's."""
+"""Starts on an empty or outdated disk, or with a mirror that is unreachable, damaged or another run's."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, wr
 
 @pytest.fixture
 def lost(tmp_path):
-    """A run of two checkpoints on its mirror, whose own disk is gone: (its folder, the mirror, the settings)."""
+    """Returns (folder, mirror, settings) of a run whose own disk was lost; the mirror has two checkpoints."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
@@ -33,7 +33,7 @@ def lost(tmp_path):
 
 
 def fetch_from_mirror(run, settings, ranks):
-    """As a start that ends at once."""
+    """Fetches the run as at startup, and then exits."""
     with on_mirror(run, settings, ranks):
         pass
 
@@ -42,7 +42,7 @@ def claim_of(run):
     return json.loads((run / "mirror/claim.json").read_text())
 
 
-def test_an_empty_disk_gets_the_newest_and_the_log(lost):
+def test_an_empty_disk_gets_the_newest_checkpoint_and_the_log(lost):
     run, mirror, settings = lost
     fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [8] and latest_step(run) == 8
@@ -54,8 +54,8 @@ def test_an_empty_disk_gets_the_newest_and_the_log(lost):
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
-def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
-    """Instead of an older one here; a mirror that is damaged too, out of reach or of another branch is no help."""
+def test_a_damaged_local_checkpoint_is_fetched_again(lost, tmp_path):
+    """An older local checkpoint is used only if the mirror has no valid copy, or only one from before a rollback."""
     run, mirror, settings = lost
     fetch_from_mirror(run, settings, Ranks())
     fetch_earlier(run, settings, Ranks(), 7, lambda: None)
@@ -70,13 +70,13 @@ def test_a_damaged_checkpoint_here_is_fetched_again(lost, tmp_path):
     assert said[0].endswith("renamed to damaged-step-00000008")
     assert said[1] == "checkpoint step-00000008 was fetched again from the mirror"
     record_rollbacks(run, [ROLLBACK])
-    assert newest([]) == "step-00000004", "training rolled back since"
+    assert newest([]) == "step-00000004", "the mirror's checkpoint is from before the rollback"
     write_checkpoint(run, 8, rollbacks=1)
     mirror.rename(tmp_path / "out of reach")
     assert newest([]) == "step-00000004"
 
 
-def test_a_damaged_copy_is_passed_over_and_made_again(lost):
+def test_a_damaged_copy_is_skipped_and_replaced(lost):
     run, mirror, settings = lost
     path = mirror / "run/checkpoints/step-00000008/model.safetensors"
     path.write_bytes(b"x" + path.read_bytes()[1:])
@@ -88,36 +88,36 @@ def test_a_damaged_copy_is_passed_over_and_made_again(lost):
     assert damage(mirror / "run/checkpoints/step-00000008") == [] and steps_there(mirror) == [4, 8]
 
 
-def test_damaged_copies_alone_are_no_fresh_start(lost):
+def test_only_damaged_copies_do_not_start_from_scratch(lost):
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/model.safetensors"):
         path.unlink()
-    for _ in range(2):  # the second start sees the same
+    for _ in range(2):
         with pytest.raises(LostMirrorError, match="none of the checkpoints in") as stop:
             fetch_from_mirror(run, settings, Ranks())
         assert stop.value.exit_code == 17
 
 
 def test_an_empty_disk_does_not_start_without_its_mirror(tmp_path, monkeypatch):
-    """It would train from scratch and then overwrite what is there."""
+    """The run would train from scratch and then overwrite the mirror."""
     settings = Checkpoint(mirror="ftp://127.0.0.1:1/runs", mirror_wait_seconds=0.3)
     with pytest.raises(MirrorError, match="cannot be reached"):
         fetch_from_mirror(tmp_path / "run", settings, Ranks())
     monkeypatch.setattr(mirror_fetch, "LOOK_SECONDS_WITHOUT_NEED", 0.3)
     run = write_run(tmp_path / "run")
     fetch_from_mirror(run, settings, Ranks())
-    assert "could not be reached" in claim_of(run)["problem"], "with checkpoints of its own it goes on"
+    assert "could not be reached" in claim_of(run)["problem"], "a run with its own checkpoints must start"
 
 
-def test_a_disk_that_is_behind_catches_up(lost):
-    """A machine that was given up comes back with its old folder."""
+def test_an_outdated_disk_catches_up(lost):
+    """A machine that was replaced may return with its old folder."""
     run, _, settings = lost
     write_run(run, (4,))
     fetch_from_mirror(run, settings, Ranks())
     assert list(checkpoint_folders(run)) == [4, 8] and latest_step(run) == 8
 
 
-def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
+def test_a_rollback_missing_on_the_mirror_takes_precedence(lost):
     run, mirror, settings = lost
     write_run(run, (4,))
     record_rollbacks(run, [ROLLBACK])
@@ -125,18 +125,18 @@ def test_a_rollback_that_the_mirror_does_not_know_wins(lost):
     assert list(checkpoint_folders(run)) == [4]
     copier = copier_of(run, mirror)
     copy_all(copier)
-    assert steps_there(mirror) == [4], "step 8 is of the abandoned branch"
+    assert steps_there(mirror) == [4], "step 8 is from before the rollback"
 
 
-def test_another_run_under_the_same_name_is_refused(lost):
+def test_another_run_with_the_same_name_is_rejected(lost):
     run, _, settings = lost
     write_run(run, (2,), start_id="two")
     with pytest.raises(InputError, match="a different run"):
         fetch_from_mirror(run, settings, Ranks())
 
 
-def test_a_store_that_is_no_disk(tmp_path):
-    """fsspec's memory, which has objects and no folders, as the stores of clouds."""
+def test_an_object_store_works_as_a_mirror(tmp_path):
+    """fsspec's memory store has objects but no folders, like cloud stores."""
     run, settings = write_run(tmp_path / "run", (4, 8)), Checkpoint(mirror="memory://bucket/runs")
     copier = copier_of(run, settings.mirror, keep_last=1)
     copy_all(copier)
@@ -151,7 +151,7 @@ def test_a_store_that_is_no_disk(tmp_path):
     assert copier.store.steps() == ([12], [])
 
 
-def test_a_manifest_that_leads_out_of_its_folder_is_damaged(lost):
+def test_a_manifest_with_paths_outside_its_folder_is_damaged(lost):
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         manifest = json.loads(path.read_text())
@@ -166,8 +166,8 @@ def test_an_empty_mirror_is_a_fresh_start(tmp_path):
     assert checkpoint_folders(tmp_path / "run") == {} and claim_of(tmp_path / "run")["fetched"] is None
 
 
-def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
-    """One that never had a whole one is: a machine that vanished in its first copy left nothing to go on from."""
+def test_a_mirror_that_lost_its_checkpoints_does_not_start_from_scratch(lost):
+    """Only if no checkpoint was ever copied completely may the run start from scratch."""
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         path.unlink()
@@ -182,8 +182,8 @@ def test_a_mirror_that_lost_its_checkpoints_is_no_fresh_start(lost):
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
-def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finished):
-    """Neither to a folder with checkpoints of its own nor to one that has just fetched them."""
+def test_an_unwritable_mirror_does_not_stop_a_run(lost, tmp_path, is_finished):
+    """The run must start if its folder has checkpoints or they can be fetched."""
     run, mirror, _ = lost
     settings = Checkpoint(mirror=f"faulty://{mirror}", mirror_wait_seconds=1)
     (tmp_path / "mirror.faults").write_text('{"errno": "EROFS"}')
@@ -199,7 +199,7 @@ def test_a_mirror_that_cannot_be_written_is_no_obstacle(lost, tmp_path, is_finis
     assert steps_there(mirror)[-1] == latest_step(run)
 
 
-def test_a_renamed_checkpoint_on_a_mirror_is_not_the_one_of_its_name(lost):
+def test_a_renamed_checkpoint_on_a_mirror_is_damaged(lost):
     run, mirror, settings = lost
     (mirror / "run/checkpoints/step-00000008").rename(mirror / "run/checkpoints/step-00000020")
     (mirror / "run/checkpoints/step-00000030.bak").mkdir()
@@ -228,7 +228,7 @@ SMALL_FILES = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run and its mirror, with every kind of small file."""
+    """Writes a finished run and its mirror, with every kind of small file."""
     base = tmp_path_factory.mktemp("whole")
     run = write_run(base / "run", (4, 8), rollbacks=1)
     for name in ("model.json", "evaluations/step-00000008.json"):
@@ -246,7 +246,7 @@ def whole(tmp_path_factory):
 
 
 def harmed(whole, tmp_path, monkeypatch, file, harm):
-    """(the run's folder, the mirror, the settings) with one file of the mirror harmed."""
+    """Returns (run folder, mirror, settings) with one of the mirror's files damaged."""
     monkeypatch.setattr(mirror_store, "SECONDS_BETWEEN_TRIES", 0.0)
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "mirror/run" / file
@@ -257,7 +257,7 @@ def harmed(whole, tmp_path, monkeypatch, file, harm):
 
 
 def same_files(run, mirror):
-    """What differs between the run and its mirror, of what both should have."""
+    """Returns the files that differ between the run and its mirror."""
     names = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
     names = [name for name in names if not name.startswith("mirror/") and not name.endswith("LATEST")]
     there = {name: mirror / "run" / name for name in names}
@@ -266,8 +266,8 @@ def same_files(run, mirror):
 
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", SMALL_FILES)
-def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, monkeypatch, file, harm):
-    """The newest checkpoint that is intact is found, the file is named, and replaced by what is copied next."""
+def test_a_lost_disk_recovers_despite_a_damaged_small_file(whole, tmp_path, monkeypatch, file, harm):
+    """The newest intact checkpoint must be found, and the damaged file reported and replaced by the next copy."""
     run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
     lose(run)
     fetch_from_mirror(run, settings, Ranks())
@@ -282,20 +282,20 @@ def test_a_damaged_small_file_costs_a_lost_disk_what_it_holds(whole, tmp_path, m
     assert set(SMALL_FILES[1:6]) - set(kept) <= {file}
     assert all((run / name).read_bytes() == (whole / "run" / name).read_bytes() for name in kept)
     assert file not in kept
-    write_run(run, (12,))  # training goes on; what a start writes down again is in train.py's hands
+    write_run(run, (12,))  # training continues
     copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
     assert same_files(run, mirror) == []
     left = {name for name in copier.status["damaged"] if not (run / name).exists()}
-    assert set(copier.status["damaged"]) == left, "what the folder has is replaced"
+    assert set(copier.status["damaged"]) == left, "files in the run folder must be replaced on the mirror"
     assert left <= {of_a_folder} and json.loads((mirror / "run/run.json").read_text())["start"] == claim["start"]
 
 
 @pytest.mark.parametrize("is_behind", [False, True], ids=["level", "behind"])
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", SMALL_FILES)
-def test_a_damaged_small_file_is_cured_from_a_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
-    """One that has all that the mirror has, or all but its newest checkpoint."""
+def test_a_damaged_small_file_is_restored_from_the_run_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
+    """The run folder has everything on the mirror, or everything except the newest checkpoint."""
     run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
     if is_behind:
         remove(run / "checkpoints/step-00000008")

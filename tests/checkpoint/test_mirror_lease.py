@@ -1,4 +1,4 @@
-"""One start of a run trains; another one ends with its name, or takes over once it is dead."""
+"""Only one start of a run may train; another must stop with an error, or take over after the first has died."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ from support.object_store import store_server
 
 
 def check_and_write(store, name, content):
-    """As on the Hub: two starts that check before either writes both write."""
+    """Creates a file non-atomically, as on the Hub: if two starts check before either writes, both succeed."""
     if store.read(name) is not None:
         raise FileExistsError(name)
     time.sleep(0.2)
@@ -48,7 +48,7 @@ def store(request, tmp_path, monkeypatch):
     return MirrorStore(place[request.param], tmp_path.name)
 
 
-def test_a_living_holder_is_named_and_a_dead_one_followed(store):
+def test_a_living_holder_is_named_and_a_dead_one_replaced(store):
     first = take_lease(store, "one", None)
     with pytest.raises(
         InputError, match=r"process \d+ on .* trains this run; stop it there.*1 s after the holder's last heartbeat"
@@ -59,7 +59,7 @@ def test_a_living_holder_is_named_and_a_dead_one_followed(store):
     began = time.monotonic()
     second = take_lease(store, "two", "another")
     assert time.monotonic() - began > 0.9 and numbers_of(store) == [2]
-    first.release()  # it was only suspended
+    first.release()  # the first start was only suspended
     assert numbers_of(store) == [2] and json.loads(store.read(path_of(2)))["start"] == "two"
     second.release()
     assert numbers_of(store) == []
@@ -67,7 +67,7 @@ def test_a_living_holder_is_named_and_a_dead_one_followed(store):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Fails a start that waits."""
+    """Fails a start that has to wait."""
     monkeypatch.setattr(mirror_lease, "say_stage", lambda text: pytest.fail(text))
 
 
@@ -82,7 +82,7 @@ def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
 
 @pytest.mark.parametrize("store", ["disk", "memory", "s3"], indirect=True)
 def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, request):
-    """Its age is that of its object, by the store's clock, which counts whole seconds in S3."""
+    """The lease's age is measured by the store's clock, which S3 reports in whole seconds."""
     monkeypatch.setattr(mirror_lease, "CLOCK_SECONDS", 1.0)
     killed = take_lease(store, "one", None)
     killed._over.set()
@@ -96,8 +96,8 @@ def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, 
     assert store.sizes(mirror_lease.FOLDER) == {}
 
 
-def test_of_starts_at_the_same_moment_one_trains(store):
-    """After a dead holder too: all of them see it."""
+def test_only_one_of_several_simultaneous_starts_trains(store):
+    """All starts detect that the previous holder is dead."""
     dead = take_lease(store, "dead", None)
     dead._over.set()
     dead._thread.join()

@@ -1,4 +1,4 @@
-"""The order of the data: every window once, by weight, at any position at once, on any number of ranks."""
+"""Data order: complete epochs, source weights, random access, and independence of the number of ranks."""
 
 import json
 import sys
@@ -33,11 +33,11 @@ def test_a_permutation_visits_everything_once(size):
     assert sorted(Permutation(size, key=7)(np.arange(size))) == list(range(size))
 
 
-def test_permutations_differ_by_key_and_do_not_drift():
+def test_permutations_depend_on_the_key_and_are_uncorrelated():
     positions = np.arange(10_000)
     first, second = Permutation(10_000, 1)(positions), Permutation(10_000, 2)(positions)
     assert (first == second).mean() < 0.01
-    # A random order has no correlation with position: |r| of 10,000 pairs stays below 5 standard errors of 0.01.
+    # In a random order, the correlation of 10,000 pairs has a standard error of 0.01.
     assert abs(np.corrcoef(positions, first)[0, 1]) < 0.05
     assert abs(np.corrcoef(first[:-1], first[1:])[0, 1]) < 0.05
 
@@ -52,11 +52,11 @@ def test_every_window_once_per_epoch_in_a_new_order(tmp_path):
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_window_is_the_text_with_its_next_token(tmp_path):
+def test_a_sequence_is_contiguous_text_plus_the_next_token(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 500, files=4)})
     ids = batches.read(3, 0, 0, ranks=1, sequences=4)
     assert ids.shape == (4, LENGTH + 1) and ids.dtype == np.uint16
-    assert (np.diff(ids.astype(int), axis=1) == 1).all(), "windows must run across shard files"
+    assert (np.diff(ids.astype(int), axis=1) == 1).all(), "sequences must continue across shard files"
     inputs = model_inputs(
         ids, WindowSpec(LENGTH, False), end_of_document_id=0, device=torch.device("cpu"), attention="groundwork_sdpa"
     )
@@ -75,7 +75,7 @@ def test_the_samples_of_a_step_do_not_depend_on_ranks_or_micro_batches(tmp_path,
     assert (np.concatenate(reads) == whole).all()
 
 
-def test_weights_hold_at_every_length(tmp_path):
+def test_weights_are_respected_at_every_length(tmp_path):
     sources = [
         {"shards": write_shards(tmp_path / n, 900), "weight": w} for n, w in (("a", 0.7), ("b", 0.2), ("c", 0.1))
     ]
@@ -92,7 +92,7 @@ def test_interleaving_keeps_rare_sources():
     assert Counter(pattern.tolist()) == {0: PATTERN_LENGTH - 1, 1: 1}
 
 
-def test_an_epoch_cap_hands_over_to_the_other_sources(tmp_path):
+def test_after_max_epochs_only_other_sources_are_read(tmp_path):
     small = {"shards": write_shards(tmp_path / "small", 10 * LENGTH + 1), "max_epochs": 2}
     large = {"shards": write_shards(tmp_path / "large", 4000)}
     located = batches_of(small, large, steps=100).locate(0, 400)
@@ -101,13 +101,13 @@ def test_an_epoch_cap_hands_over_to_the_other_sources(tmp_path):
     assert {source for source, _ in located[100:]} == {1}
 
 
-def test_data_that_runs_out_is_refused_with_the_numbers(tmp_path):
+def test_data_that_runs_out_is_rejected_with_numbers(tmp_path):
     source = {"shards": write_shards(tmp_path / "a", 10 * LENGTH + 1), "max_epochs": 2}
     with pytest.raises(InputError, match=r"used up .* at 320 of 6,400 tokens; raise max_epochs"):
         batches_of(source, steps=100)
 
 
-def test_a_curriculum_changes_mixture_where_it_says(tmp_path):
+def test_a_curriculum_changes_the_mixture_at_the_boundary(tmp_path):
     easy, hard = write_shards(tmp_path / "easy", 900), write_shards(tmp_path / "hard", 900)
     stages = [{"until": "25%", "train": [{"shards": easy}]}, {"train": [{"shards": hard}]}]
     located = [source for source, _ in batches_of(stages=stages, steps=100).locate(0, 400)]
@@ -119,18 +119,20 @@ def test_random_windows_start_anywhere(tmp_path):
     starts = np.array([start for _, start in batches.locate(0, 2000)])
     assert starts.min() >= 0 and starts.max() + LENGTH + 1 <= 1000
     assert len(set(starts % LENGTH)) == LENGTH
-    assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, "uniform over [0, 984): five standard errors"
+    assert abs(starts.mean() - 492) < 5 * 284 / 2000**0.5, (
+        "the starts must be uniform over [0, 984): five standard errors"
+    )
 
 
 @pytest.mark.parametrize("sampler", [lambda draws: draws * 1000, lambda draws: draws / 1, lambda draws: 0])
-def test_a_sampler_that_leaves_its_source_is_refused(tmp_path, monkeypatch, sampler):
+def test_a_sampler_with_invalid_indices_is_rejected(tmp_path, monkeypatch, sampler):
     monkeypatch.setitem(SAMPLERS, "mine", lambda draws, stream: sampler(draws))
     batches = batches_of({"shards": write_shards(tmp_path / "a", 1000)}, sampling="mine", steps=500)
     with pytest.raises(InputError, match=r"data.sampling: mine returned .* the same number of integers from 0 to 983"):
         batches.locate(0, 4)
 
 
-def test_skipped_samples_are_left_out_and_the_rest_keeps_its_order(tmp_path):
+def test_skipped_samples_do_not_change_the_order(tmp_path):
     folder = write_shards(tmp_path / "a", 3000)
     whole = batches_of({"shards": folder}).locate(0, 100)
     skipping = batches_of({"shards": folder}, skipped=[(10, 5), (40, 20)]).locate(0, 75)
@@ -142,7 +144,7 @@ def test_another_seed_is_another_order(tmp_path):
     assert batches_of({"shards": folder}, seed=1).locate(0, 50) != batches_of({"shards": folder}, seed=2).locate(0, 50)
 
 
-def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
+def test_a_ramp_reads_every_sample_once(tmp_path):
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, sequences=8, ramp_from=0.5, steps=20)
     reads = [batches.read(s, 0, 0, ranks=1, sequences=batches.ramp.sequences_at(s)) for s in range(20)]
     assert {len(ids) for ids in reads} == {4, 8}
@@ -151,12 +153,13 @@ def test_a_ramp_reads_on_where_the_smaller_steps_ended(tmp_path):
     ]
 
 
-def test_any_step_costs_what_the_first_does(tmp_path):
-    """In calls and in bytes at once, which no load on the machine changes: a replay would need more of one of them."""
+def test_any_step_costs_as_much_as_the_first(tmp_path):
+    """Counts function calls and bytes, which don't depend on machine load. Replaying steps would increase one of
+    them."""
     batches = batches_of({"shards": write_shards(tmp_path / "a", 3000)}, steps=10**9, sequences=512)
 
     def cost(step) -> tuple[int, int]:
-        """(calls of Python and C functions, most bytes alive) of a step's first micro-batch."""
+        """Returns (number of function calls, peak bytes) for a step's first micro-batch."""
         calls = 0
 
         def count(frame, event, argument):
@@ -175,12 +178,12 @@ def test_any_step_costs_what_the_first_does(tmp_path):
 
     cost(0)
     near = cost(3)
-    assert near[0] > 100 and near[1] > 8 * LENGTH, "what is counted is the work"
+    assert near[0] > 100 and near[1] > 8 * LENGTH, "the counters must measure the work"
     for step in range(10**8, 10**9, 10**8):
         assert all(far < 2 * of_near for far, of_near in zip(cost(step), near, strict=True)), step
 
 
-def test_bad_sources_are_all_named(tmp_path):
+def test_all_invalid_sources_are_named(tmp_path):
     short, other = write_shards(tmp_path / "short", LENGTH), write_shards(tmp_path / "other", 900, tokenizer="u")
     with pytest.raises(InputError) as caught:
         batches_of({"shards": tmp_path / "none"}, {"shards": tmp_path / "gone"})
@@ -209,7 +212,7 @@ def two_lengths(folder, until="50%"):
 
 
 def windows_of_steps(batches, steps, *, ranks=1, sequences=1):
-    """First token and length of every window of these steps, in the run's own order, as ranks read them together."""
+    """Returns (first token, length) of every sequence of these steps in the run's order, as the ranks read them."""
     found = []
     for step in steps:
         span = batches.data.windows[batches.stage_at(step)].sequence_length // LENGTH
@@ -221,24 +224,28 @@ def windows_of_steps(batches, steps, *, ranks=1, sequences=1):
     return found
 
 
-def test_a_stage_of_longer_windows_has_its_own_epoch_and_the_tokens_of_each_step(tmp_path):
+def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
     folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
     batches = batches_of(stages=two_lengths(folder), steps=10, sequences=8)
     first, second = windows_of_steps(batches, range(5)), windows_of_steps(batches, range(5, 10))
-    assert sorted(first) == [(LENGTH * n, LENGTH) for n in range(40)], "the first stage is an epoch of the short ones"
-    assert sorted(second) == [(4 * LENGTH * n, 4 * LENGTH) for n in range(10)], "and the second one of the long ones"
+    assert sorted(first) == [(LENGTH * n, LENGTH) for n in range(40)], "the first stage is an epoch of short sequences"
+    assert sorted(second) == [(4 * LENGTH * n, 4 * LENGTH) for n in range(10)], (
+        "the second stage is an epoch of long sequences"
+    )
     plain = batches_of({"shards": folder}, steps=10, sequences=8)
-    assert first == windows_of_steps(plain, range(5)), "whatever follows, the order of the first stage is the same"
+    assert first == windows_of_steps(plain, range(5)), "later stages must not change the order of the first stage"
     shared = windows_of_steps(batches, range(10), ranks=2)
-    assert [window[0] for window in shared] == [window[0] for window in first + second], "on any number of ranks"
+    assert [window[0] for window in shared] == [window[0] for window in first + second], (
+        "the order must not depend on the number of ranks"
+    )
     assert batches.epochs_in_stage(1) == {str(folder): 1.0}
     assert batches.epochs_at(10) == {str(folder): 2.0}
 
 
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])
 @pytest.mark.parametrize("skipped", [[], [(8, 8)], [(36, 8)], [(44, 8), (56, 16)]])
-def test_stages_of_another_length_begin_with_a_step_whatever_is_left_out(tmp_path, ramp_from, skipped):
-    """No window twice, and none across the border; steps of the ramp are smaller, so that what follows moves."""
+def test_stages_with_another_length_start_with_a_step(tmp_path, ramp_from, skipped):
+    """No sequence may be repeated or cross the boundary, including with a batch ramp."""
     folder = write_shards(tmp_path / "a", 400 * LENGTH + 1)
     batches = batches_of(
         stages=two_lengths(folder, "45%"), steps=12, sequences=8, skipped=skipped, ramp_from=ramp_from
@@ -252,7 +259,7 @@ def test_stages_of_another_length_begin_with_a_step_whatever_is_left_out(tmp_pat
     assert batches.begins_segment(begin) and not batches.begins_segment(begin + 1)
 
 
-def test_an_extended_run_keeps_the_borders_that_it_has_passed(tmp_path):
+def test_an_extended_run_keeps_earlier_stage_boundaries(tmp_path):
     folder = write_shards(tmp_path / "a", 2000 * LENGTH + 1)
     short = batches_of(stages=two_lengths(folder), steps=20, sequences=8)
     longer = batches_of(stages=two_lengths(folder), steps=40, sequences=8)
@@ -261,12 +268,12 @@ def test_an_extended_run_keeps_the_borders_that_it_has_passed(tmp_path):
     assert passed.first_steps == [0, 10]
     assert windows_of_steps(passed, range(20)) == windows_of_steps(short, range(20))
     still_to_come = longer.passing(short.stage_starts, longer.first_sample(10))
-    assert still_to_come.first_steps == [0, 20], "not a step of the second stage was taken"
+    assert still_to_come.first_steps == [0, 20], "no step of the second stage was taken, so its start may move"
     late = longer.passing([0], longer.first_sample(25))
-    assert late.first_steps == [0, 25], "a stage that would have begun before begins now"
+    assert late.first_steps == [0, 25], "a stage whose start has passed must start now"
 
 
-def test_max_epochs_counts_all_lengths(tmp_path):
+def test_max_epochs_includes_all_sequence_lengths(tmp_path):
     folder = write_shards(tmp_path / "a", 40 * LENGTH + 1)
     stages = two_lengths(folder)
     stages[1]["train"][0]["max_epochs"] = 1.5
@@ -275,7 +282,7 @@ def test_max_epochs_counts_all_lengths(tmp_path):
         batches_of(stages=stages, steps=10, sequences=8)
 
 
-def test_stages_that_cannot_be_are_refused(tmp_path):
+def test_invalid_stages_are_rejected(tmp_path):
     folder, short = write_shards(tmp_path / "a", 4000), write_shards(tmp_path / "b", 3 * LENGTH)
     with pytest.raises(
         InputError, match=r"data.stages\[1\]: begins after 99 of 100 samples, but none of the run's 10"

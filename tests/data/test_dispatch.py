@@ -1,8 +1,8 @@
-"""One process reads for all: the same run to the last bit where the others have no shards, under every strategy.
+"""If only one process reads the data, runs must match bit for bit under every strategy.
 
-One launch of two processes trains everything (tests/support/train_strategies.py). In the dispatched runs the second
-process works in a folder without the shards, as on a machine of its own. With STRATEGIES=all in the environment (`make
-test-strategies`) under every kind of strategy.
+One launch of two processes trains everything (tests/support/train_strategies.py). In dispatched runs, the second
+process works in a folder without the shards, as on another machine. With STRATEGIES=all in the environment (`make
+test-strategies`), every kind of strategy is tested.
 """
 
 import json
@@ -30,7 +30,7 @@ STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
     ON_FOUR = {"fsdp_tp": {}, "pp of two": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
-"""{run: launcher's variables} of four processes, two of which take the same windows."""
+"""{run: environment variables} on four processes, two of which read the same sequences."""
 STEPS = 4
 ON = ["--data.dispatch_batches", "true"]
 
@@ -50,7 +50,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "output": str(folder / "run"),
         "seed": 1,
         "precision": "fp32",
-        # The second stage has other windows.
+        # The second stage has longer sequences.
         "data": {
             "stages": [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 128}],
             "sequence_length": 64,
@@ -102,7 +102,7 @@ def measured(run: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *ON_FOUR, "packed"])
-def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, strategy):
+def test_a_process_without_shards_trains_the_same_run_bit_for_bit(runs, strategy):
     usual, dispatched = runs / strategy, runs / f"{strategy} on"
     assert not (runs / "without/text").exists()
     assert len(losses(usual)) == STEPS and losses(dispatched) == losses(usual)
@@ -112,7 +112,7 @@ def test_a_process_without_shards_trains_the_same_run_to_the_last_bit(runs, stra
 
 
 @pytest.mark.parametrize("name", ["ddp then on", "ddp then off", "packed then on"])
-def test_a_run_continues_with_and_without_it(runs, name):
+def test_a_run_resumes_with_or_without_dispatching(runs, name):
     assert [line["step"] for line in events(runs / name, "resume")] == [2]
     whole = losses(runs / name.partition(" ")[0])
     assert losses(runs / name) == {step: loss for step, loss in whole.items() if step > 2}
@@ -124,7 +124,7 @@ def test_windows_of_whole_documents_are_the_same_under_another_strategy(runs):
 
 
 class Threads:
-    """torch.distributed for threads, each with its rank as its group."""
+    """Stub of torch.distributed for threads; a thread's group is its rank."""
 
     def __init__(self, ranks=2):
         self.barrier, self.sent, self.calls = threading.Barrier(ranks, timeout=60), None, 0
@@ -139,13 +139,13 @@ class Threads:
 
 @pytest.fixture
 def dispatchers(monkeypatch):
-    """Those of two ranks."""
+    """Returns the dispatchers of two ranks."""
     monkeypatch.setattr(dispatch, "dist", Threads())
     return [Dispatcher([0, 1], rank, rank) for rank in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
+def test_each_process_gets_its_part_in_one_exchange(dispatchers, dtype):
     largest = np.iinfo(dtype).max
 
     def read(data_rank):
@@ -156,7 +156,7 @@ def test_each_takes_its_part_in_one_exchange(dispatchers, dtype):
     assert all(future.result().dtype == dtype for future in futures) and dispatch.dist.calls == 1
 
 
-def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
+def test_model_parallel_ranks_get_the_same_batch_which_is_read_once(monkeypatch):
     monkeypatch.setattr(dispatch, "dist", Threads(ranks=4))
     data_ranks, read_for = [0, 1, 0, 1], []
 
@@ -171,7 +171,7 @@ def test_those_that_share_a_model_take_the_same_which_is_read_once(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "of_the_other"), [(InputError("damaged"), InputError), (OSError("gone"), RuntimeError)]
 )
-def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_ones(dispatchers, error, of_the_other):
+def test_a_read_error_fails_on_all_ranks_and_the_next_batch_is_correct(dispatchers, error, of_the_other):
     def fail(data_rank):
         raise error
 
@@ -184,7 +184,7 @@ def test_what_the_first_cannot_read_fails_in_all_and_the_next_ids_are_the_right_
     assert [future.result().tolist() for future in futures] == [[0], [1]]
 
 
-def test_processes_at_different_steps_would_be_seen(dispatchers):
+def test_processes_at_different_steps_are_detected(dispatchers):
     first, other = (d.take(7 + d.rank, lambda rank: np.zeros(1, np.uint16)) for d in dispatchers)
     assert first.result().tolist() == [0]
     with pytest.raises(RuntimeError, match="sent batch 7 instead of batch 8"):
@@ -193,7 +193,7 @@ def test_processes_at_different_steps_would_be_seen(dispatchers):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Makes this process rely on what the first one says of shards, which then are gone; gives the data section."""
+    """Makes this process rely on the first process's description of shards, one folder of which was moved."""
 
     def believing(*damaged):
         folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]
@@ -208,7 +208,7 @@ def elsewhere(tmp_path):
     return believing
 
 
-def test_shards_are_what_the_first_process_says(elsewhere):
+def test_shards_match_the_first_processs_description(elsewhere):
     assert [reader.tokens for reader in open_training(elsewhere()).values()] == [1000, 1000]
 
 
@@ -216,7 +216,7 @@ def test_shards_are_what_the_first_process_says(elsewhere):
     ("damaged", "named"),
     [("a/train-00001.bin", "train-00001.bin: is missing"), ("b/manifest.json", "has no manifest")],
 )
-def test_what_is_wrong_with_them_is_refused_by_all(elsewhere, damaged, named):
+def test_all_processes_reject_invalid_shards(elsewhere, damaged, named):
     with pytest.raises(InputError, match=named) as refusal:
         open_training(elsewhere(damaged))
     assert len(refusal.value.problems) == 1

@@ -1,4 +1,4 @@
-"""Ids that others prepared: nanoGPT's and Megatron's files, as their public readers define them; flat HDF5."""
+"""Token IDs prepared by other tools: nanoGPT's and Megatron's files, and flat HDF5."""
 
 import json
 import struct
@@ -17,8 +17,8 @@ from pretrain.optim.batch_ramp import BatchRamp
 from support.prepared import stream_of
 from support.project import events, run_script
 
-# Documents of 3, 1 and 4 IDs in uint16: magic, version 1, type 8, 3 sequences, 4 boundaries; then the three lengths as
-# int32, their byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
+# Three uint16 documents with 3, 1 and 4 IDs. The header is: magic, version 1, type 8, 3 sequences, 4 boundaries. It is
+# followed by the lengths as int32, the byte offsets 0, 6, 8 as int64, and the boundaries 0 to 3 as int64.
 GOLDEN_INDEX = bytes.fromhex(
     "4d4d494449445800000100000000000000080300000000000000"
     "0400000000000000030000000100000004000000"
@@ -28,19 +28,19 @@ GOLDEN_INDEX = bytes.fromhex(
 
 
 def index_of_one() -> bytes:
-    """Makes the index of a single document of 3 IDs."""
+    """Returns the index of a single document with 3 IDs."""
     header = GOLDEN_INDEX[:18] + struct.pack("<2Q", 1, 2)
     return header + struct.pack("<iq2q", 3, 0, 0, 1)
 
 
-def test_the_index_of_megatron_is_read(tmp_path):
+def test_megatrons_index_is_read(tmp_path):
     (tmp_path / "a.idx").write_bytes(GOLDEN_INDEX)
     assert foreign_shards.read_idx(tmp_path / "a.idx") == ("uint16", 8, 3)
 
 
 @pytest.fixture
 def nanogpt(tmp_path, shards):
-    """A folder as nanoGPT's prepare.py leaves it."""
+    """Writes a folder like nanoGPT's prepare.py."""
     folder = tmp_path / "openwebtext"
     folder.mkdir()
     for split, name in {"train": "train.bin", "validation": "val.bin"}.items():
@@ -48,7 +48,7 @@ def nanogpt(tmp_path, shards):
     return folder
 
 
-def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer):
+def test_nanogpts_folder_has_the_same_counts(nanogpt, shards, tokenizer):
     manifest = read_manifest(nanogpt, str(tokenizer))
     ours = read_manifest(shards)
     assert [manifest.totals(split) for split in ("train", "validation")] == [
@@ -61,7 +61,7 @@ def test_the_folder_of_nanogpt_has_the_counts_of_ours(nanogpt, shards, tokenizer
 
 @pytest.fixture
 def pile(tmp_path, shards):
-    """Flat HDF5 files as the Pile's are written: int32, grown document by document."""
+    """Writes flat HDF5 files like the Pile's: int32, extended document by document."""
     for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
         with h5py.File(tmp_path / name, "w") as file:
             tokens = file.create_dataset("tokens", (0,), maxshape=(None,), dtype="i")
@@ -71,7 +71,7 @@ def pile(tmp_path, shards):
     return tmp_path
 
 
-def test_hdf5_of_the_pile_gives_the_windows_of_ours(pile, shards, tokenizer):
+def test_hdf5_files_have_the_same_sequences(pile, shards, tokenizer):
     ours = read_manifest(shards)
     for split, name in {"train": "pile_train.h5", "validation": "pile_dev.h5"}.items():
         manifest = read_manifest(pile / name, str(tokenizer))
@@ -86,7 +86,7 @@ def test_hdf5_of_the_pile_gives_the_windows_of_ours(pile, shards, tokenizer):
         assert (ids == mine.read(step, 0, 0, ranks=1, sequences=4)).all()
 
 
-def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
+def test_hdf5_without_a_1d_id_array_is_rejected(tmp_path, tokenizer):
     def problem(**datasets):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.h5"
         with h5py.File(path, "w") as file:
@@ -104,7 +104,7 @@ def test_hdf5_that_holds_no_row_of_ids_is_refused(tmp_path, tokenizer):
     assert "contains token ID 512, but the tokenizer has 0 to 511" in problem(ids=[5, 512])
 
 
-def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, tokenizer, recipe, tmp_path):
+def test_training_on_foreign_files_is_identical(nanogpt, shards, tokenizer, recipe, tmp_path):
     values = yaml.safe_load(recipe.read_text())
     run_script("train.py", "--config", recipe)
     values["data"]["train"] = [{"shards": str(nanogpt), "tokenizer": str(tokenizer)}]
@@ -123,7 +123,7 @@ def test_training_on_the_files_of_others_is_training_on_ours(nanogpt, shards, to
     assert ours == foreign
 
 
-def test_what_is_wrong_with_foreign_files_is_named(nanogpt, tokenizer, tmp_path):
+def test_invalid_foreign_files_are_reported(nanogpt, tokenizer, tmp_path):
     name = str(tokenizer)
     with pytest.raises(InputError, match=r"these token IDs need a tokenizer; set it in the recipe"):
         read_manifest(nanogpt)

@@ -1,8 +1,7 @@
-"""Training from an object store: the same run to the last bit, whatever its server does, and damage by name.
+"""Training from an object store must match training from disk bit for bit, and damage must be reported.
 
-Runs are trained from a server that speaks S3, behind a proxy that delays and fails; the rest reads from fsspec's
-memory.
-With STRATEGIES=all in the environment (`make test-strategies`) under every kind of strategy.
+Runs use an S3 server behind a proxy that delays and fails requests; other tests use fsspec's memory store. With
+STRATEGIES=all in the environment (`make test-strategies`), every kind of strategy is tested.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ STRATEGIES = ["ddp"]
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "tp", "cp", "pp"]
 RESUMED = {"from disk to store": ("ddp", " remote"), "from store to disk": ("ddp remote", "")}
-"""{run: (the run whose checkpoint it continues, from where it reads)}"""
+"""{run: (run that it resumes, suffix of the data location)}."""
 LENGTH = 1024
 TOKENS = 300_000
 FOLDERS = itertools.count()
@@ -47,14 +46,14 @@ FOLDERS = itertools.count()
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
-    """No pauses between tries; nothing in memory or in the cache folder from another test."""
+    """Removes the wait between retries, and everything cached by other tests."""
     block_reader.cache_clear()
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
 def prepared(folder, tokens=TOKENS, *, blocks=True, first=0):
-    """A prepared folder of three shards, with hashes of their blocks."""
+    """Writes a prepared folder with three shards and their block hashes."""
     write_shards(folder, tokens, files=3, validation=5000, first=first)
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer/tokenizer.json").write_text("{}")
@@ -71,7 +70,7 @@ def prepared(folder, tokens=TOKENS, *, blocks=True, first=0):
 
 
 def uploaded(folder, change=lambda name, content: content) -> str:
-    """The URL of a copy in memory, with every content changed by `change`; each has its own."""
+    """Uploads a copy to memory, with each file's content passed through `change`. Returns its URL."""
     place = f"copy-{os.getpid()}-{next(FOLDERS)}"
     for path in folder.rglob("*"):
         if path.is_file():
@@ -81,7 +80,7 @@ def uploaded(folder, change=lambda name, content: content) -> str:
 
 
 def spoilt_at(place: int, of: str = "train-00001.bin"):
-    """A change of one byte of one file."""
+    """Returns a function that changes one byte of one file."""
 
     def change(name, content):
         return content if name != of else content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -112,8 +111,8 @@ MIXTURES = {
 
 @pytest.mark.parametrize("with_cache", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_batches_are_those_of_the_folders(tmp_path, name, with_cache):
-    """In the order of training, after a jump back, and where one process reads for two."""
+def test_batches_match_local_folders(tmp_path, name, with_cache):
+    """Batches must match in training order, after a jump back, and with two ranks."""
     folders = {name: prepared(tmp_path / name, first=1000 * number) for number, name in enumerate("ab")}
     urls = {name: uploaded(folder) for name, folder in folders.items()}
     ramp = batch_ramp(8, total_steps=80)
@@ -135,7 +134,7 @@ def test_batches_are_those_of_the_folders(tmp_path, name, with_cache):
                 assert np.array_equal(*of_both), given
 
 
-def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch):
+def test_the_next_sequences_are_prefetched(tmp_path, monkeypatch):
     data = Data(train=[{"shards": uploaded(prepared(tmp_path / "a"))}], sequence_length=LENGTH)
     batches = Batches(data, seed=1, ramp=batch_ramp(4, total_steps=70))
     batches.read(0, 0, 0, ranks=1, sequences=4)
@@ -147,13 +146,13 @@ def test_the_next_windows_are_fetched_before_they_are_read(tmp_path, monkeypatch
         batches.read(step, 0, 0, ranks=1, sequences=4)
 
 
-def test_a_damaged_block_is_refused_by_name(tmp_path):
+def test_a_damaged_block_is_rejected_by_name(tmp_path):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder, spoilt_at(BLOCK_BYTES + 7))
     reader = open_shards(url, "train")
     ids = np.empty(10, np.uint16)
     shard = TOKENS // 3
-    reader.read(shard, ids)  # the block before it
+    reader.read(shard, ids)  # the block before the damaged one
     said = f"{url}/train-00001.bin: bytes 65,536 to 131,072 are damaged"
     with pytest.raises(InputError, match=said):
         reader.read(shard + BLOCK_BYTES // 2, ids)
@@ -161,13 +160,13 @@ def test_a_damaged_block_is_refused_by_name(tmp_path):
     assert not any("its content" in line and "blocks" in line for line in verify_shards(url))
 
 
-def test_changed_hashes_are_refused_by_name(tmp_path):
+def test_changed_hashes_are_rejected_by_name(tmp_path):
     url = uploaded(prepared(tmp_path / "a"), spoilt_at(3, "train-00001.blocks"))
     with pytest.raises(InputError, match=f"{url}/train-00001.blocks: its content has changed"):
         read_all(url)
 
 
-def test_a_cut_object_is_refused_at_the_start_or_when_it_is_read(tmp_path):
+def test_a_truncated_object_is_rejected(tmp_path):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder, lambda name, content: content[:-10] if name == "train-00002.bin" else content)
     with pytest.raises(InputError, match=f"{url}/train-00002.bin: has 199,990 bytes, must have 200,000"):
@@ -194,7 +193,7 @@ def test_missing_objects_are_named(tmp_path, monkeypatch):
         read_manifest("memory://nothing")
 
 
-def test_what_fails_is_read_again_but_not_for_ever(tmp_path, monkeypatch):
+def test_failed_reads_are_retried_but_not_forever(tmp_path, monkeypatch):
     folder = prepared(tmp_path / "a")
     url = uploaded(folder)
     reader = open_shards(url, "train")
@@ -235,7 +234,7 @@ def test_shards_of_earlier_versions_are_read_with_a_warning(tmp_path):
     assert said.startswith(f"data: {url} has no block hashes")
 
 
-def test_the_cache_keeps_its_size_and_never_returns_what_is_damaged(tmp_path):
+def test_the_cache_keeps_its_size_and_never_returns_damaged_blocks(tmp_path):
     size = 5_000_000
     cache = DiskCache(tmp_path, size)
     blocks = {f"{number}".encode(): np.random.default_rng(number).bytes(BLOCK_BYTES) for number in range(300)}
@@ -288,8 +287,8 @@ def measured(run):
     return {line["step"]: line["loss"] for line in events(run, "validation")}
 
 
-def test_a_run_that_is_killed_goes_on_from_a_faulty_server(faulty_store, recipe, tmp_path):
-    """To the last bit as from a disk; evaluate.py measures the same from there, and the step's documents are shown."""
+def test_a_killed_run_resumes_from_a_faulty_server(faulty_store, recipe, tmp_path):
+    """The losses must match a run from disk bit for bit, and evaluate.py and runs.py must work with the store."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     run_script("train.py", recipe, "--output", local)
     cache = ("--data.cache.folder", tmp_path / "cache", "--data.cache.size", "10M")
@@ -310,7 +309,7 @@ def test_a_run_that_is_killed_goes_on_from_a_faulty_server(faulty_store, recipe,
 
 
 def repeated(shards, folder, times):
-    """A copy of prepared shards with the ids of its training split so many times."""
+    """Copies prepared shards with the training split repeated `times` times."""
     shutil.copytree(shards, folder)
     path = folder / "train-00000.bin"
     path.write_bytes(path.read_bytes() * times)
@@ -331,11 +330,11 @@ IMPATIENT = {
     "pretrain.data.object_store.BLOCKS_AHEAD": 0,
     "pretrain.data.object_store.BLOCKS_KEPT": 0,
 }
-"""As a long run of many blocks meets a server that has gone, in seconds."""
+"""Constants that make a run notice a vanished server within seconds."""
 
 
-def test_a_server_that_vanishes_ends_every_rank_with_its_name(shards, recipe, tmp_path):
-    """Status 75 and no traceback; the same corpus on a disk goes on from the last checkpoint, to the last bit."""
+def test_a_vanished_server_ends_every_rank_with_its_name(shards, recipe, tmp_path):
+    """Runs must end with status 75 and no traceback, and resume bit for bit with the same corpus on disk."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     shards = repeated(shards, tmp_path / "corpus", 10)
     given = ("--config", recipe, "--data.train", "[{shards: s3://mine/vanishing}]", "--output", remote)
@@ -408,8 +407,8 @@ def test_every_strategy_trains_the_same(runs, strategy):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_goes_on_between_disk_and_store(runs, name):
-    """To the last bit, once the new place is named on the command line: it knows its data by the manifest."""
+def test_a_run_moves_between_disk_and_store(runs, name):
+    """After the location is changed on the command line, the run must match bit for bit."""
     assert [event["step"] for event in events(runs / name, "resume")] == [2]
     whole = losses(runs / "ddp")
     assert losses(runs / name) == {step: whole[step] for step in (3, 4)}

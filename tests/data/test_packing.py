@@ -1,4 +1,4 @@
-"""Best fit: documents stay whole, what is left out is counted, any step is there at once on any number of ranks."""
+"""Best-fit packing: whole documents, counts of dropped tokens, and random access on any number of ranks."""
 
 import json
 
@@ -24,7 +24,7 @@ def small_blocks(monkeypatch):
 
 
 def documents_in(folder, sizes, *, ends=True):
-    """Shards of documents of these sizes, end-of-document ID included; every other ID tells its place."""
+    """Writes shards with documents of these sizes, including the end-of-document ID; other IDs are positions."""
     folder = write_shards(folder, int(sum(sizes)), files=3, vocabulary=2**16)
     ids = 1 + np.arange(sum(sizes), dtype="<u2")
     if ends:
@@ -57,7 +57,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_windows_hold_whole_documents_and_every_token_is_accounted_for(tmp_path, name):
+def test_windows_have_whole_documents_and_every_token_is_counted(tmp_path, name):
     sizes = SIZES[name]
     found = packing_of(documents_in(tmp_path / "a", sizes))
     ends = np.cumsum(sizes)
@@ -76,24 +76,24 @@ def test_windows_hold_whole_documents_and_every_token_is_accounted_for(tmp_path,
         for start, count in pieces:
             reads[start : start + count] += 1
             document = np.searchsorted(ends, start, side="right")
-            assert start + count <= ends[document], "a piece is of one document"
+            assert start + count <= ends[document], "a piece must be within one document"
             if start == begins[document] and count == sizes[document]:
                 whole.add(int(document))
-        # Without an end before it, a piece would go on in the text of another document.
+        # Otherwise, the next piece would continue the text of another document.
         assert all(start + count in ends for start, count in pieces[:-1])
     plans = [found._plan(block) for block in range(found.blocks)]
     assert sum(plan.dropped for plan in plans) == (reads == 0).sum()
     assert sum(plan.repeated for plan in plans) == (reads - 1).clip(min=0).sum()
     short = {n for n in whole if sizes[n] < LENGTH}
-    # A document that is only read to fill a gap counts as cropped.
+    # A document that only fills a gap counts as cropped.
     assert sum(plan.documents for plan in plans) == (sizes < LENGTH).sum()
     assert 0 <= len(short) - sum(plan.documents - plan.cropped for plan in plans) <= 0.01 * len(sizes)
     if name in ("short", "exactly a window"):
         assert sum(plan.dropped for plan in plans) < 0.02 * ends[-1]
 
 
-def test_long_documents_are_cut_into_whole_windows_and_their_rests_are_packed():
-    # 70 = 2 windows and 6; 26 fills the window of the 6; 20 and 12 share one; 32 is one of its own.
+def test_long_documents_are_split_and_their_remainders_packed():
+    # 70 is split into two full sequences and 6 tokens, which share a sequence with 26. 20 and 12 also share one.
     bounds = np.cumsum([0, 70, 26, 20, 12, 32])
     plan = pack(bounds, LENGTH, 5)
     windows = [
@@ -104,10 +104,10 @@ def test_long_documents_are_cut_into_whole_windows_and_their_rests_are_packed():
     assert (plan.dropped, plan.repeated, plan.documents, plan.cropped) == (0, 0, 3, 0)
 
 
-def test_what_fits_nowhere_is_begun_in_the_largest_gap():
+def test_a_document_that_does_not_fit_is_cropped_into_the_largest_gap():
     plan = pack(np.cumsum([0, 20, 20, 20]), LENGTH, 2)
     assert plan.lengths.tolist() == [20, 12, 20, 12] and plan.starts[[0, 1, 2]].tolist() == [0, 40, 20]
-    # Of the third document 12 tokens are read and 8 dropped; the other gap repeats 12 of the first.
+    # 12 tokens of the third document are read and 8 dropped. The other gap repeats 12 tokens of the first document.
     assert (plan.dropped, plan.repeated, plan.documents, plan.cropped) == (8, 12, 3, 1)
 
 
@@ -117,7 +117,7 @@ def batches_of(sources, *, stages=None, steps=60, ramp_from=1.0, seed=1):
     return Batches(Data(**data), seed=seed, ramp=ramp)
 
 
-def test_every_window_once_per_epoch_a_pool_after_the_other(tmp_path):
+def test_every_window_is_read_once_per_epoch_pool_by_pool(tmp_path):
     folder = {"shards": documents_in(tmp_path / "a", SIZES["up to a window"])}
     batches = batches_of([folder], steps=100)
     windows = (sum(SIZES["up to a window"]) - 1) // LENGTH
@@ -125,7 +125,7 @@ def test_every_window_once_per_epoch_a_pool_after_the_other(tmp_path):
     first, second = numbers[:windows], numbers[windows:]
     assert sorted(first) == sorted(second) == list(range(windows)) and (first != second).any()
     blocks = [batches.packings[0, LENGTH]._block_of(int(number)) for number in first]
-    # Of 40 blocks 13 pools: a block is met in one of them only.
+    # The 40 blocks form 13 pools, and each block is in only one of them.
     assert max(np.ptp(np.flatnonzero(np.array(blocks) == block)) for block in set(blocks)) < 5 * 16
     assert numbers.tolist() != [start // LENGTH for _, start in batches_of([folder], seed=2).locate(0, 2 * windows)]
 
@@ -170,7 +170,7 @@ def test_plans_in_memory_are_bounded(tmp_path, monkeypatch):
     assert [found.pieces(window) for window in range(found.windows)] == kept
 
 
-def test_shards_without_ends_of_documents_are_windows_one_after_another(tmp_path):
+def test_shards_without_document_ends_have_consecutive_windows(tmp_path):
     found = packing_of(documents_in(tmp_path / "a", [5000], ends=False))
     assert [found.pieces(window) for window in range(found.windows)] == [
         [(window * LENGTH, LENGTH)] for window in range(found.windows)

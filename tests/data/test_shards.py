@@ -16,7 +16,7 @@ VOCABULARY = 10
 
 
 def write_folder(folder, streams, dtype="uint16", vocabulary_size=VOCABULARY):
-    """A prepared folder by hand: {split: [ids of each shard]}."""
+    """Writes a prepared folder from {split: [IDs of each shard]}."""
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     shards = []
@@ -57,7 +57,7 @@ def test_reads_cross_shard_files_into_any_integer_type(folder, out_type):
             assert out.tolist() == stream[start:stop]
 
 
-def test_reads_outside_of_the_stream_are_refused(folder):
+def test_reads_outside_the_stream_are_rejected(folder):
     reader = open_shards(folder, "train")
     for start, length in ((-1, 2), (10, 2), (11, 1)):
         with pytest.raises(IndexError, match="train has 0 to 11"):
@@ -80,7 +80,7 @@ def test_manifest_counts_and_identity(folder):
     assert manifest.tokenizer_folder == folder / "tokenizer"
 
 
-def test_missing_folder_and_unfinished_folder_say_how_to_make_them(tmp_path):
+def test_errors_for_missing_and_unfinished_folders_show_the_command(tmp_path):
     with pytest.raises(InputError, match=r"no such folder.*python prepare_data.py"):
         read_manifest(tmp_path / "none")
     with pytest.raises(InputError, match=r"no manifest.json.*not a finished folder"):
@@ -134,7 +134,7 @@ def test_a_split_without_tokens_names_those_that_exist(folder):
         open_shards(folder, "test")
 
 
-def test_a_shard_cut_after_opening_is_named_when_touched(folder):
+def test_a_shard_truncated_after_opening_is_named_when_read(folder):
     reader = open_shards(folder, "train")
     (folder / "train-00001.bin").write_bytes(b"1234567890")
     with pytest.raises(InputError, match=r"train-00001\.bin: has 10 bytes, must have 4 bytes"):
@@ -169,7 +169,7 @@ def documents(*lengths):
     return ids, table
 
 
-def test_shards_are_cut_between_documents(tmp_path):
+def test_shards_are_split_between_documents(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 10)
     writer.write("train", *documents(4, 5, 3, 12, 2))
     writer.write("train", *documents(7, 2))
@@ -191,7 +191,7 @@ def test_shards_are_cut_between_documents(tmp_path):
 
 
 @pytest.mark.parametrize("written_after", [0, 1, 6])
-def test_a_writer_continues_from_its_state_whatever_was_written_after_it(tmp_path, written_after):
+def test_a_writer_resumes_from_its_state(tmp_path, written_after):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir()
     broken.mkdir()
@@ -217,7 +217,7 @@ def test_a_writer_continues_from_its_state_whatever_was_written_after_it(tmp_pat
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 
-def test_a_writer_refuses_to_continue_what_was_cut(tmp_path):
+def test_a_writer_does_not_resume_from_a_truncated_shard(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 100)
     writer.write("train", *documents(4, 5, 3))
     state = writer.sync()

@@ -1,4 +1,4 @@
-"""Text is read back from ids as the tokenizer that made them would."""
+"""Decoding IDs to text must match the tokenizer that made them."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def byte_level():
 
 
 def byte_fallback():
-    """As those of Llama 2 and Mistral."""
+    """Returns a byte-fallback tokenizer like those of Llama 2 and Mistral."""
     vocabulary = {"<unk>": 0, "<|end|>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
     vocabulary |= {"▁": 258, "a": 259, "▁a": 260, "o": 261}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
@@ -51,7 +51,7 @@ def word_pieces():
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, word_pieces])
-def test_the_table_gives_what_the_tokenizer_decodes(make):
+def test_the_table_matches_the_tokenizers_decoding(make):
     tokenizer = make()
     decode = text_decoder(loaded(tokenizer))
     for text in TEXTS:

@@ -1,4 +1,4 @@
-"""The model that a recipe's shards give their vocabulary."""
+"""The model's vocabulary size, as determined by the recipe's shards."""
 
 import json
 
@@ -11,7 +11,7 @@ from support.numbered_shards import write_shards
 
 @pytest.fixture
 def config_of(recipe, tmp_path):
-    """The recipe on shards of that many ids (None: shards that do not exist)."""
+    """Returns a function that makes a config for shards with a number of IDs (None: the shards don't exist)."""
 
     def config_of(ids, *overrides):
         folder = tmp_path / f"shards{ids}"
@@ -30,7 +30,7 @@ def assumed(config, model_config):
     return assumed_vocabulary(config.model, config.data, model_config)
 
 
-def test_the_shards_size_the_model_where_it_lets_them(config_of):
+def test_the_shards_determine_an_automatic_vocabulary_size(config_of):
     auto = ("model.vocab_size", "auto")
     assert vocabulary_of(config_of(300).data) == 300
     assert planned(config_of(300)).vocab_size == 512
@@ -38,22 +38,22 @@ def test_the_shards_size_the_model_where_it_lets_them(config_of):
     assert planned(config_of(700, auto)).vocab_size == 704
 
 
-def test_a_plan_without_shards_says_what_it_assumes(config_of):
+def test_a_plan_without_shards_reports_its_assumption(config_of):
     missing, auto = config_of(None), config_of(None, ("model.vocab_size", "auto"))
     assert vocabulary_of(missing.data) is None
-    assert assumed(missing, planned(missing)) == [], "stated"
+    assert assumed(missing, planned(missing)) == [], "no assumption is needed if the model states its vocabulary size"
     (remark,) = assumed(auto, planned(auto))
     assert "not prepared yet; planned with 512 rows" in remark
     assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []
 
 
-def test_the_vocabulary_in_words():
+def test_the_vocabulary_is_described():
     assert vocabulary_text(50_304, 50_257) == "50,257 IDs, padded to 50,304"
     assert vocabulary_text(1024, 1024) == "1,024 IDs"
     assert vocabulary_text(32_000, 8_000) == "8,000 IDs in a model's 32,000, as stated"
 
 
-def test_a_json_that_leaves_it_out_takes_the_datas(config_of, recipe, tmp_path):
+def test_a_model_without_a_vocabulary_size_uses_the_datas(config_of, recipe, tmp_path):
     path = tmp_path / "tiny_llama.json"
     keys = json.loads(path.read_text())
     del keys["vocab_size"]

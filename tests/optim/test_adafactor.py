@@ -1,4 +1,4 @@
-"""Adafactor of parameters that are divided is that of whole ones. Threads play the processes."""
+"""Adafactor must update sharded parameters like unsharded ones. Threads simulate the processes."""
 
 import pytest
 import torch
@@ -29,15 +29,15 @@ def train(optimizer, parameters, gradients_of):
 
 @pytest.fixture
 def expected():
-    """(parameters, state) after some steps on one process."""
+    """Returns (parameters, state) after some steps on one process."""
     parameters = [nn.Parameter(value) for value in values(1)]
     optimizer = Adafactor(parameters, lr=0.1, weight_decay=0.2)
     train(optimizer, parameters, list)
     return [p.detach() for p in parameters], [optimizer.state[p] for p in parameters]
 
 
-def test_each_matrix_of_a_stack_is_updated_as_it_would_be_alone():
-    """Gradients of other sizes: clipped together, the update of one would scale those of the others."""
+def test_each_matrix_of_a_stack_is_updated_separately():
+    """If the matrices were clipped together, a large gradient in one would scale down the updates of the others."""
     generator = torch.Generator().manual_seed(0)
     weights, spikes = torch.randn(3, 4, 5, generator=generator), torch.tensor([1.0, 50.0, 1e-3])
     stack, alone = nn.Parameter(weights.clone()), [nn.Parameter(matrix.clone()) for matrix in weights]
@@ -68,12 +68,12 @@ def compare_state(found, expected):
 
 
 def tile_of(rank, shape, kind):
-    """This rank's tile of a parameter; along the last dimension if it has fewer than `kind` needs."""
+    """Returns a rank's tile of a parameter. `kind` is the sharded dimension (at most the last) or "two dimensions"."""
     tile = [((0, size),) for size in shape]
     if not shape:
         return ()
     if kind == "two dimensions" and len(shape) > 1:
-        # The first rank has rows, the others a part of the columns of the rest each.
+        # The first rank has the upper rows, and the others share the columns of the lower rows.
         (_, rows), (_, columns) = tile[-2][0], tile[-1][0]
         tile[-2] = ((0, rows // 2),) if rank == 0 else ((rows // 2, rows),)
         tile[-1] = (tile[-1], ((0, columns // 2),), ((columns // 2, columns),))[rank]
@@ -86,7 +86,7 @@ def tile_of(rank, shape, kind):
 
 @pytest.mark.parametrize("kind", [0, 1, "two dimensions"])
 def test_tiles(threads, expected, kind):
-    """Slices of rows or of columns, and both; what has only one dimension is divided along it, a number is whole."""
+    """Parameters with one dimension are sharded along it, and scalars are replicated."""
 
     def run(rank):
         wholes = values(1)
@@ -104,11 +104,11 @@ def test_tiles(threads, expected, kind):
         for rank, (parameters, _) in enumerate(found):
             torch.testing.assert_close(parameters[index], take(whole, tile_of(rank, SHAPES[index], kind)))
     compare_state([state for _, state in found], expected[1])
-    assert threads.calls == 2 * STEPS, "two sums for all parameters"
+    assert threads.calls == 2 * STEPS, "a step needs two all-reduces for all parameters"
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (8, 10, 6), (50,)])
-def test_draws_for_rounding_do_not_depend_on_how_a_parameter_is_divided(monkeypatch, shape):
+def test_random_rounding_does_not_depend_on_sharding(monkeypatch, shape):
     monkeypatch.setattr(adafactor, "DRAWN_TOGETHER", 64)
     generator = torch.Generator().manual_seed(0)
     whole, step = torch.randn(shape, generator=generator), torch.tensor(3.0)
@@ -123,7 +123,7 @@ def test_draws_for_rounding_do_not_depend_on_how_a_parameter_is_divided(monkeypa
     assert torch.equal(round_stochastically(take(whole, both), 7, step, both, shape), take(rounded, both))
 
 
-def test_flat_partitions_that_cut_anywhere(threads, expected):
+def test_flat_partitions_with_arbitrary_boundaries(threads, expected):
     size, starts, edges = flat_layout([value.numel() for value in values(0)])
 
     def partition(rank, wholes):
@@ -135,7 +135,7 @@ def test_flat_partitions_that_cut_anywhere(threads, expected):
     def run(rank):
         flat = nn.Parameter(partition(rank, values(1)))
         optimizer = Adafactor([flat], lr=0.1, weight_decay=0.2)
-        keys = [torch.empty(0) for _ in SHAPES]  # stand for the parameters of the model
+        keys = [torch.empty(0) for _ in SHAPES]  # stand-ins for the model's parameters
         for key, shape, start, ends in zip(keys, SHAPES, starts, edges, strict=True):
             first, end = ends[rank], ends[rank + 1]
             offset = max(0, start - size * rank) if first < end else 0

@@ -1,4 +1,4 @@
-"""The mean of the weights: its formula, what it leaves alone, where it begins and how long it is."""
+"""Weight averaging must match its formula, leave training unchanged and cover the right steps."""
 
 import json
 import shutil
@@ -16,13 +16,13 @@ STEPS = 400
 
 
 def walk(steps: int = STEPS) -> torch.Tensor:
-    """Weights after each step, (steps, 7), in fp64; exact in fp32."""
+    """Returns random-walk weights after each step, (steps, 7), as fp64."""
     torch.manual_seed(0)
     return torch.randn(steps, 7).cumsum(0).double()
 
 
 def averaged(settings: Averaging, weights: torch.Tensor, total_steps: int = STEPS) -> torch.Tensor:
-    """As a run does it, one step after the other."""
+    """Averages the weights step by step, as a run does."""
     state, mean, parameter = None, None, {"w": torch.zeros(weights.shape[1])}
     for step in range(1, len(weights) + 1):
         parameter["w"].copy_(weights[step - 1])
@@ -37,8 +37,8 @@ def averaged(settings: Averaging, weights: torch.Tensor, total_steps: int = STEP
 
 
 @pytest.mark.parametrize(("every_steps", "half_life_fraction"), [(1, 0.05), (4, 0.05), (7, 0.3)])
-def test_ema_has_the_decay_of_its_half_life_whatever_the_interval(every_steps, half_life_fraction):
-    """Each copy's share written out: h steps after it, its share is half; the first ones share alike until then."""
+def test_ema_has_the_decay_of_its_half_life_for_any_interval(every_steps, half_life_fraction):
+    """A copy's share must halve after each half-life; the first copies have equal shares."""
     weights = walk()
     taken = weights[every_steps - 1 :: every_steps]
     decay = 2 ** (-every_steps / (half_life_fraction * STEPS))
@@ -47,7 +47,7 @@ def test_ema_has_the_decay_of_its_half_life_whatever_the_interval(every_steps, h
         expected += max(1 / number, 1 - decay) * (copy - expected)
     found = averaged(Averaging(kind="ema", every_steps=every_steps, half_life_fraction=half_life_fraction), weights)
     assert torch.allclose(found, expected, atol=1e-5)
-    # Of a run much longer than the half life what is left is the exponential mean of all its steps, nearly.
+    # In a run much longer than the half-life, this is close to an exponential moving average of all steps.
     shares = decay ** torch.arange(len(taken) - 1, -1, -1, dtype=torch.float64)
     plain = (shares[:, None] * taken).sum(0) / shares.sum()
     if half_life_fraction < 0.1:
@@ -60,18 +60,18 @@ def test_tail_is_the_mean_of_the_end():
     assert torch.allclose(found, weights[303::4].mean(0), atol=1e-5)
 
 
-def test_an_average_goes_on_only_where_it_belongs():
+def test_an_average_continues_only_in_the_same_schedule():
     tail, state = Averaging(kind="tail"), {"kind": "tail", "first_step": 810, "count": 20}
     assert can_continue(tail, state, total_steps=1000)
-    assert not can_continue(tail, state, total_steps=2000), "an extended run's tail begins later"
+    assert not can_continue(tail, state, total_steps=2000), "the tail of an extended run starts later"
     assert average_after_step(tail, state, 1010, total_steps=2000) == (None, 0.0)
-    assert average_after_step(tail, state, 1610, total_steps=2000)[1] == 1.0, "anew"
-    assert can_continue(tail, state, total_steps=900), "annealed early, a run's tail has begun late"
+    assert average_after_step(tail, state, 1610, total_steps=2000)[1] == 1.0, "a new average must start"
+    assert can_continue(tail, state, total_steps=900), "an average may continue if the run is annealed early"
     assert not can_continue(Averaging(kind="ema"), state, total_steps=1000)
     assert average_after_step(Averaging(kind="ema"), None, 500, total_steps=1000)[1] == 1.0
 
 
-def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
+def test_exchanging_mean_and_weights_is_reversible_bit_for_bit():
     weights = {"a": torch.randn(5, 3), "b": torch.tensor([1e-40, -0.0, float("inf")])}
     mean = WeightAverage(weights)
     weights["a"].add_(1)
@@ -99,7 +99,7 @@ def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
         ({"averaging.kind": "ema"}, "averaging.every_steps: 10 averages only 1 of the 12 steps"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(recipe, settings, problem):
+def test_invalid_averaging_is_rejected(recipe, settings, problem):
     config = read_run_config(recipe, list(settings.items()))
     found = averaging_problems(
         config.averaging,
@@ -114,7 +114,7 @@ def folders(run) -> list:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def test_a_run_averages_its_own_weights_and_trains_as_without(recipe, tmp_path):
+def test_averaging_does_not_change_training(recipe, tmp_path):
     every = ["--checkpoint", "{every_steps: 1, keep_last: 20}", "--export.dtype", "fp32"]
     ema = ["--averaging", "{kind: ema, every_steps: 2, half_life_fraction: 0.25}", "--export.weights", "average"]
     tail = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 0.75}"]
@@ -125,7 +125,7 @@ def test_a_run_averages_its_own_weights_and_trains_as_without(recipe, tmp_path):
 
     train(plain)
     train(run, *ema)
-    assert losses(run) == losses(plain), "the average's validation at step 6 changes nothing"
+    assert losses(run) == losses(plain), "validating the average at step 6 must not affect training"
     weights = [load_file(folder / "model.safetensors") for folder in folders(plain)]
     assert [(folder / "average.safetensors").exists() for folder in folders(run)] == [False] + [True] * 11
     found, decay = load_file(run / "checkpoints/step-00000012/average.safetensors"), 2 ** (-2 / 3)
@@ -140,15 +140,17 @@ def test_a_run_averages_its_own_weights_and_trains_as_without(recipe, tmp_path):
     assert (export["weights"], export["problems"]) == ("average", [])
     validations = {event["step"]: event for event in events(run, "validation")}
     assert "average_loss" not in validations[0] and validations[12]["average_loss"] != validations[12]["loss"]
-    assert validations[12]["loss"] == events(plain, "validation")[-1]["loss"], "of the raw weights, as ever"
+    assert validations[12]["loss"] == events(plain, "validation")[-1]["loss"], (
+        "the loss must be that of the raw weights"
+    )
     shards = read_run_config(recipe).data.train[0].shards
     evaluate = ["evaluate.py", "--model", f"{run}@12", "--weights", "average", "--data", shards, "--sequences", 8]
     run_script(*evaluate, "--output", tmp_path / "x.json")
     (model,) = json.loads((tmp_path / "x.json").read_text())["models"]
     assert model["sources"]["source"]["loss"] == pytest.approx(validations[12]["average_loss"], abs=1e-5)
-    assert events(run, "evaluation") == [], "the run's scores are of its raw weights"
+    assert events(run, "evaluation") == [], "scores of averaged weights must not be added to the run"
 
-    # Turned on in the middle, after the tail's beginning at step 3.
+    # Averaging is enabled in the middle of the run, after the tail's start at step 3.
     (late / "checkpoints").mkdir(parents=True)
     shutil.copytree(plain / "checkpoints/step-00000008", late / "checkpoints/step-00000008")
     said = train(late, *tail)

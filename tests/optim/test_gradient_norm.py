@@ -1,4 +1,4 @@
-"""The norm of a gradient is as exact as fp32 allows, however large the gradient is."""
+"""The gradient norm must be as exact as fp32 allows, however large the gradient is."""
 
 import math
 
@@ -9,7 +9,7 @@ from pretrain.optim.optimizers import MAX_SERIAL_SUM, total_norm
 
 
 @pytest.mark.parametrize("rows", [64, MAX_SERIAL_SUM // 16, 4 * MAX_SERIAL_SUM])
-def test_the_norm_is_that_of_fp64(rows):
+def test_the_norm_matches_fp64(rows):
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(rows, 16, generator=generator), torch.randn(16, generator=generator)]
     exact = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))

@@ -1,4 +1,4 @@
-"""Exchanged matrices are those of one process, however they are divided. Threads play the processes."""
+"""Exchanged matrices must match those of one process under any sharding. Threads simulate the processes."""
 
 from itertools import pairwise, product
 
@@ -20,7 +20,7 @@ from support.threads_as_processes import PROCESSES, Threads, edges_of_chunks, fl
 CPU = torch.device("cpu")
 MATRICES = [HiddenMatrix(shape) for shape in [(4, 6), (7, 3), (2, 9), (6, 4), (1, 5), (8, 8), (5, 5)]]
 BUCKETS = 4
-"""Of MATRICES with 20 elements for each process: the last has three."""
+"""Number of buckets for MATRICES with 20 elements per process; the last one has three matrices."""
 
 
 def wholes():
@@ -29,14 +29,14 @@ def wholes():
 
 
 def replaced(pairs):
-    """Something that takes all of a matrix, and its shape."""
+    """Replaces each matrix with values that depend on all of its elements and its shape."""
     for whole, matrix in pairs:
         assert whole.shape == matrix.shape
         whole.copy_(whole.flip(0).cumsum(1) * whole.sum())
 
 
 def ranges_of(size, parts=1):
-    """Of each rank, its indices of each of so many equal parts of a dimension, as those of one."""
+    """Returns each rank's index ranges if a dimension is split into `parts` equal parts and each part is sharded."""
     part = size // parts
     return [
         tuple((part * number + first, part * number + end) for number in range(parts) if first < end)
@@ -51,7 +51,7 @@ def expected():
 
 
 def run_threads(monkeypatch, of_rank, threads=None):
-    """The tensors of each rank after the exchange, and how many collectives it took."""
+    """Returns each rank's tensors after the exchange, and the number of collectives."""
     threads = threads or Threads()
     monkeypatch.setattr(matrix_exchange, "dist", threads)
     monkeypatch.setattr(matrix_exchange, "BUCKET_ELEMENTS", 20)
@@ -65,7 +65,7 @@ def run_threads(monkeypatch, of_rank, threads=None):
 
 
 def cut(matrix, kind):
-    """The tile of each rank."""
+    """Returns the tile of each rank."""
     rows, columns = matrix.shape
     if kind == "rows":
         return [(ranges, ((0, columns),)) for ranges in ranges_of(rows)]
@@ -75,7 +75,7 @@ def cut(matrix, kind):
         odd = ((columns // 2 * 2, columns),) if columns % 2 else ()
         halves = ranges_of(columns // 2 * 2, parts=2)
         return [(((0, rows),), ranges + (odd if rank == 1 else ())) for rank, ranges in enumerate(halves)]
-    # Two dimensions: the first rank has rows, the others a part of the columns of the rest each.
+    # Two dimensions: the first rank has the upper rows, and the others share the columns of the lower rows.
     middle, half = rows // 2, columns // 2
     below = ((middle, rows),)
     return [(((0, middle),) if middle else (), ((0, columns),)), (below, ((0, half),)), (below, ((half, columns),))]
@@ -83,7 +83,7 @@ def cut(matrix, kind):
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "both halves of the columns", "two dimensions"])
 def test_tiles(monkeypatch, kind):
-    """Some of them empty."""
+    """Some tiles are empty."""
 
     def of_rank(rank):
         tensors, pieces = [], []
@@ -99,8 +99,8 @@ def test_tiles(monkeypatch, kind):
     assert calls <= 2 * BUCKETS
 
 
-def test_a_stack_whose_matrices_tp_splits(monkeypatch):
-    """Each rank has a part of every matrix of the stack, one after the other."""
+def test_a_stack_split_by_tp(monkeypatch):
+    """Each rank has a shard of every matrix in the stack."""
     matrix = HiddenMatrix((6, 4), stacked=3)
     tiles = tuple((((0, 6),), ranges) for ranges in ranges_of(4))
     stack = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))
@@ -115,8 +115,8 @@ def test_a_stack_whose_matrices_tp_splits(monkeypatch):
     torch.testing.assert_close(torch.cat([tensors[0] for tensors in found], 2), whole)
 
 
-def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
-    """With padding between them; a matrix that is whole somewhere does not travel."""
+def test_flat_partitions_that_split_matrices(monkeypatch):
+    """Matrices within one partition must not be sent."""
     size, starts, edges = flat_layout([matrix.shape[0] * matrix.shape[1] for matrix in MATRICES])
 
     def of_rank(rank):
@@ -134,10 +134,10 @@ def test_flat_partitions_that_cut_matrices_anywhere(monkeypatch):
     flat = torch.cat([tensors[0] for tensors in found])
     for start, whole in zip(starts, expected(), strict=True):
         torch.testing.assert_close(flat[start : start + whole.numel()].view(whole.shape), whole)
-    assert calls == 4, "two matrices are cut, each larger than what is left of a bucket"
+    assert calls == 4, "two matrices are split, and each needs its own bucket"
 
 
-def test_copies_are_equal_and_take_one_collective_for_a_bucket(monkeypatch):
+def test_replicas_are_equal_and_need_one_collective_per_bucket(monkeypatch):
     def of_rank(rank):
         return wholes(), [MatrixPiece(matrix, Holders(rank, CPU), index) for index, matrix in enumerate(MATRICES)]
 
@@ -148,8 +148,8 @@ def test_copies_are_equal_and_take_one_collective_for_a_bucket(monkeypatch):
     assert calls <= BUCKETS
 
 
-def test_copies_are_gathered_by_the_name_that_torch_has(monkeypatch):
-    """torch 2.11 and 2.12 have the older one alone, of which 2.13 warns."""
+def test_replicas_are_gathered_with_either_of_torchs_names(monkeypatch):
+    """torch 2.11 and 2.12 have only the older name, which is deprecated in 2.13."""
 
     class Older:
         def __init__(self, threads):
@@ -167,7 +167,7 @@ def test_copies_are_gathered_by_the_name_that_torch_has(monkeypatch):
     torch.testing.assert_close(found[2], expected())
 
 
-def test_owners_have_about_equal_work():
+def test_work_is_balanced_between_owners():
     layer = [(4, 4)] * 4 + [(16, 4)] * 2 + [(4, 16)]
     pieces = [MatrixPiece(HiddenMatrix(shape), Holders(None, CPU), 0) for shape in layer * 6]
     work = [0] * 4

@@ -1,4 +1,4 @@
-"""Muon against its formula in fp64, and against torch's own."""
+"""Muon must match its formula in fp64 and torch's implementation."""
 
 import math
 
@@ -35,14 +35,14 @@ def train(optimizer, parameters, first=0, last=4):
 
 
 def polynomials(name):
-    """As published: Jordan's one for all iterations, Polar Express' list with its safety factor."""
+    """Returns the published coefficients: Jordan's for every iteration, or Polar Express' with their safety factor."""
     if name == "jordan":
         return [(3.4445, -4.7750, 2.0315)] * 5
     return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in muon.POLAR_EXPRESS[:5]]
 
 
 def orthogonal(matrix, name):
-    """In fp64, by singular values instead of products, and by the factor of its shape."""
+    """Orthogonalizes a matrix in fp64 using its SVD, and applies the shape-dependent scale."""
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     values = values / values.square().sum().sqrt() / (1.01 if name == "polar_express" else 1)
     for a, b, c in polynomials(name):
@@ -51,7 +51,7 @@ def orthogonal(matrix, name):
 
 
 def reference(steps=4, name="jordan", blocks=None):
-    """(parameters, momenta) in fp64, one matrix at a time; `blocks` are (sizes, dim) of matrices by index."""
+    """Returns (parameters, momenta) in fp64; `blocks` maps matrix indices to (sizes, dim)."""
     results = []
     for index, matrix in enumerate(matrices()):
         weight, momentum = matrix.detach().double(), torch.zeros(matrix.shape, dtype=torch.float64)
@@ -73,8 +73,8 @@ def in_fp32(monkeypatch):
 
 @pytest.mark.parametrize("batch_elements", [1, 2 * 144, 2**22], ids=["alone", "pairs", "all"])
 @pytest.mark.parametrize("name", COEFFICIENTS)
-def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
-    """Momentum, the look ahead, the polynomials, the scale by shape, and decay by the rate of the step."""
+def test_fp32_matches_the_formula(in_fp32, monkeypatch, batch_elements, name):
+    """The formula includes Nesterov momentum, the polynomials, the shape-dependent scale and weight decay."""
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", batch_elements)
     parameters = matrices()
     optimizer = Muon(parameters, lr=1.0, coefficients=name, **SETTINGS)
@@ -86,8 +86,8 @@ def test_fp32_is_the_formula(in_fp32, monkeypatch, batch_elements, name):
         torch.testing.assert_close(optimizer.state[parameter]["momentum_buffer"].double(), expected, rtol=0, atol=1e-6)
 
 
-def test_blocks_are_matrices_of_their_own(in_fp32):
-    """Equal ones along the rows, unequal ones whose factors differ, and along the columns as GPT-2 has them."""
+def test_blocks_are_updated_as_separate_matrices(in_fp32):
+    """The blocks are equal rows, unequal rows with different scales, and columns, as in GPT-2."""
     blocks = {0: ([4, 4, 4], 0), 1: ([14, 6], 0), 2: ([10, 10], 1)}
     parameters = matrices()
     cut = {parameters[i]: HiddenMatrix(SHAPES[i], tuple(sizes), dim) for i, (sizes, dim) in blocks.items()}
@@ -99,8 +99,8 @@ def test_blocks_are_matrices_of_their_own(in_fp32):
 
 
 @pytest.mark.parametrize("layout", ["fused", "transposed", "alternating"])
-def test_each_expert_of_a_stack_is_a_matrix_of_its_own_and_its_gate_another(in_fp32, layout):
-    """(E, 2I, H) with the gate above, (E, H, 2I) with it on the left, and with its columns between those of up."""
+def test_each_expert_and_its_gate_are_separate_matrices(in_fp32, layout):
+    """The layouts are (E, 2I, H), and (E, H, 2I) with the gate first or with alternating gate and up columns."""
     experts, inner, hidden = 3, 5, 12
     generator = torch.Generator().manual_seed(5)
     parts = torch.randn(2, experts, 2, inner, hidden, generator=generator)  # weights, gradients; gate, up
@@ -129,7 +129,7 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own_and_its_gate_another(in_f
     torch.testing.assert_close(parameter.detach().double(), as_stored(expected), rtol=0, atol=2e-5)
 
 
-def test_polar_express_ends_nearer_to_one_and_beyond_its_list_at_one():
+def test_polar_express_is_more_exact_and_converges_to_one():
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(16, 48, generator=generator, dtype=torch.float64)
     off = {}
@@ -141,8 +141,8 @@ def test_polar_express_ends_nearer_to_one_and_beyond_its_list_at_one():
     torch.testing.assert_close(values, torch.ones_like(values), rtol=0, atol=1e-7)
 
 
-def test_a_step_that_is_skipped_on_the_device_changes_nothing_and_the_next_one_goes_on(in_fp32):
-    """As torch's fused kernels: gradients are divided by grad_scale, and found_inf keeps everything as it is."""
+def test_a_step_skipped_on_the_device_changes_nothing(in_fp32):
+    """As in torch's fused kernels, gradients are divided by grad_scale, and found_inf prevents any change."""
     parameters, plain = matrices(), matrices()
     optimizer, other = Muon(parameters, lr=1.0, **SETTINGS), Muon(plain, lr=1.0, **SETTINGS)
     train(optimizer, parameters, 0, 2), train(other, plain, 0, 2)
@@ -160,18 +160,18 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing_and_the_next_one_g
     assert all(map(torch.equal, parameters, plain))
 
 
-def test_bf16_is_what_torch_computes(monkeypatch):
+def test_bf16_matches_torch(monkeypatch):
     monkeypatch.setattr(muon, "missing_bf16", lambda device_type: None)
     ours, theirs = matrices(), matrices()
     train(Muon(ours, lr=1.0, **SETTINGS), ours)
     train(torch.optim.Muon(theirs, lr=1.0, adjust_lr_fn="match_rms_adamw", **SETTINGS), theirs)
     weights, _ = reference()
     for mine, other, exact in zip(ours, theirs, weights, strict=True):
-        # Four updates of 0.2 lr, in sum 0.04, whose directions bf16 knows to two or three digits.
+        # Four updates of 0.2 lr add up to 0.04, and bf16 is accurate to two or three digits.
         assert (mine - other).abs().max() < 0.01 and (mine.double() - exact).abs().max() < 0.02
 
 
-def test_a_state_of_torchs_muon_goes_on(in_fp32):
+def test_a_state_of_torchs_muon_can_be_continued(in_fp32):
     saved = matrices()
     before = torch.optim.Muon(saved, lr=1.0, adjust_lr_fn="match_rms_adamw", **SETTINGS)
     train(before, saved, 0, 2)
@@ -185,14 +185,14 @@ def test_a_state_of_torchs_muon_goes_on(in_fp32):
         torch.testing.assert_close(after.state[parameter]["momentum_buffer"].double(), expected, rtol=0, atol=1e-6)
 
 
-def test_matrices_and_their_transposes_go_together_in_bounded_batches(monkeypatch):
+def test_matrices_and_their_transposes_are_batched_within_limits(monkeypatch):
     parameters = [nn.Parameter(torch.empty(shape)) for shape in [(4, 8), (3, 3), (8, 4), (4, 8)]]
     assert list(batches_of_one_shape(parameters)) == [[0, 2, 3], [1]]
     monkeypatch.setattr(muon, "BATCH_ELEMENTS", 64)
     assert list(batches_of_one_shape(parameters)) == [[0, 2], [3], [1]]
 
 
-def test_a_parameter_without_a_gradient_stays_as_it_is():
+def test_a_parameter_without_a_gradient_does_not_change():
     parameters = matrices()
     before = [parameter.detach().clone() for parameter in parameters]
     parameters[0].grad = torch.ones_like(parameters[0])
@@ -204,6 +204,6 @@ def test_a_gradient_of_zeros_gives_no_update():
     assert torch.equal(orthogonalized(torch.zeros(2, 3, 5), iterations("jordan", 5)), torch.zeros(2, 3, 5))
 
 
-def test_what_is_no_matrix_is_refused():
+def test_parameters_that_are_not_matrices_are_rejected():
     with pytest.raises(ValueError, match=r"matrices, not parameters of shape \(4, 2, 3\)"):
         Muon([nn.Parameter(torch.empty(4, 2, 3))], lr=0.1)

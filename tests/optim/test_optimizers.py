@@ -1,4 +1,4 @@
-"""Optimizers: what decays, what they compute, and state that comes back to the last bit."""
+"""Optimizers: which parameters decay, the computed updates, and state that is restored bit for bit."""
 
 import importlib.util
 import math
@@ -58,7 +58,7 @@ def load_state(optimizer, model, saved, name="adamw"):
 
 
 def parameters_in_module(shapes):
-    """A module with parameters of these shapes, all ones, under names with dots."""
+    """Returns a module with parameters of these shapes, all ones, under dotted names."""
     root = nn.Module()
     for name, shape in shapes.items():
         module, _, key = name.rpartition(".")
@@ -77,7 +77,7 @@ def small_llama():
 
 
 def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
-    """{parameter: (share of the learning rate, weight decay)} of a Llama."""
+    """Returns {parameter: (relative learning rate, weight decay)} of a Llama."""
     model = small_llama()
     optimizer, names = build(model, name, **settings), {p: name for name, p in model.named_parameters()}
     groups = optimizer.param_groups
@@ -89,7 +89,7 @@ def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("name", "hidden"), [("adamw", 1 / 4), ("adafactor", 1 / 4), ("muon", 1 / 2)])
-def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_stays(name, hidden):
+def test_mup_scales_learning_rates_and_keeps_the_decay_per_step(name, hidden):
     found = rates_by_name(name, parametrization="mup", mup_base_width=16, weight_decay=0.1)
     assert found.pop("lm_head.weight") == (1 / 4, 0.4)
     for parameter, (scale, decay) in found.items():
@@ -98,13 +98,13 @@ def test_under_mup_rates_fall_with_the_inputs_that_grow_and_the_decay_of_a_step_
         assert scale * decay == pytest.approx(0.1 if is_hidden else 0.0), parameter
 
 
-def test_without_mup_and_at_the_base_width_there_is_one_rate():
+def test_without_mup_or_at_the_base_width_there_is_one_learning_rate():
     assert {scale for scale, _ in rates_by_name("muon").values()} == {1.0}
     assert {scale for scale, _ in rates_by_name("adamw", parametrization="mup", mup_base_width=64).values()} == {1.0}
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_groups_have_rates_of_their_own_beside_those_by_width(name):
+def test_group_learning_rates_combine_with_mup(name):
     rates = {"embedding": 0.02, "head": 0.005, "matrices": 0.04, "scalars": 0.001}
     plain = rates_by_name(name, parametrization="mup", mup_base_width=16)
     found = rates_by_name(name, parametrization="mup", mup_base_width=16, group_learning_rates=rates)
@@ -112,7 +112,9 @@ def test_groups_have_rates_of_their_own_beside_those_by_width(name):
     wanted |= dict.fromkeys([parameter for parameter in plain if "proj" in parameter], 4)
     for parameter, share in wanted.items():
         assert found[parameter][0] == pytest.approx(plain[parameter][0] * share), parameter
-        assert found[parameter][1] == plain[parameter][1], parameter  # the decay of a step goes with the group's rate
+        assert found[parameter][1] == plain[parameter][1], (
+            parameter
+        )  # the decay per step scales with the group's learning rate
 
 
 def train(model, optimizer, first, last):
@@ -139,11 +141,11 @@ def test_only_matrices_decay(name):
     decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     every = [names[p] for group in optimizer.param_groups for p in group["params"]]
     assert decayed == {"up.weight", "lm_head.weight"}
-    assert sorted(every) == sorted(names.values()), "every parameter once"
+    assert sorted(every) == sorted(names.values()), "every parameter must be in exactly one group"
 
 
-def test_whole_shapes_decide_not_the_running_parameters():
-    """Under ZeRO-3 parameters are empty: their own dimensions would turn weight decay off."""
+def test_full_shapes_decide_about_weight_decay():
+    """Under ZeRO-3, parameters are empty, and their own shapes would disable weight decay."""
     whole = parameters_in_module({"up.weight": (16, 8), "up.bias": (16,)})
     optimizer = builder(whole)([(name, nn.Parameter(torch.empty(0))) for name in ("up.weight", "up.bias")])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -153,7 +155,7 @@ def test_whole_shapes_decide_not_the_running_parameters():
     ("name", "dtype"),
     [("adamw", torch.float32), ("adafactor", torch.float32), ("adafactor", torch.bfloat16), ("muon", torch.float32)],
 )
-def test_state_continues_to_the_last_bit(name, dtype):
+def test_state_is_restored_bit_for_bit(name, dtype):
     whole = tiny_model(dtype)
     train(whole, build(whole, name), 0, 6)
     first = tiny_model(dtype)
@@ -171,7 +173,7 @@ def test_state_continues_to_the_last_bit(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_the_loss_falls(name):
+def test_the_loss_decreases(name):
     model = tiny_model()
     optimizer = build(model, name)
     first = train(model, optimizer, 0, 1)
@@ -188,7 +190,7 @@ def test_adafactor_factors_the_second_moment_of_matrices():
 
 
 def test_adafactors_first_update_by_hand():
-    """At step 1 the row and column means are those of the squared gradient itself; the update is then clipped."""
+    """At step 1, the row and column means are those of the squared gradient, and the update is then clipped."""
     model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2))})
     parameter, optimizer = model["w"], build(model, "adafactor", learning_rate=0.5, weight_decay=0.0)
     parameter.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -204,8 +206,10 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
     values = torch.full((100_000,), 1.001).mul(torch.tensor([1.0, -1.0]).repeat(50_000))
     step = torch.tensor(7.0)
     rounded = round_stochastically(values, 3, step)
-    assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, "the two neighbors in bf16"
-    # The upper neighbour comes with p = 0.128; the mean of 100,000 is within 5 x 0.0078 x 0.33 / 316 = 4.1e-5.
+    assert set(rounded.abs().unique().tolist()) == {1.0, 1.0078125}, (
+        "values must round to one of the two nearest bf16 numbers"
+    )
+    # P(rounding up) = 0.128, so the mean of 100,000 values is within 5 x 0.0078 x 0.33 / 316 = 4.1e-5.
     assert rounded.float().abs().mean().item() == pytest.approx(1.001, abs=4.1e-5)
     assert torch.equal(rounded, round_stochastically(values, 3, step))
     assert not torch.equal(rounded, round_stochastically(values, 4, step))
@@ -213,10 +217,10 @@ def test_stochastic_rounding_is_unbiased_and_repeats():
     assert torch.equal(round_stochastically(special, 0, step).float(), special)
 
 
-def test_stochastic_rounding_is_unbiased_over_steps_and_other_elements_go_other_ways():
+def test_stochastic_rounding_is_unbiased_and_independent_per_element():
     values, steps = torch.full((200,), 1.001), 2000
     is_up = torch.stack([round_stochastically(values, 3, torch.tensor(float(step))) > 1.0 for step in range(steps)])
-    assert is_up.float().mean(0).sub(0.128).abs().max() < 0.035, "of 2,000 draws the mean is within 4.5 x 0.0075"
+    assert is_up.float().mean(0).sub(0.128).abs().max() < 0.035, "the mean of 2,000 samples is within 4.5 x 0.0075"
     together = (is_up.float().T.corrcoef() - torch.eye(200)).abs()
     assert together.max() < 0.15 and together.square().mean().sqrt() < 2 / steps**0.5
     in_time = torch.stack([is_up[:-lag].float().mul(is_up[lag:]).mean() for lag in range(1, 50)])
@@ -224,7 +228,7 @@ def test_stochastic_rounding_is_unbiased_over_steps_and_other_elements_go_other_
 
 
 def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
-    """strategy.update relies on it: found_inf = 1 leaves parameters, moments and the step count as they are."""
+    """strategy.update relies on found_inf = 1 leaving parameters, moments and the step count unchanged."""
     model = tiny_model()
     optimizer = build(model)
     train(model, optimizer, 0, 2)
@@ -240,7 +244,7 @@ def test_a_skipped_step_changes_nothing_in_the_fused_kernel():
 
 
 def updating(model, optimizer, scaler=None) -> Strategy:
-    """What `update` uses of a strategy, without processes that talk."""
+    """Returns a strategy with only the attributes that `update` uses."""
     strategy = object.__new__(Strategy)
     strategy.causal_lm, strategy.optimizer, strategy.name_of = model, optimizer, names_of(model)
     strategy.accelerator = Namespace(scaler=scaler, unscale_gradients=lambda: scaler.unscale_(optimizer))
@@ -248,8 +252,8 @@ def updating(model, optimizer, scaler=None) -> Strategy:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
-def test_a_step_whose_scaled_gradients_overflow_is_reported_and_lowers_the_scale(name):
-    """fp16. torch's GradScaler always calls a fused optimizer, so whether it was called tells nothing."""
+def test_an_overflow_is_reported_and_lowers_the_scale(name):
+    """With fp16, GradScaler always calls fused optimizers, so a call doesn't mean that the step was taken."""
     model, scaler = tiny_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     strategy = updating(model, build(model, name), scaler)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
@@ -265,8 +269,8 @@ def test_a_step_whose_scaled_gradients_overflow_is_reported_and_lowers_the_scale
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e6, None])
-def test_an_update_clips_as_torch_does(name, max_grad_norm):
-    """AdamW divides by the clipping's divisor inside its kernel, the others before: rounded elsewhere, by 1e-7."""
+def test_clipping_matches_torch(name, max_grad_norm):
+    """AdamW applies the clipping divisor inside its kernel, so results differ by 1e-7."""
     models = [tiny_model(), tiny_model()]
     optimizers = [build(model, name) for model in models]
     strategy = updating(models[0], optimizers[0])
@@ -276,7 +280,7 @@ def test_an_update_clips_as_torch_does(name, max_grad_norm):
             parameter.grad = (step + 1) * torch.randn(parameter.shape, generator=generator)
             twin.grad = parameter.grad.clone()
         norm = torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_grad_norm or float("inf"))
-        assert norm > 10 * 0.05, "the least limit must clip"
+        assert norm > 10 * 0.05, "the smallest limit must clip"
         optimizers[1].step()
         grad_norm, skipped = strategy.update(max_grad_norm)
         assert grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and not skipped
@@ -285,7 +289,7 @@ def test_an_update_clips_as_torch_does(name, max_grad_norm):
 
 
 class NoWait(TorchDispatchMode):
-    """Fails where a number is read from a tensor: on a GPU the host would wait for it."""
+    """Mode that fails if a number is read from a tensor, which would make the CPU wait for a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func is not torch.ops.aten._local_scalar_dense.default
@@ -293,7 +297,7 @@ class NoWait(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "adafactor in bf16"])
-def test_an_update_waits_for_nothing_and_a_skipped_one_changes_nothing(name):
+def test_an_update_never_synchronizes_and_a_skipped_one_changes_nothing(name):
     name, _, in_bf16 = name.partition(" in ")
     model = tiny_model(torch.bfloat16 if in_bf16 else torch.float32)
     strategy = object.__new__(Strategy)
@@ -317,7 +321,7 @@ def saved_state(name):
     return dict(optimizer_state_by_name(optimizer, names_of(model)))
 
 
-def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
+def test_state_that_does_not_fit_is_rejected_and_changes_nothing():
     model = tiny_model()
     optimizer = build(model)
     saved = saved_state("adamw")
@@ -336,7 +340,7 @@ def test_state_that_does_not_fit_is_refused_in_full_and_changes_nothing():
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("adafactor", "adamw"), ("adamw", "muon"), ("muon", "adafactor")])
-def test_state_of_another_optimizer_is_refused(saved_by, loaded_by):
+def test_state_of_another_optimizer_is_rejected(saved_by, loaded_by):
     model = tiny_model()
     with pytest.raises(InputError, match="resume with the same optimizer and model"):
         load_state(build(model, loaded_by), model, saved_state(saved_by), loaded_by)
@@ -350,8 +354,8 @@ def test_state_from_before_the_first_step_is_empty_and_loads():
     train(model, optimizer, 0, 1)
 
 
-def test_muon_leaves_what_is_not_a_matrix_to_adamw():
-    """Convolution kernels have three dimensions: torch's Muon would refuse them."""
+def test_muon_uses_adamw_for_other_parameters():
+    """torch's Muon rejects convolution kernels, which have three dimensions."""
     shapes = {"conv.weight": (4, 2, 3), "up.weight": (8, 4), "lm_head.weight": (9, 8), "embed.weight": (9, 4)}
     model = parameters_in_module(shapes)
     named, optimizer = list(model.named_parameters()), build(model, "muon", learning_rate=0.1)
@@ -362,21 +366,21 @@ def test_muon_leaves_what_is_not_a_matrix_to_adamw():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     weights = {name: parameter.detach() for name, parameter in named}
-    # AdamW's first step is lr x sign, after the decay of all but the embedding.
+    # AdamW's first step is lr x sign(gradient), after weight decay (except for the embedding).
     for name, decay in (("conv.weight", 0.01), ("lm_head.weight", 0.01), ("embed.weight", 0.0)):
         torch.testing.assert_close(weights[name], torch.full(shapes[name], 1 - decay - 0.1), rtol=0, atol=1e-5)
-    # A gradient of ones has one singular value: its matrix over the Frobenius norm, times what the quintic makes of 1.
+    # A matrix of ones has one singular value, which is 1 after division by the Frobenius norm.
     value = 1.0
     for _ in range(5):
         value = 3.4445 * value - 4.7750 * value**3 + 2.0315 * value**5
     update = 0.1 * 0.2 * 8**0.5 * value / (8 * 4) ** 0.5
     expected = torch.full(shapes["up.weight"], 1 - 0.01 - update)
-    # In bf16 an update is right to two digits.
+    # In bf16, an update is accurate to two digits.
     torch.testing.assert_close(weights["up.weight"], expected, rtol=0, atol=0.02 * update)
 
 
 def test_updates_under_stochastic_rounding_are_not_lost():
-    """Adding 2^-12 to 1.0 in bf16 is lost every time; rounded at random, 100 steps make 100 x 2^-12 on average."""
+    """Adding 2^-12 to 1.0 in bf16 has no effect, but with stochastic rounding 100 steps add 100 x 2^-12 on average."""
     results = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = nn.ParameterDict({"w": nn.Parameter(torch.ones(4096, dtype=dtype))})
@@ -386,12 +390,12 @@ def test_updates_under_stochastic_rounding_are_not_lost():
             optimizer.step()
         results[dtype] = parameter.detach().float().mean().item()
     assert results[torch.float32] == pytest.approx(1 + 100 * 2**-12, abs=1e-5)
-    # One parameter's walk has a variance of 100 x 2^-12 x 2^-7; the mean of 4,096 is within 5 x 0.00022.
+    # A parameter's random walk has variance 100 x 2^-12 x 2^-7, so the mean of 4,096 is within 5 x 0.00022.
     assert results[torch.bfloat16] == pytest.approx(1 + 100 * 2**-12, abs=0.0011)
 
 
 def big():
-    """With a matrix that is large enough for moments in 8 bits."""
+    """Returns a model with a matrix large enough for 8-bit moments."""
     torch.manual_seed(0)
     return nn.ModuleDict({"up": nn.Linear(64, 128)})
 
@@ -408,17 +412,17 @@ def build_8bit(model):
     return build(model, "adamw_8bit")
 
 
-def test_8bit_adamw_computes_adamws_updates_more_coarsely():
+def test_8bit_adamw_approximates_adamw():
     pytest.importorskip("bitsandbytes")
     start, coarse, exact = big()["up"].weight.detach(), big(), big()
     steps(coarse, build_8bit(coarse), 0, 20)
     steps(exact, build(exact), 0, 20)
     change = exact["up"].weight.detach() - start
     off = (coarse["up"].weight.detach() - exact["up"].weight.detach()).norm() / change.norm()
-    assert 0 < off < 0.1, "moments of 8 bits, with a scale for each 256"
+    assert 0 < off < 0.1, "8-bit moments with a scale per 256 elements must be close, but not exact"
 
 
-def test_8bit_adamw_continues_to_the_last_bit():
+def test_8bit_adamw_state_is_restored_bit_for_bit():
     pytest.importorskip("bitsandbytes")
     whole, part, rest = big(), big(), big()
     steps(whole, build_8bit(whole), 0, 6)
@@ -434,12 +438,12 @@ def test_8bit_adamw_continues_to_the_last_bit():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
-def test_8bit_adamw_without_its_package_is_refused():
+def test_8bit_adamw_without_its_package_is_rejected():
     with pytest.raises(InputError, match=r"adamw_8bit needs bitsandbytes: pip install .* adamw, muon and adafactor"):
         build(tiny_model(), "adamw_8bit")
 
 
-def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
+def test_8bit_adamw_without_a_kernel_for_the_device_is_rejected(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", SimpleNamespace(__version__="0.1"))
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda *_: False)
     spec = OPTIMIZERS["adamw_8bit"](ModelShapes.of(tiny_model()))
@@ -447,14 +451,14 @@ def test_8bit_adamw_without_a_kernel_for_the_device_is_refused(monkeypatch):
     assert problem.startswith("optim.name: bitsandbytes 0.1 has no 8-bit AdamW for cpu: upgrade it, or use adamw")
 
 
-def test_a_rate_for_a_group_without_parameters_is_refused():
+def test_a_learning_rate_for_an_empty_group_is_rejected():
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
     (problem,) = optimizer_problems(settings, config, "cpu")
     assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in this group; omit it")
 
 
-def test_rates_of_groups_follow_the_schedule():
+def test_group_learning_rates_follow_the_schedule():
     model = parameters_in_module({"up.weight": (8, 4), "embed.weight": (9, 4)})
     rates = {}
     for own in ({}, {"embedding": 0.01}):
@@ -462,7 +466,9 @@ def test_rates_of_groups_follow_the_schedule():
         strategy.optimizer = build(model, "muon", learning_rate=0.04, group_learning_rates=own)
         strategy.set_learning_rate(0.02)
         rates[bool(own)] = [group["lr"] for group in strategy.optimizer.param_groups]
-    assert rates == {False: [0.02, 0.02], True: [0.02, pytest.approx(0.005)]}, "half of its peak, too"
+    assert rates == {False: [0.02, 0.02], True: [0.02, pytest.approx(0.005)]}, (
+        "the embedding's learning rate must also be half of its peak"
+    )
 
 
 def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
@@ -483,23 +489,23 @@ def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
         ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which are not 8 = sum of \[4, 4\]"),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused(blocks, message):
+def test_blocks_that_do_not_fit_are_rejected(blocks, message):
     with pytest.raises(InputError, match=message):
         builder(tiny_model(), "muon", muon={"split_matrices": blocks})
 
 
-def test_muon_without_hidden_matrices_is_refused():
+def test_muon_without_hidden_matrices_is_rejected():
     model = parameters_in_module({"embed.weight": (9, 4), "lm_head.weight": (9, 4), "conv.weight": (4, 2, 3)})
     with pytest.raises(InputError, match="muon finds no hidden matrices in this model; use adamw"):
         builder(model, "muon")
 
 
-def test_what_was_built_is_described():
+def test_an_optimizer_is_described():
     assert describe_optimizer(build(tiny_model())) == "AdamW (fused), weight decay on 320 of 460 parameters"
 
 
 class SignSGD(torch.optim.Optimizer):
-    """Steps by the sign of a momentum."""
+    """Sign SGD with momentum."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -516,7 +522,7 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class SignSGDSpec(OptimizerSpec):
-    """As docs/optimizers.md says: one class."""
+    """Spec of the added optimizer, as described in docs/optimizers.md."""
 
     takes = ("whole", "sharded")
 
@@ -542,7 +548,7 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
 
     parameters = sum(parameter.numel() for parameter in whole.parameters())
     sizes = SimpleNamespace(shapes=ModelShapes.of(whole))
-    assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py knows its memory"
+    assert optimizer_elements("sign_sgd", sizes) == parameters, "plan.py must count the optimizer's memory"
     config = SimpleNamespace(
         optim=Optim(learning_rate=0.01).model_copy(update={"name": "sign_sgd"}),
         precision="fp32",

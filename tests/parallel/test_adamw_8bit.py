@@ -1,7 +1,7 @@
-"""8-bit AdamW on meshes: the blocks of one process, the same curve, and a state that every layout loads.
+"""8-bit AdamW on a mesh must match single-process training, and its checkpoints must load in any layout.
 
-One launch of four processes trains a small mixture under each layout. Its vocabulary does not divide: the last shard
-is shorter, and its last block too. `make test` runs this file with bitsandbytes.
+One launch of four processes trains a small MoE model in each layout. The vocabulary size isn't divisible by the number
+of shards, so the last shard and its last block are shorter. `make test` runs this file with bitsandbytes.
 """
 
 import json
@@ -31,9 +31,9 @@ LAYOUTS = {
     "mesh": Sizes(pp=2, dp_shard=2),
     "ep": Sizes(dp_shard=4, ep=2),
 }
-"""{launcher file: sizes}; each resumes from the checkpoint of the one before."""
+"""{launcher file: sizes}. Each layout resumes from a checkpoint of the previous one."""
 ONE_CODE = 0.0141
-"""Largest distance of neighboring 8-bit codes, relative to the block's scale."""
+"""Largest difference between adjacent 8-bit codes, relative to the block's scale."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -84,7 +84,7 @@ def norms(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *(f"{name} resumed" for name in LAYOUTS)])
-def test_layouts_train_with_8bit_moments_as_one_process_does(runs, name):
+def test_8bit_training_matches_one_process(runs, name):
     wanted, found = losses(runs / "single"), losses(runs / name)
     assert set(found) == ({3, 4} if "resumed" in name else {1, 2, 3, 4})
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-6) for step, loss in found.items())
@@ -93,7 +93,7 @@ def test_layouts_train_with_8bit_moments_as_one_process_does(runs, name):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
+def test_8bit_state_in_a_checkpoint_matches_one_process(runs, name):
     expected, found = (load_file(runs / run / MIDDLE / "optimizer.safetensors") for run in ("single", name))
     assert {key: (value.dtype, value.shape) for key, value in found.items()} == {
         key: (value.dtype, value.shape) for key, value in expected.items()
@@ -102,7 +102,7 @@ def test_8bit_state_in_a_checkpoint_is_that_of_one_process(runs, name):
         if value.dtype == torch.uint8:
             codes = expected[key.replace("state", "qmap")]
             off = (codes[found[key].long()] - codes[value.long()]).abs()
-            # Gradients differ in their last digits, so a few moments round to the code beside.
+            # Gradients differ in the last digits, so a few moments round to an adjacent code.
             assert off.max() < ONE_CODE and (off > 0).float().mean() < 2e-3, key
         else:
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-9), key
@@ -112,9 +112,11 @@ def problem_of(sizes: Sizes, **shape: int) -> str:
     return "; ".join(blocks_problems(LlamaConfig(**TINY_LLAMA | shape), sizes))
 
 
-def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
+def test_layouts_that_split_8bit_blocks_are_rejected_with_an_alternative():
     assert problem_of(Sizes(dp_shard=4)) == problem_of(Sizes(dp_shard=2, cp=2)) == ""
-    assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", "shards begin at rows 144, 288, 432 of 64 columns"
+    assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", (
+        "shards start at rows 144, 288 and 432, which are block boundaries"
+    )
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
         "optim.name: adamw_8bit does not run with 4 shards per parameter (dp_shard x cp), because each of its scales "
@@ -122,11 +124,11 @@ def test_8bit_blocks_that_a_layout_cuts_are_refused_with_what_works():
         "block; use adamw, or set dp_shard x cp to 2, and use dp_replicate for the remaining processes"
     )
     found = problem_of(Sizes(dp_shard=64), hidden_size=56)
-    assert "q_proj" not in found, "3,136 elements keep fp32 moments"
+    assert "q_proj" not in found, "a tensor of 3,136 elements has fp32 moments"
     assert "mlp.up_proj.weight (128 x 56) and 4 more would split a block; use adamw, or" in found
 
 
-def test_8bit_experts_that_another_dimension_divides_are_refused():
+def test_8bit_experts_sharded_by_another_dimension_are_rejected():
     few = Qwen3MoeConfig(**MODEL | {"num_experts": 2})
     assert not blocks_problems(few, Sizes(dp_shard=2)) and not blocks_problems(few, Sizes(dp_shard=2, ep=2))
     assert "experts.gate_up_proj (2 x 64 x 64)" in blocks_problems(few, Sizes(dp_shard=4))[0]
@@ -135,8 +137,8 @@ def test_8bit_experts_that_another_dimension_divides_are_refused():
 
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_8bit_scales_divide_as_rows_do_where_parts_keep_the_blocks(shape, count):
-    """Then the part of the table of scales has as many units as the part of the tensor."""
+def test_8bit_scale_shards_match_shards_that_keep_blocks_whole(shape, count):
+    """If no shard splits a block, the shards of the scale table must match those of the tensor."""
     unit = unit_rows(shape)
     sizes = (shape[0], table_shape(shape)[0])
     rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in sizes)

@@ -1,6 +1,7 @@
-"""Counts what each strategy sends, on fake GPUs, and compares it with the least that would do.
+"""The communication of each strategy, counted on fake GPUs, must match docs/measurements_communication.md.
 
-The table is in docs/measurements_communication.md."""
+The table there compares it with the minimum, which is computed from the model's shape.
+"""
 
 import pytest
 
@@ -19,31 +20,33 @@ from support.ranks_on_fake_cuda import (
 
 WIDTH, MLP, LAYERS = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
 SPLIT = 4 * WIDTH**2 + 3 * WIDTH * MLP
-"""Elements of a layer's matrices."""
+"""Number of elements in a layer's matrices."""
 BESIDE = (2 * MODEL["vocab_size"] + 1) * WIDTH
-"""Elements of embedding, head and final norm."""
+"""Number of elements in the embedding, head and final norm."""
 NORMS = 2 * WIDTH
-"""Elements of a layer's norms."""
+"""Number of elements in a layer's norms."""
 TOTAL = LAYERS * (SPLIT + NORMS) + BESIDE
 WHOLE = LAYERS * NORMS + BESIDE
-"""Elements that tensor parallel does not split."""
+"""Number of elements that tensor parallelism doesn't split."""
 EXPERTS = LAYERS * MIXTURE["num_experts"] * 3 * WIDTH * MIXTURE["moe_intermediate_size"]
-"""Elements of all experts."""
+"""Number of elements in all experts."""
 BESIDE_EXPERTS = LAYERS * (4 * WIDTH**2 + NORMS + 2 * MIXTURE["head_dim"] + MIXTURE["num_experts"] * WIDTH) + BESIDE
 HIDDEN = HIDDEN_STATES[0] * HIDDEN_STATES[1] * HIDDEN_STATES[2]
-"""Elements of the hidden states of a micro-batch."""
+"""Number of elements in a micro-batch's hidden states."""
 BF16, FP32, INT64 = 2, 4, 8
 ONE_SUM = {"all-reduce of 8": (1, FP32)}
 
 
 def gathered(total: int, beside: int) -> int:
-    """Elements that a micro-step gathers, of a model of so many, some of them beside the layers."""
+    """Returns the number of elements gathered in a micro-step; `beside` of the `total` are outside the layers."""
     return total + (total - beside) * (LAYERS - 1) // LAYERS
 
 
 def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """A layer at a time: bf16 weights forward and, but for the last layer's, again backward, those beside the layers
-    once; fp32 gradients."""
+    """Returns the minimum traffic of FSDP: weights are gathered in bf16, and gradients are reduced in fp32.
+
+    The last layer and the weights outside the layers are gathered only once per micro-step.
+    """
     gathers = {f"all-gather of {ranks}": (2 * LAYERS, BF16 * gathered(TOTAL, BESIDE))}
     micro_step = {**gathers, f"reduce-scatter of {ranks}": (LAYERS + 1, FP32 * TOTAL)}
     return {
@@ -55,14 +58,13 @@ def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict[str, tuple[int, int]]]:
-    """The same without the first micro-step's reduction."""
+    """Returns the minimum traffic without a reduction in the first micro-step."""
     gathers = {kind: sent for kind, sent in least["micro-step"].items() if not kind.startswith("reduce-scatter")}
     return {**least, "micro-step": gathers}
 
 
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Beside what sharding takes: query, key and value of a rank's positions away and its output back, once per layer
-    and direction."""
+    """Returns the minimum traffic of context parallelism, which exchanges queries, keys, values and outputs."""
     forward = (2 * LAYERS, 4 * LAYERS * BF16 * HIDDEN // ranks)
     both = {f"all-to-all of {ranks}": tuple(2 * number for number in forward)}
     least = sharded(RANKS)
@@ -71,8 +73,10 @@ def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Two sums of hidden states per layer and direction, one of the loss; at the head each rank has the gradient of
-    its tokens. An update sums what every rank has whole, and the norm."""
+    """Returns the minimum traffic of tensor parallelism: two all-reduces of hidden states per layer and direction.
+
+    The update reduces the gradients of replicated weights, and the gradient norm.
+    """
     micro_step = {
         f"all-reduce of {ranks}": (4 * LAYERS + 1, 4 * LAYERS * BF16 * HIDDEN + FP32),
         f"all-gather of {ranks}": (1, BF16 * HIDDEN),
@@ -86,7 +90,7 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """What both take, of the elements that a rank of one group would hold."""
+    """Returns the minimum traffic of tensor parallelism within groups and FSDP across groups."""
     total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
     gathers = (2 * LAYERS, BF16 * gathered(total, BESIDE))
     of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
@@ -102,7 +106,7 @@ def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int,
 
 
 def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Hidden states of each pipeline microbatch, as many as there are ranks, forward and their gradients backward."""
+    """Returns the minimum traffic of a pipeline with as many microbatches as ranks."""
     passed = (neighbors * ranks, neighbors * ranks * BF16 * HIDDEN)
     micro_step = {f"receive of {ranks}": passed, f"send of {ranks}": passed}
     once = (ranks, ranks * BF16 * HIDDEN)
@@ -114,9 +118,9 @@ def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Rows of all tokens' choices to the experts and back, both ways; before, how many there are for each expert.
+    """Returns the minimum traffic of expert parallelism: tokens go to their experts and back, after the token counts.
 
-    All that is not an expert is sharded over all ranks, and experts over the ranks that have the same.
+    Other weights are sharded over all ranks, and experts over the ranks with the same experts.
     """
     rows, counts = BF16 * HIDDEN * MIXTURE["num_experts_per_tok"], INT64 * MIXTURE["num_experts"]
     gathers = (2 * LAYERS, BF16 * gathered(BESIDE_EXPERTS, BESIDE))
@@ -145,12 +149,12 @@ def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def with_replicas(least: dict, moment: str, times: int, elements: int) -> dict:
-    """A second group, whose two members sum these gradients."""
+    """Adds an all-reduce of these gradients between two replicas."""
     return {**least, moment: {**least[moment], "all-reduce of 2": (times, FP32 * elements)}}
 
 
 STAGE = SPLIT + NORMS + WIDTH + MODEL["vocab_size"] * WIDTH
-"""Elements of a last stage of one layer."""
+"""Number of elements in a last stage with one layer."""
 GATHERED_ONCE = {"all-gather of 8": (1, BF16 * TOTAL)}
 SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
 LEAST = {
@@ -181,7 +185,7 @@ LEAST = {
         "update": ONE_SUM,
     },
 }
-"""{launch: {moment: {'<kind> of <ranks>': (times, bytes of the whole tensors)}}}, from the model's shape alone."""
+"""{launch: {phase: {'<kind> of <ranks>': (count, bytes of the full tensors)}}}, computed from the model's shape."""
 ALL_REDUCED = "DeepSpeed all-reduces the gradients, although each rank only needs its shard"
 IN_TWO = "DeepSpeed gathers parameters with and without weight decay separately"
 REASONS = {
@@ -210,7 +214,7 @@ REASONS = {
         for launch in ("zero3", "zero3, fp32, no_sync")
     },
 }
-"""Why a moment takes more than the least."""
+"""Reasons why a phase sends more than the minimum."""
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +223,12 @@ def outcomes():
 
 
 @pytest.mark.parametrize("launch", [*LAUNCHES, *ATTENTIONS, *OFFLOADED])
-def test_prepare_two_micro_steps_and_update_run_as_one_of_eight_gpus_and_never_wait(outcomes, launch):
+def test_a_step_runs_on_one_of_eight_gpus_without_synchronizing(outcomes, launch):
     assert outcomes[launch].error is None
 
 
 def sent(collectives: dict[str, tuple[int, int]]) -> float:
-    """MB that a GPU sends: a ring passes a gathered or scattered tensor on once, a summed one twice."""
+    """Returns the MB that one GPU sends: a ring all-reduce sends the tensor twice, a gather or scatter once."""
     total = 0.0
     for name, (_, size) in collectives.items():
         kind, _, ranks = name.partition(" of ")
@@ -244,7 +248,7 @@ def in_words(collectives: dict[str, tuple[int, int]]) -> str:
 def rows(outcomes) -> list[str]:
     """Returns the rows of the table in docs/measurements_communication.md.
 
-    Equal moments share a row. Moments without communication have none.
+    Equal micro-steps share a row, and phases without communication are left out.
     """
     lines = []
     for launch in LAUNCHES:
@@ -264,14 +268,14 @@ def rows(outcomes) -> list[str]:
     return lines
 
 
-def test_the_table_in_the_docs_is_what_is_counted(outcomes):
-    """What is more than the least says why; one collective more or less is another row."""
+def test_the_table_in_the_docs_matches_the_counts(outcomes):
+    """The table in the docs must match the counts, with a reason for each row above the minimum."""
     counted = rows(outcomes)
     text = (ROOT / "docs/measurements_communication.md").read_text()
     _, _, table = text.partition("| launch | when |")
     assert table.splitlines()[2 : 2 + len(counted)] == counted, "\n" + "\n".join(counted)
     assert not table.splitlines()[2 + len(counted)].startswith("|")
-    assert "| ? |" not in table, "more than the least, for no reason given"
+    assert "| ? |" not in table, "a row above the minimum has no reason"
 
 
 def test_every_reason_is_needed(outcomes):
@@ -281,13 +285,13 @@ def test_every_reason_is_needed(outcomes):
 
 
 @pytest.mark.parametrize("launch", ATTENTIONS)
-def test_every_attention_exchanges_alike(outcomes, launch):
+def test_every_attention_has_the_same_exchanges(outcomes, launch):
     counted, expected = outcomes[launch].result, outcomes["cp"].result
     assert all(counted[moment]["collectives"] == expected[moment]["collectives"] for moment in expected)
 
 
-def test_the_bars_of_sharding(outcomes):
-    """Two micro-steps of two layers: 8 gathers, and 3 sums between the replicas of HSDP."""
+def test_sharding_needs_the_expected_number_of_collectives(outcomes):
+    """Two micro-steps of a two-layer model need 8 all-gathers, and HSDP also needs 3 all-reduces between replicas."""
     micro_steps = ("micro-step", "last micro-step")
     for launch, ranks in {"fsdp2": RANKS, "hsdp, 2 x 4": RANKS // 2}.items():
         counted = [outcomes[launch].result[moment]["collectives"] for moment in micro_steps]
@@ -296,36 +300,37 @@ def test_the_bars_of_sharding(outcomes):
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_only_experts_are_waited_for_once_in_a_layer(outcomes, launch):
-    """By all who send them rows, for how many there will be; not in the backward pass."""
+def test_only_moe_layers_synchronize_once_per_layer(outcomes, launch):
+    """Each MoE layer synchronizes once in the forward pass, for the token counts, and never in the backward pass."""
     waits = {moment: seen["waits"] for moment, seen in outcomes[launch].result.items()}
     layers = LAYERS if launch.startswith("ep") else 0
     assert waits == {"micro-step": layers, "last micro-step": layers, "update": 0, "validation": layers}
 
 
 @pytest.mark.parametrize("launch", ["fsdp2", "hsdp, 2 x 4"])
-def test_sharded_layers_hand_on_bf16(outcomes, launch):
-    """Only norms compute in fp32, forward and backward. Where layers gave fp32, so did the last norm, and the head's
-    product was in fp32 too."""
+def test_sharded_layers_output_bf16(outcomes, launch):
+    """Only norms may run in fp32; the head's matmul must be in bf16."""
     seen = outcomes[launch].result["micro-step"]
     assert seen["head_dtypes"] == ["torch.bfloat16"]
     assert seen["casts_to_fp32"] == 2 * (2 * LAYERS + 1)
 
 
-def test_an_update_on_the_host_awaits_what_it_reads(outcomes):
-    """The clipping divisor and whether to skip come from the device; torch would copy them without waiting."""
+def test_a_cpu_update_waits_for_the_values_it_reads(outcomes):
+    """A CPU update must wait for the clipping divisor and the skip flag, which torch copies asynchronously."""
     assert outcomes["fsdp2, offloaded"].result["update"]["unawaited_copies"] == 0
-    assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, "gradients, which FSDP awaits"
+    assert outcomes["fsdp2, offloaded"].result["micro-step"]["unawaited_copies"] > 0, (
+        "FSDP waits for the gradient copies itself"
+    )
 
 
 @pytest.mark.parametrize("launch", ["fsdp2, offloaded", *OFFLOADED])
-def test_gpus_send_what_is_in_host_memory(outcomes, launch):
+def test_offloaded_tensors_are_sent_by_gpus(outcomes, launch):
     moments = outcomes[launch].result
     assert not any(seen["sent_from_host"] for moment, seen in moments.items()), moments
 
 
 def in_layers(issued: list[tuple[str, str]], products: int) -> list[list[str]]:
-    """Which collectives were issued before the first product, and since each layer's first product."""
+    """Returns the collectives issued before the first matmul, and after each layer's first matmul."""
     found = [[]]
     count = 0
     for kind, _ in issued:
@@ -339,13 +344,15 @@ def in_layers(issued: list[tuple[str, str]], products: int) -> list[list[str]]:
 
 
 PRODUCTS = 7
-"""Matrix products of a layer; backward twice as many."""
+"""Number of matmuls in a layer's forward pass; the backward pass has twice as many."""
 
 
 @pytest.mark.parametrize("launch", [name for name in OVERLAPPED if name != "ddp"])
-def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
-    """Forward, gathers are in a stream of their own, and the host, which never waits, issues each at once after the
-    layer before. Backward, it is issued before that layer's products; gradients are reduced during later layers.
+def test_a_layer_is_gathered_while_the_previous_one_computes(outcomes, launch):
+    """Gathers and reductions must overlap with the computation of other layers.
+
+    In the forward pass, the CPU issues each gather right after the previous layer, in a separate stream. In the
+    backward pass, it issues the gather before the current layer's matmuls.
     """
     outcome = outcomes[f"order: {launch}"]
     assert outcome.error is None, outcome.error
@@ -354,10 +361,12 @@ def test_a_layer_is_gathered_while_the_one_before_computes(outcomes, launch):
     streams = {kind: {stream for one, stream in forward + backward if one == kind} for kind in ("gather", "reduce")}
     assert "compute" not in streams["gather"] | streams["reduce"] and not streams["gather"] & streams["reduce"]
     gathers = [moment.count("gather") for moment in in_layers(forward, PRODUCTS)]
-    assert gathers == [2] + [1] * (layers - 1) + [0], "what is in no layer, and the first layer; then one by one"
+    assert gathers == [2] + [1] * (layers - 1) + [0], (
+        "first the weights outside the layers and the first layer, then one layer at a time"
+    )
     moments = in_layers(backward, 2 * PRODUCTS)
     gathers = [moment.count("gather") for moment in moments]
-    assert gathers == [1] * (layers - 1) + [0, 0], "the next layer's before this one computes; the last layer's stay"
+    assert gathers == [1] * (layers - 1) + [0, 0], "each layer must be prefetched; the last layer is still gathered"
     assert all("reduce" in moment for moment in moments[1:])
 
 
@@ -367,5 +376,7 @@ def test_buckets_are_summed_during_the_backward_pass(outcomes):
     kinds = [kind for kind, _ in outcome.result["backward"]]
     during = kinds[: len(kinds) - kinds[::-1].index("product")]
     assert kinds.count("reduce") == 4 and during.count("reduce") >= 2
-    assert during.index("reduce") < len(during) / 2, "the first bucket while most of the work is left"
+    assert during.index("reduce") < len(during) / 2, (
+        "the first bucket must be reduced in the first half of the backward pass"
+    )
     assert "reduce" not in [kind for kind, _ in outcome.result["forward"]]

@@ -1,4 +1,4 @@
-"""Sequences cut between processes: the loss and the gradients of whole ones, and what is refused before the start."""
+"""Context parallelism must match the loss and gradients of full sequences, and reject invalid settings at startup."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ register_all()
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what `accelerate launch` sets for cp.yaml."""
+    """Sets the environment variables that `accelerate launch` sets for cp.yaml."""
 
     def launched(processes: int, size: str = "0", **more: str):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -47,14 +47,14 @@ def problems(recipe, **overrides) -> str:
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
-    """From the whole model, on four processes."""
+    """Returns the differences from the unsharded model, measured on four processes."""
     path = tmp_path_factory.mktemp("context") / "differences.json"
     launch("cp", 4, "tests/support/context_ranks.py", path, timeout=300)
     return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_are_those_of_whole_sequences(differences, case):
+def test_loss_and_gradients_match_full_sequences(differences, case):
     found = differences[case]
     assert set(found) >= {"loss", "gradients", "loss without document_mask", "gradients without document_mask"}
     assert all(value <= 1e-6 for name, value in found.items() if name.startswith("loss")), found
@@ -62,27 +62,27 @@ def test_loss_and_gradients_are_those_of_whole_sequences(differences, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_documents_that_straddle_processes_have_the_loss_of_documents_alone(differences, case):
-    """Two, three and all four processes: see DOCUMENTS there."""
+def test_documents_split_across_processes_have_the_same_loss(differences, case):
+    """A document split across two, three or four processes must have the same loss as on its own."""
     assert differences[case]["documents alone"] <= 1e-5
 
 
 @pytest.mark.parametrize(
     "model_type", ["llama", "gpt2", "qwen3", "deepone", "olmoe", "qwen3_moe", "mistral", "gemma2"]
 )
-def test_models_whose_positions_meet_in_attention_alone_run(model_type):
+def test_models_that_mix_positions_only_in_attention_run(model_type):
     config = AutoConfig.for_model(**{**TINY.get(model_type, {}), "model_type": model_type})
     assert mixing_problem(config) is None
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom", "gpt_oss", "lfm2"])
-def test_other_models_are_refused_by_name(model_type):
+def test_other_models_are_rejected_by_name(model_type):
     convolution = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
     problem = mixing_problem(AutoConfig.for_model(model_type, **convolution))
     assert f"model: {model_type} does not run with cp" in problem
 
 
-def test_the_librarys_own_attention_is_refused():
+def test_transformers_own_attention_is_rejected():
     model = build_meta_model(AutoConfig.for_model(**TINY_LLAMA), attention="sdpa")
     with pytest.raises(InputError, match="only with transformers' own sdpa attention, which would treat part"):
         exchange_heads(model, 2, "0")
@@ -136,7 +136,7 @@ def test_refusals_before_the_start(launched, recipe):
     assert problems(recipe) == ""
 
 
-def test_a_start_that_is_refused_ends_with_status_2(recipe):
+def test_a_rejected_start_ends_with_status_2(recipe):
     launcher = ("-m", "pretrain.launch", "--config_file", "accelerate_configs/cp.yaml", "--num_processes", "2")
     refused = run_script(
         *launcher, "train.py", "--config", recipe, "--data.sequence_length", "33", "--check", check=False
@@ -145,7 +145,7 @@ def test_a_start_that_is_refused_ends_with_status_2(recipe):
     assert "Traceback" not in refused.stderr
 
 
-def test_a_part_of_a_batch_has_its_positions_of_the_whole():
+def test_a_part_of_a_batch_keeps_its_original_positions():
     ids = torch.arange(24).view(2, 12)
     batch = {"input_ids_BT": ids, "targets_BT": ids + 1, "cu_seq_lens_q": torch.tensor([0, 12, 24])}
     _, second = part_of_batch(1, 3, None, (), batch)

@@ -1,4 +1,4 @@
-"""What is refused before experts are divided over processes, and what a plan says of it."""
+"""Expert parallelism must reject invalid settings at startup, and plans must include its memory and traffic."""
 
 import json
 
@@ -22,7 +22,7 @@ EP = strategy_named("ep")
 
 @pytest.fixture
 def problems(recipe, tmp_path, monkeypatch):
-    """What is refused of a model, launched so."""
+    """Returns the problems found for a model and launch settings."""
 
     def problems(model: dict, processes: int = 2, size: str = "all") -> str:
         (tmp_path / "model.json").write_text(json.dumps(model))
@@ -65,18 +65,18 @@ def problems(recipe, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_what_can(problems, model, processes, size, message):
+def test_indivisible_experts_are_rejected_with_alternatives(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
 
 
-def test_a_transformers_that_cannot_exchange_rows_is_refused(problems, monkeypatch):
+def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypatch):
     monkeypatch.setattr(expert_parallel, "DISPATCH", "transformers.distributed.another")
     assert "ep needs a transformers version with transformers.distributed.another, such as 5.23" in problems(TINY_MOE)
 
 
 def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
-    """Weights and AdamW's moments; rows to the experts and back, in both directions; what is gathered and reduced."""
+    """A plan must shard weights and optimizer state, and count the traffic of experts and of FSDP."""
     (tmp_path / "model.json").write_text(json.dumps(TINY_MOE))
     config = load_model_config(str(tmp_path / "model.json"))
     run, sizes = PlannedRun(read_run_config(recipe, []), config, "fp32"), sizes_of(config)
@@ -89,7 +89,7 @@ def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
     links = Links(inside=1e9, network=1e8, per_machine=4)
     rows = 3 * 2 * 4 * 64 * 2 * 64 * FP32
     for ep in (4, 2):
-        # Weights forward and, but for the last of two layers, backward; gradients. Alone, experts need none.
+        # Except for the last of two layers, weights are gathered again for the backward pass.
         dense, whole = sizes.total - experts, 0 if ep == 4 else experts / ep
         last = (dense - sizes.root) / 2
         gathered = 3 * FP32 * ((3 * dense - sizes.root - last) * 3 / 4 + (3 * whole - whole / 2) / 2)

@@ -1,4 +1,4 @@
-"""fp8 layers whose weights are sharded: gathered in fp8, half the bytes, and trained as with gathers in bf16."""
+"""Sharded fp8 layers must gather their weights in fp8 and train like layers that gather in bf16."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from support.project import events, launch, losses
 from support.ranks_on_fake_cuda import MODEL, SEQUENCES, read_config
 from support.tiny_models import TINY_LLAMA
 
-# Where torchao is installed, accelerate imports it in every process, so it is no requirement of the tests.
+# accelerate imports an installed torchao in every process, so the tests don't require it.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 LAYERS, WIDTH, MLP = 2, MODEL["hidden_size"], MODEL["intermediate_size"]
 MICRO_STEPS = ("micro-step", "last micro-step")
@@ -34,12 +34,12 @@ def gathered(result: dict, moment: str) -> int:
     return result[moment]["collectives"]["all-gather of 8 by 1"][1]
 
 
-def test_the_layers_matrices_are_gathered_in_a_byte_each(seen):
+def test_layer_matrices_are_gathered_in_one_byte_per_element(seen):
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP)
-    # Backward again, but for the last of two layers.
+    # Weights are gathered again for the backward pass, except in the last of two layers.
     for moment, passes in (("micro-step", 1.5), ("last micro-step", 1.5), ("validation", 1)):
         assert gathered(seen["bf16"], moment) - gathered(seen["fp8"], moment) == passes * matrices
-        # The scales, of all weights at once, in a step's first micro-step alone.
+        # One all-reduce in a step's first micro-step computes the scales of all weights.
         scales = {} if moment == "last micro-step" else {"all-reduce of 8 by 1": [1, 4 * LAYERS * 7]}
         found = seen["fp8"][moment]["collectives"]
         assert {name: counts for name, counts in found.items() if "all-reduce" in name} == scales
@@ -49,7 +49,7 @@ def test_the_layers_matrices_are_gathered_in_a_byte_each(seen):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shards) -> Path:
-    """Trains the same model on one process, and on two that gather in fp8, in bf16, and are compiled."""
+    """Trains the same model on one process and on two: gathering in fp8, gathering in bf16, and compiled."""
     folder = tmp_path_factory.mktemp("fp8")
     model = folder / "model.json"
     model.write_text(json.dumps(TINY_LLAMA))
@@ -84,7 +84,7 @@ def runs(tmp_path_factory, shards) -> Path:
     middle = str(folder / "alone/checkpoints/step-00000002")
     runs = {
         "fp8": ((), {}),
-        # Offloaded weights are copied to the device first, and gathered in bf16.
+        # Offloaded weights are gathered in bf16.
         "bf16": ((), {"environment": {"FSDP_OFFLOAD_PARAMS": "true"}}),
         "compiled": (("--compile", "regional"), {"aot_eager": True}),
         "resumed": ((), {"start_from": middle}),
@@ -94,20 +94,20 @@ def runs(tmp_path_factory, shards) -> Path:
 
 
 @pytest.mark.parametrize("name", ["fp8", "bf16", "compiled", "resumed"])
-def test_the_loss_is_that_of_one_process_within_the_rounding(runs, name):
-    """A batch that two processes divide has other scales: 4e-4 in the first step, whatever is gathered."""
+def test_losses_match_one_process_up_to_rounding(runs, name):
+    """Losses must match one process up to rounding: different scales change the first loss by 4e-4."""
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
 
 
-def test_one_process_trains_in_fp8_too(runs):
+def test_one_process_also_trains_in_fp8(runs):
     in_fp8, in_bf16 = (losses(runs / name) for name in ("alone", "alone in bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 
 
-def test_what_is_gathered_in_fp8_is_rounded_once(runs):
-    """From fp32, as on one process; from bf16 some weights go to the other neighbor in fp8."""
+def test_weights_gathered_in_fp8_are_rounded_once(runs):
+    """Weights must be rounded directly from fp32 to fp8, so the losses must differ slightly from bf16 gathers."""
     in_fp8, in_bf16 = (losses(runs / name) for name in ("fp8", "bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 
@@ -118,7 +118,7 @@ def test_validation_with_averaged_weights_has_its_own_scales(runs):
 
 
 @pytest.mark.parametrize("precision", LAUNCHES)
-def test_a_plan_says_what_is_sent(seen, precision, tmp_path):
+def test_a_plan_predicts_the_traffic(seen, precision, tmp_path):
     config = read_config(tmp_path, LAUNCHES[precision])
     run = PlannedRun(config, load_model_config(config.model.config), precision)
     (planned,) = flows(Step(run.work(Layout.of(SIZES), SEQUENCES), 2, Links(1.0, 1.0, 8)))

@@ -1,9 +1,8 @@
-"""Killed in the middle of a step with SIGKILL and launched again, a run is the unbroken one to the last bit.
+"""A run killed with SIGKILL in the middle of a step must resume and match an uninterrupted run bit for bit.
 
-The launches follow each other so that there is one per strategy and one more: each kills the run of one strategy,
-after it has finished the one that the launch before it killed. Dropout is on, so is accumulation. Among them are
-products of dimensions, drawn with their schedules by a seed. With STRATEGIES=all in the environment
-(`make test-strategies`) every strategy and ten products are killed.
+Each launch kills the run of one strategy, after finishing the run that the previous launch killed. Dropout and
+gradient accumulation are on. Some strategies are random combinations of parallel dimensions. With STRATEGIES=all in
+the environment (`make test-strategies`), all strategies and ten combinations are tested.
 """
 
 import json
@@ -32,7 +31,7 @@ DROPOUT = {"attention_dropout": 0.1, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Every strategy's unbroken run in whole/, the killed and continued one in killed/."""
+    """Returns a folder with uninterrupted runs in whole/ and killed and resumed runs in killed/."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "llama.json").write_text(json.dumps(TINY_LLAMA | DROPOUT))
     (folder / "experts.json").write_text(json.dumps(TINY_MOE | DROPOUT))
@@ -72,7 +71,7 @@ def folder(shards, tmp_path_factory) -> Path:
         runs = [run_of(name, "whole") for name in names]
         for name in names:
             run = run_of(name, "killed")
-            # After the first checkpoint and before the last step; a step takes some hundredths of a second.
+            # After the first checkpoint and before the last step.
             moment = [chance.randint(SAVED_EVERY + 2, STEPS - 1), chance.uniform(0, 0.03)]
             assert train(folder, processes, name, [*runs, {**run, "kill_in_step": moment}]) == -9
             runs = [run]
@@ -81,7 +80,7 @@ def folder(shards, tmp_path_factory) -> Path:
 
 
 def train(folder: Path, processes: int, name: str, runs: list[dict]) -> int:
-    """Trains these in one launch; returns its exit status, -9 if it was killed."""
+    """Trains the runs in one launch. Returns its exit status, or -9 if it was killed."""
     (folder / f"{name}.json").write_text(json.dumps(runs))
     program = ["tests/support/train_strategies.py", folder / "recipe.yaml", folder / f"{name}.json"]
     result = launch("ddp", processes, *program, check=False)
@@ -90,7 +89,7 @@ def train(folder: Path, processes: int, name: str, runs: list[dict]) -> int:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_are_those_of_the_unbroken_run(folder, strategy):
+def test_losses_match_the_uninterrupted_run(folder, strategy):
     whole, killed = folder / "whole" / strategy, folder / "killed" / strategy
     resumed = events(killed, "resume")
     assert len(resumed) == 1 and resumed[0]["step"] % SAVED_EVERY == 0 and resumed[0]["step"] > 0
@@ -103,7 +102,7 @@ def test_losses_are_those_of_the_unbroken_run(folder, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_tensors_are_those_of_the_unbroken_run(folder, strategy):
+def test_tensors_match_the_uninterrupted_run(folder, strategy):
     for file in ("model", "optimizer"):
         whole, killed = (
             load_file(folder / run / strategy / f"checkpoints/step-{STEPS:08d}/{file}.safetensors")

@@ -1,4 +1,4 @@
-"""Launcher files: every shipped key is one that its reader knows, and what contradicts a recipe is refused."""
+"""The launcher files must contain only known keys, and settings that conflict with the recipe must be rejected."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the environment that the launcher makes of a file; what was there before returns."""
+    """Sets the environment variables that the launcher sets for a file."""
 
     def set_up(path: Path, processes: int = 2) -> None:
         for name, value in launcher_environment(path, processes).items():
@@ -63,7 +63,7 @@ def changed(path: Path, folder: Path, section: str | None, **values) -> Path:
 
 
 @pytest.mark.parametrize("path", LAUNCHER_FILES, ids=NAMES)
-def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(path, config, environment):
+def test_shipped_files_select_a_supported_strategy_and_conflict_with_no_recipe(path, config, environment):
     environment(path)
     expected = {"single": "ddp", "zero3_offload": "zero3", "zero3_offload_nvme": "zero3", "mesh": "fsdp2"}.get(
         path.stem, path.stem
@@ -74,7 +74,7 @@ def test_shipped_files_ask_for_a_strategy_that_runs_and_contradict_no_recipe(pat
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "cp", "zero3"])
-def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(name, config, monkeypatch):
+def test_the_environment_for_torchrun_selects_the_same_strategy_as_the_file(name, config, monkeypatch):
     page = (ROOT / "docs/gpu_setup.md").read_text()
     said = re.search(rf"^\| {name} \| (?:`(.*)`)? \|$", page.partition("## torchrun")[2], re.MULTILINE)[1] or ""
     variables = dict(word.split("=") for word in said.split())
@@ -90,10 +90,10 @@ def test_the_environment_for_torchrun_asks_for_what_the_launcher_file_asks_for(n
     [
         (["FSDP", "DEEPSPEED"], {}, "DEEPSPEED and FSDP"),
         (["DEEPSPEED"], {"TP": "2"}, "DEEPSPEED with parallelism_config_tp_size"),
-        ([], {"TP": "1"}, "ddp"),  # a size that was lost
+        ([], {"TP": "1"}, "ddp"),
     ],
 )
-def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkeypatch, flags, sizes, name):
+def test_unsupported_launches_are_named_and_rejected(config, monkeypatch, flags, sizes, name):
     for flag in flags:
         monkeypatch.setenv(f"ACCELERATE_USE_{flag}", "true")
     for dimension, size in sizes.items():
@@ -117,9 +117,7 @@ def test_what_no_launcher_file_asks_for_is_named_and_does_not_run(config, monkey
         ("pp", {}, 4),
     ],
 )
-def test_processes_of_a_launch_divide_a_micro_step_as_its_sizes_say(
-    environment, tmp_path, file, settings, micro_batches
-):
+def test_a_micro_step_is_split_according_to_the_launched_sizes(environment, tmp_path, file, settings, micro_batches):
     environment(changed(ROOT / f"accelerate_configs/{file}.yaml", tmp_path, "parallelism_config", **settings), 4)
     assert micro_batches_launched() == micro_batches == launched_layout(file).micro_batches
 
@@ -132,16 +130,18 @@ def test_every_line_of_a_shipped_file_is_commented_and_known(path):
     known = {action.dest for action in launch_command_parser()._actions}
     known |= {"compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config"}
     assert not settings.keys() - known
-    assert "mixed_precision" not in settings and "use_cpu" not in settings, "the recipe's, and one process only"
+    assert "mixed_precision" not in settings and "use_cpu" not in settings, (
+        "the recipe sets the precision, and use_cpu starts only one process"
+    )
 
 
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.stem)
-def test_deepspeed_files_hold_sharding_offload_and_communication_only(path, config):
+def test_deepspeed_files_contain_only_sharding_offload_and_communication(path, config):
     assert deepspeed_problems(str(path), {}, config) == []
     assert json.loads(path.read_text()).keys() <= {"zero_optimization", "aio", "zero_force_ds_cpu_optimizer"}
 
 
-def test_unknown_keys_are_named_with_the_nearest_known_one(tmp_path):
+def test_unknown_keys_are_reported_with_the_nearest_known_key(tmp_path):
     fsdp2 = ROOT / "accelerate_configs/fsdp2.yaml"
     (problem,) = launcher_file_problems(
         changed(fsdp2, tmp_path, "fsdp_config", fsdp_reshard_after_forwrd=False), "fsdp2"
@@ -152,7 +152,7 @@ def test_unknown_keys_are_named_with_the_nearest_known_one(tmp_path):
     assert "parallelism_config.dp_replicate is unknown" in problem
 
 
-def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
+def test_all_problems_of_a_deepspeed_file_are_reported_at_once(tmp_path, config):
     path = tmp_path / "zero.json"
     settings = {
         "zero_optimization": {
@@ -178,10 +178,10 @@ def test_everything_wrong_in_a_deepspeed_file_is_said_at_once(tmp_path, config):
         "offload_param.device: nvme is not supported; use cpu",
     ):
         assert message in problems
-    assert "train_batch_size" not in problems, "auto leaves the number to the recipe"
+    assert "train_batch_size" not in problems, "auto means the recipe's value"
 
 
-def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
+def test_unusable_deepspeed_files_are_reported(tmp_path, config):
     assert "cannot be read from" in deepspeed_problems("no/such.json", {}, config)[0]
     assert "neither a deepspeed_config_file nor a zero_stage" in deepspeed_problems(None, {}, config)[0]
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
@@ -198,7 +198,9 @@ def test_a_deepspeed_file_that_cannot_be_used(tmp_path, config):
         ("ddp", "dynamo_config", {"dynamo_backend": "INDUCTOR"}, "recipe's compile: auto"),
     ],
 )
-def test_settings_that_conflict_with_the_recipe(config, environment, tmp_path, name, section, setting, message):
+def test_settings_that_conflict_with_the_recipe_are_reported(
+    config, environment, tmp_path, name, section, setting, message
+):
     environment(changed(ROOT / f"accelerate_configs/{name}.yaml", tmp_path, section, **setting))
     assert [problem for problem in launcher_problems(config, "fp32", name) if message in problem]
 
@@ -229,8 +231,8 @@ def test_files_made_by_accelerate_config_run(config, environment, tmp_path, monk
     assert launcher_file_problems(path, strategy) == [] and process_problems(path, 2) == []
 
 
-def test_files_made_by_accelerate_config_train_as_one_another(tmp_path, shards, monkeypatch):
-    """ZeRO-2 without a JSON with FSDP2: accelerate itself refuses the stage in its file beside settings in a dict."""
+def test_files_made_by_accelerate_config_train_the_same(tmp_path, shards, monkeypatch):
+    """ZeRO-2 without a JSON file must have the same losses as FSDP2."""
     recipe = tmp_path / "recipe.yaml"
     values = {
         "model": {"config": "model_configs/llama_demo.json", "vocab_size": "auto", "num_hidden_layers": 1},
@@ -251,7 +253,7 @@ def test_files_made_by_accelerate_config_train_as_one_another(tmp_path, shards, 
     assert losses(tmp_path / "zero2") == pytest.approx(losses(tmp_path / "fsdp2"), abs=1e-6)
 
 
-def test_zero_without_a_json_takes_what_the_file_says(environment, tmp_path, monkeypatch):
+def test_zero_without_a_json_uses_the_files_settings(environment, tmp_path, monkeypatch):
     environment(accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | DEEPSPEED | CPU_OFFLOAD, monkeypatch))
     cpu = {"device": "cpu"}
     zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
@@ -269,7 +271,7 @@ def test_zero_without_a_json_takes_what_the_file_says(environment, tmp_path, mon
         (FSDP2 | {"activation checkpointing": "yes"}, "the recipe's activation_checkpointing: none"),
     ],
 )
-def test_files_made_by_accelerate_config_that_ask_for_something_else(
+def test_unsupported_files_made_by_accelerate_config_are_reported(
     config, environment, tmp_path, monkeypatch, answers, message
 ):
     path = accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | answers, monkeypatch)
@@ -279,7 +281,7 @@ def test_files_made_by_accelerate_config_that_ask_for_something_else(
     assert [problem for problem in problems if message in problem], problems
 
 
-def test_the_first_version_of_fsdp_is_refused(config, environment, tmp_path, monkeypatch):
+def test_fsdp_version_1_is_rejected(config, environment, tmp_path, monkeypatch):
     environment(accelerate_config(tmp_path / "mine.yaml", TWO_GPUS | FSDP2 | {"FSDP version": "1"}, monkeypatch))
     with pytest.raises(InputError, match="set fsdp_version: 2 in your own"):
         strategy_class(config)
@@ -296,7 +298,7 @@ def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, ROOT))
     assert command_problems("single", 1) == []
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["train.py"], ROOT))
-    assert command_problems("single", 1) == [], "there is no default file"
+    assert command_problems("single", 1) == [], "there is no default config file"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert command_problems("single", 1) == [problem]
 
@@ -308,13 +310,13 @@ def test_a_deepspeed_file_for_the_trainer_leaves_precision_to_the_recipe(tmp_pat
     assert deepspeed_problems(str(path), {}, config) == []
 
 
-def test_a_file_that_asks_for_another_strategy_than_runs():
+def test_a_file_for_another_strategy_is_reported():
     (problem,) = launcher_file_problems(ROOT / "accelerate_configs/zero3.yaml", "single")
     assert "distributed_type: DEEPSPEED was requested, but single was started; remove --cpu" in problem
 
 
-def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
-    """Both spellings of an option, and those of the script after its name are not the launcher's."""
+def test_the_launchers_command_line_is_compared_with_the_launch(monkeypatch):
+    """Options must be read in both spellings, but only before the script's name."""
     words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
@@ -323,7 +325,8 @@ def test_the_launchers_command_line_is_compared_with_what_runs(monkeypatch):
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
-    """Real launches: --cpu starts one process in silence; a bad file and a bad recipe are told together."""
+    """Real launches must detect that --cpu starts only one process, and report problems of the file and the recipe
+    together."""
     recipe = tmp_path / "recipe.yaml"
     values = {
         "model": "model_configs/llama_30m.json",
@@ -357,8 +360,8 @@ SLURM_COMMANDS = {
 
 
 @pytest.mark.parametrize("name", ["one_node", "many_nodes"])
-def test_slurm_scripts_launch_what_they_are_given(name, tmp_path):
-    """Run as they are, with stand-ins for Slurm's commands and for Python."""
+def test_slurm_scripts_pass_on_their_arguments(name, tmp_path):
+    """The unmodified scripts must pass on their arguments (Slurm's commands and Python are stubs)."""
     for command, text in SLURM_COMMANDS.items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / command).chmod(0o755)

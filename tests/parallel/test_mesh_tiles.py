@@ -1,4 +1,4 @@
-"""Tiles are the parts that torch divides a tensor into, whatever divides it, and however unevenly."""
+"""Tiles must match torch's shards for all placements, including uneven ones."""
 
 from itertools import product
 
@@ -35,7 +35,7 @@ def torchs_part(whole, placements, place):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", PLACEMENTS)
-def test_a_tile_is_the_part_that_torch_makes(shape, kind):
+def test_a_tile_matches_torchs_shard(shape, kind):
     placements = PLACEMENTS[kind]
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     together = torch.full(shape, -1)
@@ -48,8 +48,8 @@ def test_a_tile_is_the_part_that_torch_makes(shape, kind):
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_copies_over_tp_get_one_sum_to_which_one_of_them_adds(rank):
-    """With a sum in each group of shards, two copies of a norm could differ in the last bit."""
+def test_only_one_of_the_tp_replicas_adds_to_a_sum(rank):
+    """Only one replica of a norm may contribute to its sum, or the replicas could differ in the last bit."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
     try:
         mesh = Mesh(Sizes(dp_shard=2, tp=2), "cpu")
@@ -78,8 +78,9 @@ def test_copies_over_tp_get_one_sum_to_which_one_of_them_adds(rank):
         ((4, 24, 16), [Shard(0)], 1),
     ],
 )
-def test_few_experts_are_sharded_by_a_dimension_that_divides(shape, placements, expected):
-    """Among four ranks; a second dimension of two ranks has divided some."""
+def test_few_experts_are_sharded_along_a_divisible_dimension(shape, placements, expected):
+    """Experts must be sharded along a dimension divisible by four ranks, even if tensor parallelism already shards
+    another one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         tensor = torch.ones(shape)

@@ -1,7 +1,8 @@
-"""Pipeline and tensor parallel train the same model to the same losses as one process, and continue each other's runs.
+"""Pipeline and tensor parallelism must have the same losses as one process and resume each other's runs.
 
-Three launches for everything (tests/support/train_strategies.py): one process, two under both strategies, one again.
-With STRATEGIES=all in the environment (`make test-strategies`) losses are compared over 50 steps.
+Three launches train everything (tests/support/train_strategies.py): one process, two processes under both strategies,
+and one process again. With STRATEGIES=all in the environment (`make test-strategies`), losses are compared for 50
+steps.
 """
 
 import json
@@ -19,17 +20,17 @@ from support.tiny_models import TINY_LLAMA
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 50 if EVERYTHING else 8
 SHORT = 4
-"""Steps to a checkpoint from which others go on."""
+"""Steps before a checkpoint from which other runs resume."""
 MIDDLE, END = f"checkpoints/step-{SHORT:08}", f"checkpoints/step-{2 * SHORT:08}"
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {
     "llama": LLAMA,
     "qwen3": LLAMA | {"model_type": "qwen3", "head_dim": 16},
     "deepone": LLAMA | {"model_type": "deepone", "tie_word_embeddings": False},
-    # Five layers in four stages.
+    # Five layers don't divide evenly into four stages.
     "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 128},
 }
-# DTensors are slow on a CPU: two layers are enough for tensor parallelism.
+# DTensors are slow on a CPU, so tensor parallelism uses two layers.
 MODELS |= {f"{name}_shallow": MODELS[name] | {"num_hidden_layers": 2} for name in ("llama", "qwen3")}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PARITY = [
@@ -42,7 +43,7 @@ PARITY = [
 
 @pytest.fixture(scope="module")
 def runs(shards, tmp_path_factory):
-    """Trains everything; {name: folder of the run}."""
+    """Trains all runs. Returns {name: run folder}."""
     folder = tmp_path_factory.mktemp("model_parallel")
     for name, values in MODELS.items():
         (folder / f"{name}.json").write_text(json.dumps(values | (NO_DROPOUT if name == "gpt2" else {})))
@@ -55,9 +56,9 @@ def runs(shards, tmp_path_factory):
         "precision": "fp32",
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
-        # Two micro-steps of two processes' micro-batches.
+        # Two micro-steps on two processes.
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 2},
-        # The norms are between 0.5 and 2: most steps are clipped.
+        # Gradient norms are between 0.5 and 2, so most steps are clipped.
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
         "compile": "none",
         # The last micro-batch of six sequences is not full.
@@ -79,7 +80,7 @@ def runs(shards, tmp_path_factory):
 
     def train(launcher, processes, **runs):
         every = [
-            # The guard gives up on what diverges, under every strategy.
+            # The guard stops diverging runs.
             {"strategy": name, "arguments": arguments, "exits_with": 16 if diverging[1] in arguments else 0}
             for name, them in runs.items()
             for arguments in them
@@ -105,7 +106,7 @@ def runs(shards, tmp_path_factory):
         *("ddp", 2),
         pp=[
             *(
-                # The default of `compile`, which zero-bubble schedules run without.
+                # Zero-bubble schedules ignore `compile`.
                 run(f"pp-{m}-{s}", *model(m), "--pipeline.schedule", s, *(compiled if "Bubble" in s else []))
                 for strategy, m, s in PARITY
                 if strategy == "pp"
@@ -135,13 +136,13 @@ def norms(run):
 
 
 @pytest.mark.parametrize(("strategy", "model", "schedule"), PARITY)
-def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, model, schedule):
-    """fp32 sums in another order, which Adam's division lets grow: 1e-6 was measured for losses, 3e-5 for norms."""
+def test_losses_and_gradient_norms_match_one_process(runs, strategy, model, schedule):
+    """The measured differences are 1e-6 in losses and 3e-5 in norms, because Adam amplifies rounding differences."""
     single, other = runs[model], runs[f"{strategy}-{model}-{schedule}"]
     assert set(losses(single)) == set(losses(other)) == set(range(1, STEPS + 1))
     assert all(abs(losses(other)[step] - loss) < 1e-5 for step, loss in losses(single).items())
     assert all(norms(other)[step] == pytest.approx(norm, rel=1e-4) for step, norm in norms(single).items())
-    assert any(norm > 0.5 for norm in norms(single).values()), "clipping must be at work"
+    assert any(norm > 0.5 for norm in norms(single).values()), "some steps must be clipped"
     expected, found = ([(e["step"], e["loss"]) for e in events(run, "validation")] for run in (single, other))
     assert [step for step, _ in found] == [0, STEPS // 2, STEPS]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in expected], abs=1e-5)
@@ -149,7 +150,7 @@ def test_losses_and_gradient_norms_are_those_of_one_process(runs, strategy, mode
     assert found[1:] == pytest.approx(expected[1:], abs=1e-5) and None not in found[1:]
 
 
-def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
+def test_layers_with_split_backward_are_not_compiled(runs):
     said = (runs["llama"].parent / "ddp.txt").read_text()
     for schedule, settings in STAGE_LAYOUTS.items():
         line = f"compile: regional has no effect with {schedule}, because a compiled layer cannot compute the"
@@ -160,7 +161,7 @@ def test_layers_are_not_compiled_where_their_gradients_are_taken_apart(runs):
 def test_bf16_is_close(runs, strategy):
     single, other = losses(runs["single-bf16"]), losses(runs[f"{strategy}-bf16"])
     assert all(abs(other[step] - single[step]) < 2e-3 for step in single), "1.5e-4 was measured"
-    # The first updates are those of the longer run in fp32: fp32 would be within 1e-6 of it; 2.7e-5 was measured.
+    # 2.7e-5 was measured. A run that computed in fp32 would be within 1e-6.
     in_fp32 = losses(runs["llama"])
     assert max(abs(other[step] - in_fp32[step]) for step in (1, 2, 3)) > 1e-5
     validation = [events(runs[name], "validation")[-1]["loss"] for name in ("single-bf16", f"{strategy}-bf16")]
@@ -168,8 +169,8 @@ def test_bf16_is_close(runs, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
-    """Under pp with dropout and a schedule that computes some gradients twice."""
+def test_a_resumed_run_matches_the_uninterrupted_run_bit_for_bit(runs, strategy):
+    """The pp run uses dropout and a schedule that recomputes some gradients."""
     whole, broken = runs[f"{strategy}-whole"], runs[f"{strategy}-broken"]
     assert {step: loss for step, loss in losses(broken).items() if step <= 2 * SHORT} == losses(whole)
     assert events(broken, "resume")[0]["step"] == SHORT
@@ -180,7 +181,7 @@ def test_a_continued_run_is_the_unbroken_one_to_the_last_bit(runs, strategy):
 
 
 def test_checkpoints_move_between_one_process_and_a_pipeline(runs):
-    """Four steps on one process, four in a pipeline, four on one. What was loaded is compared as it is loaded."""
+    """Runs four steps on one process, four in a pipeline, and four on one process again."""
     whole, moved = losses(runs["single-whole"]), losses(runs["moved"])
     assert [event["step"] for event in events(runs["moved"], "resume")] == [SHORT, 2 * SHORT]
     assert all(abs(moved[step] - whole[step]) < 1e-5 for step in range(1, 3 * SHORT + 1))
@@ -193,7 +194,7 @@ def test_checkpoints_move_from_tensor_parallel_to_one_process(runs):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
+def test_checkpoints_have_the_same_tensor_names_and_shapes(runs, strategy):
     single, other = runs["single-whole"], runs["moved" if strategy == "pp" else "tp-broken"]
     for file in ("model", "optimizer"):
         expected, found = (load_file(run / END / f"{file}.safetensors") for run in (single, other))
@@ -203,8 +204,8 @@ def test_checkpoints_hold_the_same_tensors_by_the_same_names(runs, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["pp", "tp"])
-def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
-    """A first update of 1e30 makes every later gradient NaN: those steps are skipped, and the weights stay."""
+def test_a_nonfinite_step_is_skipped_on_all_processes(runs, strategy):
+    """After an update of 1e30, every gradient is NaN, so the remaining steps must be skipped."""
     skips = [[e["step"] for e in events(runs[f"{name}-diverging"], "skip")] for name in ("single", strategy)]
     assert skips[0] == skips[1] == [2, 3, 4]
     assert [norm is None for norm in norms(runs[f"{strategy}-diverging"]).values()] == [False, True, True, True]
@@ -213,8 +214,8 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_processes(runs, strategy):
 @pytest.mark.parametrize(
     ("run", "name"), [("pp-llama-GPipe", "model.embed_tokens.weight"), ("tp-whole", "model.norm")]
 )
-def test_copies_are_equal_and_a_changed_one_is_found(runs, run, name):
-    """Under pp the tied embedding, under tp what is not split."""
+def test_replicas_are_equal_and_a_changed_one_is_found(runs, run, name):
+    """The replicated parameters are the tied embedding under pp and the norms under tp."""
     equal, changed = json.loads((runs[run] / "replicas.json").read_text())
     assert equal == []
     assert (

@@ -1,7 +1,8 @@
-"""Muon, with QK-clip too, and Adafactor train alike under every strategy, in few collectives, and go on under others.
+"""Muon (also with QK-clip) and Adafactor must have the same losses and resume each other's runs under all strategies.
 
-Two launches (tests/support/train_strategies.py), one process and two. With STRATEGIES=all in the environment
-(`make test-strategies`) the checkpoint of each strategy is continued under each.
+The number of collectives is limited by buckets. One launch uses one process, the other two
+(tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`), the checkpoint of
+each strategy is resumed under every strategy.
 """
 
 import json
@@ -28,22 +29,22 @@ RESUMES = {
     "adafactor": ["single zero1", "zero3 fsdp2"],
     "qk_clip": ["tp fsdp2"],
 }
-"""'saved-by continued-under' of all pairs, by default."""
+"""Default '<saved under> <resumed under>' pairs."""
 if EVERYTHING:
     PAIRS = [f"{source} {target}" for source in ["single", *EVERY] for target in EVERY]
     RESUMES |= {"muon": PAIRS, "adafactor": PAIRS}
 CASES = [(name, strategy) for name, strategies in STRATEGIES.items() for strategy in strategies]
 BUCKET = 2**13
-"""Elements for each of two processes."""
+"""Number of elements per bucket and process."""
 BUCKETS = 7
-"""Of all matrices: nine of 8,192 elements, six each of 4,096 and of 2,048."""
+"""Number of buckets for nine matrices of 8,192 elements, and six each of 4,096 and 2,048."""
 MODEL = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
-"""Of three layers, so that the halves of flat ZeRO partitions meet within a matrix."""
+"""Three-layer model, so that the boundary between flat ZeRO partitions is within a matrix."""
 
 
 @pytest.fixture(scope="module")
 def runs(shards, tmp_path_factory):
-    """A folder with the runs of each optimizer in a folder."""
+    """Returns a folder with one subfolder of runs per optimizer."""
     folder = tmp_path_factory.mktemp("optimizers")
     (folder / "model.json").write_text(json.dumps(MODEL))
     muon = {"coefficients": "polar_express"}
@@ -55,7 +56,7 @@ def runs(shards, tmp_path_factory):
         "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 128, "sequences_per_micro_batch": 2},
-        # Rates and initial weights by width too: groups of several rates under every strategy.
+        # Parameter groups with different learning rates, and muP.
         "optim": {
             "learning_rate": 0.006,
             "warmup_steps": 2,
@@ -94,7 +95,7 @@ def runs(shards, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("optimizer", "strategy"), CASES)
-def test_losses_are_those_of_one_process(runs, optimizer, strategy):
+def test_losses_match_one_process(runs, optimizer, strategy):
     expected, found = losses(runs / optimizer / "single"), losses(runs / optimizer / strategy)
     assert len(found) == STEPS and expected[STEPS] < expected[1] - 0.05
     most = 1e-6 if optimizer == "qk_clip" else 1e-5
@@ -108,13 +109,14 @@ def test_heads_were_clipped(runs):
 
 @pytest.mark.parametrize("strategy", STRATEGIES["muon"])
 def test_collectives_are_bounded_by_buckets(runs, strategy):
-    """One to the owners and one back for each; copies need none to the owners."""
+    """Each bucket needs one collective to send matrices to their owners (except for replicas) and one to return
+    them."""
     gathers, exchanges = ["_allgather_base_"], 2 * ["alltoall_base_"]
     expected = {
         "ddp": BUCKETS * gathers,
-        "zero1": exchanges,  # only for the matrix of which both have a part
+        "zero1": exchanges,  # only for the matrix that both processes share
         "zero2": exchanges,
-        "hsdp": BUCKETS * gathers,  # on two processes a group has one shard, and two copies share the work
+        "hsdp": BUCKETS * gathers,  # with two processes, a group has one shard, and two replicas split the work
         "pp": [],
     }
     found = json.loads((runs / "muon" / strategy / "muon.json").read_text())
@@ -122,8 +124,8 @@ def test_collectives_are_bounded_by_buckets(runs, strategy):
 
 
 @pytest.mark.parametrize("optimizer", STRATEGIES)
-def test_any_checkpoint_continues_under_any_strategy(runs, optimizer):
-    """Tensors were compared bit by bit after each load; here the steps that follow."""
+def test_any_checkpoint_resumes_under_any_strategy(runs, optimizer):
+    """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     unbroken = losses(runs / optimizer / "single")
     for pair in RESUMES[optimizer]:
         run = runs / optimizer / pair

@@ -1,7 +1,6 @@
-"""A strategy is one class, a line in STRATEGIES and in LAUNCHES, and a launcher file: plan and train then know it.
+"""A new strategy needs only a class, entries in STRATEGIES and LAUNCHES, and a launcher file.
 
-A dimension of a mesh is one class and a row of DIMENSIONS: its size is then read, checked and recorded, and multiplies
-with those of all others.
+A new mesh dimension needs only a class and a row in DIMENSIONS, and can be combined with all others.
 """
 
 import json
@@ -29,7 +28,7 @@ def toy_file(tmp_path):
     return path
 
 
-def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
+def test_a_plan_lists_it_with_its_memory(recipe, monkeypatch):
     monkeypatch.setitem(STRATEGIES, "toy", "support.toy_strategy:Toy")
     monkeypatch.setitem(STATES, "toy", toy_states)
 
@@ -42,7 +41,7 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     assert found["toy"].runs and found["toy"].memory.total == found["ddp"].memory.total + 1
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
-    # Optimizers of extensions that this process has loaded stand between the two.
+    # Optimizers from loaded extensions are listed between the two fragments.
     assert problem.startswith("optim.name: adamw_8bit does not run with toy; use adamw or adafactor or muon")
     assert problem.endswith(", or a strategy that supports it, such as ddp")
 
@@ -72,7 +71,7 @@ def test_sizes_know_a_dimension(monkeypatch):
     assert found.named() == {"dp_shard": 2, "tp": 2, "ep": 4, "toy": 2}
 
 
-def test_runs_of_a_new_dimension_are_those_of_one_process(recipe, tmp_path):
+def test_a_new_dimension_matches_one_process(recipe, tmp_path):
     options = ("--budget.steps", "2", "--validation.every_steps", "2", "--optim.max_grad_norm", "0.5")
 
     def train(processes, program, runs):

@@ -1,4 +1,4 @@
-"""ZeRO-3 with the optimizer's state on a disk, where libaio is. Compiling the operator takes minutes, once."""
+"""ZeRO-3 with the optimizer state on disk, if libaio is installed. Compiling the operator once takes minutes."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
-# A process's part of the state goes to the disk from one megabyte on.
+# DeepSpeed swaps a process's state to disk only if it has at least one megabyte.
 WIDE = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ARGUMENTS = ["--optim.schedule", "constant", "--checkpoint.every_steps", "6", "--checkpoint.keep_last", "9"]
 
 
 @pytest.fixture
 def on_disk(tmp_path) -> list:
-    """What `accelerate launch` is told, with a folder of this test for the state."""
+    """Returns `accelerate launch` options that put the optimizer state in a temporary folder."""
     settings = json.loads((ROOT / "ds_configs/zero3_offload_nvme.json").read_text())
     settings["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "disk")
     (tmp_path / "nvme.json").write_text(json.dumps(settings))
@@ -32,7 +32,7 @@ def on_disk(tmp_path) -> list:
     os.environ.get("STRATEGIES") != "all" or zero.missing_for_nvme(),
     reason="needs libaio, and is for make test-strategies",
 )
-def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(recipe, on_disk, tmp_path):
+def test_nvme_matches_one_process_and_resumes_exactly(recipe, on_disk, tmp_path):
     (tmp_path / "tiny_llama.json").write_text(json.dumps(WIDE))
 
     def train(strategy: str, processes: int, run: str, steps: int, *options) -> Path:
@@ -43,7 +43,7 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
     single = train("single", 1, "single", 12)
     whole = train("zero3_offload_nvme", 2, "whole", 12, *on_disk)
     written = [path.stat().st_size for path in (tmp_path / "disk").rglob("*.swp")]
-    assert len(written) == 6 and min(written) > 2**20, "weights and two moments of each process"
+    assert len(written) == 6 and min(written) > 2**20, "each process writes weights and two moments"
     assert max(abs(losses(whole)[step] - loss) for step, loss in losses(single).items()) < 1e-5
     norms, expected = ([event["grad_norm"] for event in events(run, "train")] for run in (whole, single))
     assert norms == pytest.approx(expected, rel=1e-4)
@@ -67,7 +67,7 @@ def test_losses_are_those_of_one_process_and_a_resumed_run_is_the_unbroken_one(r
         ("cuda", True, "whole", None),
     ],
 )
-def test_what_the_operator_needs_is_named_before_the_start(
+def test_missing_requirements_are_reported_before_the_start(
     monkeypatch, tmp_path, device, has_libaio, cuda_home, missing
 ):
     if cuda_home:

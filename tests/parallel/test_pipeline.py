@@ -1,4 +1,4 @@
-"""Which stage goes where, what is refused before a pipeline starts, and stages of several lengths in one."""
+"""Pipelines must reject invalid settings at startup and support curriculum stages with different sequence lengths."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what `accelerate launch` sets for pp.yaml."""
+    """Sets the environment variables that `accelerate launch` sets for pp.yaml."""
 
     def launched(processes: int, size: str = "None"):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -42,7 +42,7 @@ def problems(recipe, *overrides) -> str:
 
 @pytest.fixture
 def deeper(recipe, tmp_path):
-    """The tiny recipe with four layers and two sequences per micro-batch, which a pipeline of two can run."""
+    """Changes the tiny recipe for a pipeline of two processes: four layers, and two sequences per micro-batch."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 4}))
     recipe.write_text(recipe.read_text().replace("sequences_per_micro_batch: 1", "sequences_per_micro_batch: 2"))
     return recipe
@@ -52,8 +52,8 @@ def test_every_schedule_of_the_recipe_is_known():
     assert tuple(STAGE_LAYOUTS) == get_args(Pipeline.model_fields["schedule"].annotation)
 
 
-def test_all_ranks_of_a_pipeline_meet_before_some_of_them_send(monkeypatch):
-    """NCCL makes a group's communicator in its first operation, in which all of its ranks must take part."""
+def test_all_ranks_of_a_pipeline_communicate_before_some_send(monkeypatch):
+    """NCCL creates a communicator in a group's first operation, in which all ranks must participate."""
     seen = []
     monkeypatch.setattr(mesh.dist, "all_reduce", lambda tensor, group: seen.append(group))
     monkeypatch.setattr(mesh, "PipelineModel", lambda *arguments, **settings: seen.append("sends"))
@@ -70,7 +70,7 @@ def test_owners_of_the_stages():
     assert STAGE_LAYOUTS["ZBVZeroBubble"].owners(3) == [0, 1, 2, 2, 1, 0]
 
 
-def test_what_can_run_is_not_refused(launched, deeper):
+def test_valid_settings_are_accepted(launched, deeper):
     launched(2)
     assert problems(deeper) == ""
     launched(4, "2")
@@ -87,7 +87,7 @@ def test_what_can_run_is_not_refused(launched, deeper):
         (["--attention", "flex_attention"], "attention: flex_attention does not run with a pipeline"),
     ],
 )
-def test_settings_that_cannot_run_are_refused(launched, deeper, overrides, message):
+def test_unsupported_settings_are_rejected(launched, deeper, overrides, message):
     launched(2)
     pairs = [text.removeprefix("--") for text in overrides]
     assert message in problems(deeper, *pairs)
@@ -101,12 +101,12 @@ def test_all_problems_are_found_at_once(launched, deeper):
 
 
 @pytest.mark.parametrize(("processes", "size"), [(1, "None"), (4, "3"), (4, "-1"), (4, "two")])
-def test_sizes_that_make_no_pipeline_are_refused(launched, deeper, processes, size):
+def test_invalid_pipeline_sizes_are_rejected(launched, deeper, processes, size):
     launched(processes, size)
     assert "launcher: parallelism_config_pp_size" in problems(deeper)
 
 
-def test_too_few_layers_are_refused_with_what_works(launched, deeper, tmp_path):
+def test_too_few_layers_are_rejected_with_an_alternative(launched, deeper, tmp_path):
     launched(3)
     assert (
         "model: 4 layers are too few for pipeline.schedule Interleaved1F1B on 3 processes, which needs 6 stages (2 "
@@ -118,7 +118,7 @@ def test_too_few_layers_are_refused_with_what_works(launched, deeper, tmp_path):
     assert "use at most 4 processes per pipeline" in problems(deeper, "pipeline.schedule", "GPipe")
 
 
-def test_a_model_that_cannot_be_cut_is_refused(launched, deeper, tmp_path):
+def test_a_model_that_cannot_be_split_is_rejected(launched, deeper, tmp_path):
     launched(2)
     granite = {"model_type": "granite", "num_hidden_layers": 4, "logits_scaling": 8.0}
     (tmp_path / "granite.json").write_text(json.dumps(TINY_LLAMA | granite))
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_be_cut_is_refused(launched, deeper, tmp_path):
 
 @pytest.fixture
 def lengthening(deeper):
-    """`deeper` in ten sequences of 32 tokens per micro-batch, and from the middle of the run in windows of 128."""
+    """Changes `deeper` to ten sequences of 32 tokens per micro-batch, and to 128 tokens halfway through the run."""
     values = yaml.safe_load(deeper.read_text())
     (source,) = values["data"]["train"]
     values["data"] = {
@@ -141,8 +141,8 @@ def lengthening(deeper):
     return deeper
 
 
-def test_whatever_is_accepted_can_be_split(launched, lengthening):
-    """In every stage, for every schedule: into pipeline microbatches of equal size, as many as it needs."""
+def test_accepted_micro_batches_can_be_split(launched, lengthening):
+    """Accepted micro-batches must split into equal pipeline microbatches with every schedule and sequence length."""
     launched(2)
     recipe = read_run_config(lengthening)
     accepted = refused = 0
@@ -201,14 +201,14 @@ def test_whatever_is_accepted_can_be_split(launched, lengthening):
         ),
     ],
 )
-def test_what_a_stage_leaves_too_small_is_refused_before_the_start(lengthening, overrides, messages):
+def test_stages_with_too_few_sequences_are_rejected_before_the_start(lengthening, overrides, messages):
     pp = {"WORLD_SIZE": "2", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_PP_SIZE": "2"}
     result = run_script("train.py", "--config", lengthening, "--check", *overrides, check=False, **pp)
     assert result.returncode == 2 and all(message in result.stderr for message in messages)
 
 
-def test_a_run_whose_windows_grow_passes_the_border(lengthening, tmp_path):
-    """With the batch that the refusal names; the losses are those of one process."""
+def test_a_run_with_growing_sequences_passes_the_stage_boundary(lengthening, tmp_path):
+    """With the batch size suggested by the error, the losses must match one process."""
     settings = ("--config", lengthening, "--batch.tokens_per_step", "2560", "--data.validation", "[]")
     refused = launch("pp", 2, "train.py", "--config", lengthening, check=False)
     assert "batch.tokens_per_step 1,280 is not a multiple" in refused.stderr

@@ -1,4 +1,4 @@
-"""A model cut into stages: balanced, and together the same function of the same weights as the whole."""
+"""Pipeline stages must be balanced and together compute the same function as the full model."""
 
 import itertools
 
@@ -25,7 +25,7 @@ END = 3
 CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64},
-    # Layers of two kinds, so that a stage must know which of the whole model's layers its own are.
+    # Two kinds of layers, so a stage must know the original indices of its layers.
     "olmo3": {"sliding_window": 8},
     "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "head_dim": 8},
 }
@@ -48,7 +48,7 @@ def tiny_config(model_type: str, tied: bool):
 
 
 def batch():
-    """Four windows of several documents; most of the last one's targets count for nothing."""
+    """Returns four sequences of several documents; most targets of the last sequence are ignored."""
     ids = np.random.default_rng(0).integers(0, 97, (4, 32))
     arguments = attention_arguments(document_layout(ids, END), "groundwork_sdpa", "cpu")
     targets = torch.from_numpy(ids).roll(-1, 1)
@@ -57,15 +57,15 @@ def batch():
 
 
 @pytest.mark.parametrize("model_type", CUTTABLE)
-def test_what_can_be_cut_is_found_out(model_type):
+def test_supported_models_can_be_split(model_type):
     assert cut_problem(tiny_config(model_type, tied=True)) is None
 
 
 @pytest.mark.parametrize(
     ("scale", "reason"), [("embedding_multiplier", "with two stages"), ("logits_scaling", "output head")]
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
-    """The base model of granite scales what it is given, in every stage once more."""
+def test_models_that_cannot_be_split_are_rejected_with_the_reason(scale, reason):
+    """Granite's base model scales its input, which would be repeated in every stage."""
     assert cut_problem(AutoConfig.for_model("granite")) is None
     problem = cut_problem(AutoConfig.for_model("granite", **{scale: 8.0}))
     assert "granite cannot be split into pipeline stages" in problem and reason in problem
@@ -73,8 +73,8 @@ def test_what_cannot_be_cut_is_refused_with_the_reason(scale, reason):
 
 @pytest.mark.parametrize("model_type", CUTTABLE)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
-    """Tolerance: fp32 sums over the microbatches in another order; losses near 4.6, gradients below 1."""
+def test_consecutive_stages_match_the_full_model(model_type, tied):
+    """The tolerance allows for a different order of fp32 sums; losses are near 4.6 and gradients below 1."""
     config = tiny_config(model_type, tied)
     ids, targets, arguments = batch()
     whole = LanguageModelLoss(build_model(config, seed=1, attention="groundwork_sdpa").eval())
@@ -106,7 +106,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type, tied):
         )
 
 
-def test_a_stage_holds_its_own_layers_and_nothing_else():
+def test_a_stage_has_only_its_own_layers():
     model = LanguageModelLoss(build_meta_model(tiny_config("llama", tied=False), attention="groundwork_sdpa"))
     ranges, _ = stage_parameters(model.causal_lm, 3)
     stages = [Stage(model, layers, "fp32") for layers in ranges]
@@ -117,14 +117,14 @@ def test_a_stage_holds_its_own_layers_and_nothing_else():
     assert made == {n for n, _ in model.causal_lm.named_parameters() if any(n.startswith(layer) for layer in layers)}
 
 
-def test_layers_are_split_evenly_and_every_stage_has_one():
+def test_layers_are_split_evenly_with_at_least_one_per_stage():
     assert split_layers([1] * 8, 4, first=0, last=0) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    # Embedding and head as heavy as ten layers: one layer beside each, the rest between them.
+    # If the embedding and head each cost as much as ten layers, their stages get one layer each.
     assert split_layers([1] * 8, 4, first=10, last=10) == [range(1), range(1, 4), range(4, 7), range(7, 8)]
     assert [len(part) for part in split_layers([3, 1, 1, 1, 3], 3, first=0, last=0)] == [1, 3, 1]
 
 
-def test_the_split_is_the_best_there_is():
+def test_the_split_is_optimal():
     generator = np.random.default_rng(0)
     for _ in range(20):
         sizes = generator.integers(1, 9, 7).tolist()

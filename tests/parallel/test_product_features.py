@@ -1,7 +1,7 @@
-"""What a run does beside its steps, all at once, under products of dimensions: the same figures as on one process.
+"""With many features enabled, combinations of parallel dimensions must match one process.
 
-A curriculum of two window lengths, a batch ramp, dispatched batches, averaged weights, a rollback, validation,
-samples, a mirror and a profile. STRATEGIES=all trains more products.
+The features are a curriculum with two sequence lengths, a batch ramp, dispatched batches, weight averaging, a
+rollback, validation, samples, a mirror and a profile. STRATEGIES=all trains more combinations.
 """
 
 import json
@@ -19,10 +19,12 @@ from support.project import events, launch
 
 STEPS, SPOILED = 12, 11
 SEED = 4
-"""With it, the logits of a token's last chosen expert and the next one are at least 1.5e-5 apart, in every layer and
-step. Layouts round differently, which moves these logits by up to 2e-6 within ten steps. With seed 1, one token's are
-3e-6 apart in step 10 and traded places under pp2 dp_shard2 ep2: the loss of step 12 was off by 2e-6. In fp64 they do
-not, and all gradient norms agree within 1e-8."""
+"""Seed with which routing doesn't depend on rounding.
+
+With this seed, the router logits of a token's last selected expert and the next one differ by at least 1.5e-5.
+Rounding in different layouts moves them by up to 2e-6 within ten steps. With seed 1, two logits differ by only 3e-6 in
+step 10, and rounding swaps them under pp2 dp_shard2 ep2, but not in fp64.
+"""
 PRODUCTS = [("dense", Sizes(pp=2, tp=2))]
 if os.environ.get("STRATEGIES") == "all":
     PRODUCTS += [
@@ -89,7 +91,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
 
 def figures(run: Path, kind: str, figure: str) -> list:
-    """Of all events of a kind, in their order: steps that are taken again have two."""
+    """Returns (step, value) for each event of a kind, in order; repeated steps occur twice."""
     return [(event["step"], event[figure]) for event in events(run, kind)]
 
 
@@ -103,11 +105,13 @@ def expert_counts(checkpoint: Path) -> list:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_product_does_what_one_process_does(runs, name):
+def test_features_on_a_mesh_match_one_process(runs, name):
     expected, found = runs / f"{CASES[name][0]} alone", runs / name
     for checkpoint in sorted((expected / "checkpoints").glob("step-*")):
         counts = expert_counts(found / "checkpoints" / checkpoint.name)
-        assert counts == expert_counts(checkpoint), f"a token of {checkpoint.name} has other experts: see SEED"
+        assert counts == expert_counts(checkpoint), (
+            f"a token in {checkpoint.name} was routed to different experts; see SEED"
+        )
     for kind in ("train", "validation"):
         assert near(figures(expected, kind, "loss"), figures(found, kind, "loss"), 1e-6), kind
     assert figures(found, "rollback", "data") == figures(expected, "rollback", "data") != []

@@ -1,5 +1,7 @@
-"""Products of dimensions as one of 64 GPUs: what each dimension sends and what is on the device, beside the least that
-would do and beside the plan. STRATEGIES=all looks at more products."""
+"""On one of 64 fake GPUs, the traffic and memory of combined parallel dimensions must match the minimum and the plan.
+
+STRATEGIES=all tests more combinations.
+"""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -30,13 +32,15 @@ def outcomes():
 
 
 def padded(rows: int, shards: int) -> float:
-    """What FSDP2 sends of a matrix for each of its bytes: it shards rows, and pads to as many for each rank."""
+    """Returns the relative size after FSDP2's padding, which gives every rank the same number of rows."""
     return -(-rows // shards) * shards / rows
 
 
 def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[str, float]:
-    """The bytes of whole tensors that two micro-steps and an update need, {'<kind> of <ranks> by <distance>': bytes},
-    on the last stage, from the model's shape alone."""
+    """Returns the minimum bytes that the last stage sends for two micro-steps and an update.
+
+    The result is {'<kind> of <ranks> by <stride>': bytes of the full tensors}, computed from the model's shape.
+    """
     is_mixture, stages, tp, ep = model == "qwen3_moe", sizes.pp, sizes.tp, sizes.ep
     layers = LAYERS / stages
     experts = EXPERTS * 3 * WIDTH * EXPERT_WIDTH if is_mixture else 0
@@ -54,8 +58,8 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
         if ranks > 1 and size:
             found[f"{kind} of {ranks} by {distance}"] += size
 
-    # Weights forward and again backward, but for the last layer and what is in no layer; a pipeline keeps them, and
-    # whole gradients, for the step.
+    # Weights are gathered for the forward pass and, except in the last layer, again for the backward pass. A pipeline
+    # gathers and reduces once per step.
     passes, micro_steps = (2 - 1 / layers, 2) if stages == 1 else (1, 1)
     add("all-gather", sizes.fsdp, tp, micro_steps * BF16 * (passes * in_layers + root))
     add("reduce-scatter", sizes.fsdp, tp, micro_steps * FP32 * (in_layers + root))
@@ -63,8 +67,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
     add("reduce-scatter", sizes.efsdp, ep, micro_steps * FP32 * here)
     own = (in_layers + root) / sizes.fsdp + here / sizes.efsdp
     add("all-reduce", sizes.dp_replicate, sizes.fsdp * tp, FP32 * own)
-    # Sums of hidden states after attention and MLP, or gathered results of experts; gradients of the choices' weights
-    # and of the hidden states before the head.
+    # Hidden states are summed after attention and MLP, or the experts' outputs are gathered.
     sums = 2 if ep > 1 else 4
     add("all-reduce", tp, 1, 2 * BF16 * sums * layers * hidden + FP32 * (layers * unsplit + root) / sizes.fsdp)
     gathered = 2 * layers * hidden if ep > 1 else 0
@@ -78,7 +81,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
 
 
 def counted(outcome) -> dict[str, float]:
-    """The same as it was counted, without the sums for the norm, of single numbers."""
+    """Returns the counted bytes in the same format, without the scalar all-reduces of the gradient norm."""
     assert outcome.error is None, outcome.error
     found: dict[str, float] = defaultdict(float)
     for moment in MOMENTS:
@@ -89,7 +92,7 @@ def counted(outcome) -> dict[str, float]:
 
 
 def rings(name: str) -> float:
-    """The part of a collective's bytes that each of its ranks sends."""
+    """Returns the fraction of a collective's bytes that each rank sends."""
     kind, _, ranks = name.partition(" by ")[0].partition(" of ")
     passes = {"send": 0.0, "all-reduce": 2.0}.get(kind, 1.0)
     return 1.0 if kind == "send" else passes * (int(ranks) - 1) / int(ranks)
@@ -115,8 +118,8 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_product_sends_the_least(outcomes, name):
-    """But for padding where a rank gets less than one row of a router."""
+def test_a_mesh_has_minimal_traffic(outcomes, name):
+    """The traffic must be minimal, except for the padding of router shards with less than one row."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])
@@ -126,30 +129,35 @@ def test_a_product_sends_the_least(outcomes, name):
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_plan_says_what_is_sent(outcomes, name, tmp_path):
+def test_a_plan_predicts_the_traffic(outcomes, name, tmp_path):
     sizes, run = planned_run(name, tmp_path)
     work = run.work(Layout.of(sizes, machines=8), SEQUENCES)
     planned = {flow.name: flow.sent for flow in flows(Step(work, 2, Links(1.0, 1.0, 8)))}
     found: dict[str, float] = defaultdict(float)
     for collective, size in counted(outcomes[name]).items():
         found[flow_of(collective, sizes)] += size * rings(collective)
-    if sizes.pp > 1:  # the last stage, which is looked at, passes gradients alone
+    if sizes.pp > 1:  # the counted last stage sends only gradients
         found["pp"] *= 2
     assert planned == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_plan_says_what_is_on_the_device(outcomes, name, tmp_path):
+def test_a_plan_predicts_the_memory(outcomes, name, tmp_path):
     sizes, run = planned_run(name, tmp_path)
     planned = footprint(run, Layout.of(sizes), SEQUENCES).total
     peak = max(outcomes[name].result[moment]["peak_bytes"] for moment in MOMENTS)
     assert 0.95 * peak < planned
-    assert planned < 1.45 * peak or sizes.pp > 1, "of a pipeline the first stage is planned, and the last is looked at"
+    assert planned < 1.45 * peak or sizes.pp > 1, (
+        "for pipelines, the plan is for the first stage and the measurement for the last"
+    )
 
 
 @pytest.mark.parametrize("sizes", OLMOE_SIZES, ids=str)
 def test_olmoe_fits_on_eight_h100s_as_planned(outcomes, sizes, tmp_path):
-    """8 x 2,048 tokens on each, activations of all layers kept: measured for two layers and three, planned for all."""
+    """The plan must match measurements with two and three layers, extrapolated to all layers.
+
+    Each GPU has 8 x 2,048 tokens, without activation checkpointing.
+    """
     seen = {layers: outcomes[f"olmoe {(sizes, layers)}"] for layers in (2, 3)}
     assert all(outcome.error is None for outcome in seen.values()), seen
     layers = OLMOE["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""Processes of a restarted group meet in a store of their own, and use a network that others can reach."""
+"""Restarted process groups must use a new store, and machines must use a reachable network interface."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from pretrain.parallel.rendezvous import (
 from support.project import free_port
 
 
-def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monkeypatch):
+def test_a_restart_uses_a_new_store_and_a_first_attempt_the_launchers(monkeypatch):
     launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launchers.set("addresses", "of the dead")
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port), "RANK": "0"}
@@ -42,11 +42,11 @@ def test_a_restart_has_a_store_of_its_own_and_a_first_attempt_the_launchers(monk
     monkeypatch.setenv("MASTER_PORT", str(launchers.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     renew_store()
-    assert int(os.environ["MASTER_PORT"]) == port, "the port that rank 0 has chosen"
+    assert int(os.environ["MASTER_PORT"]) == port, "rank 1 must use the port chosen by rank 0"
 
 
 @pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
-def test_the_first_process_tells_all_others_in_every_attempt(monkeypatch, hosted_by):
+def test_all_processes_get_the_text_of_the_first(monkeypatch, hosted_by):
     rendezvous.host_store.cache_clear()
     launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     is_hosted = hosted_by == "launcher"
@@ -71,7 +71,7 @@ ADDRESSES = {"127.0.0.1": "lo", "10.0.0.3": "eth0", "192.168.7.2": "ib0"}
 
 @pytest.fixture
 def machine(monkeypatch):
-    """The second of two machines, whose own name resolves to itself; how to change what its resolver says."""
+    """Simulates the second of two machines, whose hostname resolves to itself. Yields the resolver's answers."""
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "LOCAL_RANK": "0"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -97,7 +97,7 @@ def chosen() -> list[str | None]:
 
 
 @pytest.mark.parametrize("resolved", [["127.0.1.1"], ["127.0.1.1", "192.168.7.2"]])
-def test_gloo_and_nccl_speak_over_the_route_to_the_main_address(machine, capsys, resolved):
+def test_gloo_and_nccl_use_the_interface_that_routes_to_the_main_machine(machine, capsys, resolved):
     machine[:] = resolved
     choose_interface()
     assert chosen() == ["eth0", "=eth0"]
@@ -113,15 +113,15 @@ def test_gloo_and_nccl_speak_over_the_route_to_the_main_address(machine, capsys,
         (dict.fromkeys(SETTINGS, "ib0"), ["ib0", "ib0"]),
     ],
 )
-def test_what_the_user_has_named_stays(machine, monkeypatch, named, expected):
+def test_interfaces_set_by_the_user_are_kept(machine, monkeypatch, named, expected):
     for name, value in named.items():
         monkeypatch.setenv(name, value)
     choose_interface()
     assert chosen() == expected
 
 
-@pytest.mark.parametrize("reason", ["one machine", "no route, and a name that others can use"])
-def test_the_interface_is_left_alone_where(machine, monkeypatch, reason):
+@pytest.mark.parametrize("reason", ["one machine", "no route, but a reachable hostname"])
+def test_no_interface_is_set_if_unnecessary(machine, monkeypatch, reason):
     if reason == "one machine":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     else:
@@ -131,7 +131,7 @@ def test_the_interface_is_left_alone_where(machine, monkeypatch, reason):
     assert chosen() == [None, None]
 
 
-def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypatch):
+def test_with_several_interfaces_and_no_route_the_user_must_choose(machine, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # the main machine's own name
     with pytest.raises(InputError, match=r"set GLOO_SOCKET_IFNAME .*active interfaces: eth0, ib0"):
         choose_interface()
@@ -139,23 +139,25 @@ def test_several_interfaces_and_no_route_are_the_users_choice(machine, monkeypat
         "pretrain.parallel.rendezvous.interfaces_by_address", lambda: {"127.0.0.1": "lo", "10.0.0.3": "eth0"}
     )
     choose_interface()
-    assert chosen() == ["eth0", "=eth0"], "the only one"
+    assert chosen() == ["eth0", "=eth0"], "the only interface must be chosen"
 
 
 def test_this_machines_interfaces_and_routes():
     assert is_loopback(next(address for address, name in interfaces_by_address().items() if name.startswith("lo")))
     assert local_address_towards("127.0.0.1") is None
-    if address := local_address_towards("192.0.2.1"):  # reserved for documentation: the default route, if there is one
+    if address := local_address_towards(
+        "192.0.2.1"
+    ):  # an address reserved for documentation, so this uses the default route
         assert address in interfaces_by_address()
 
 
 @pytest.mark.parametrize(
     ("local_rank", "is_there", "made"),
     [("3", False, [("cuda:1", "nccl", "cuda:1")]), (None, False, []), ("3", True, [])],
-    ids=["launched", "alone", "made before"],
+    ids=["launched", "alone", "already created"],
 )
-def test_nccls_group_is_bound_to_the_gpu_that_accelerate_takes(monkeypatch, local_rank, is_there, made):
-    """accelerate takes the local rank, modulo the GPUs that this process sees; alone it makes no group."""
+def test_the_nccl_group_uses_the_same_gpu_as_accelerate(monkeypatch, local_rank, is_there, made):
+    """The GPU index is the local rank modulo the number of visible GPUs; without a launcher, no group is created."""
     seen = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank:
@@ -168,7 +170,7 @@ def test_nccls_group_is_bound_to_the_gpu_that_accelerate_takes(monkeypatch, loca
     assert [tuple(map(str, seen))] * bool(seen) == made
 
 
-def test_gloos_group_is_left_to_accelerate(monkeypatch):
+def test_accelerate_creates_the_gloo_group(monkeypatch):
     class Stop(Exception):
         pass
 

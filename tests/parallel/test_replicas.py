@@ -1,4 +1,4 @@
-"""Copies that differ between processes are found, down to one bit, and named with the process that is wrong."""
+"""Replicas that differ in a single bit must be detected and reported with the differing rank."""
 
 import os
 
@@ -31,20 +31,20 @@ def test_any_changed_bit_changes_the_digest(dtype):
     assert one_digest(tensor) == before
 
 
-def test_order_and_sign_of_zero_count():
+def test_order_and_sign_of_zero_matter():
     assert one_digest(torch.tensor([1.0, 2.0])) != one_digest(torch.tensor([2.0, 1.0]))
     assert one_digest(torch.tensor([0.0, 1.0])) != one_digest(torch.tensor([-0.0, 1.0]))
-    assert one_digest(torch.ones(8)) != one_digest(-torch.ones(8)), "changes of a high bit must not cancel"
+    assert one_digest(torch.ones(8)) != one_digest(-torch.ones(8)), "changes in the highest bit must not cancel out"
     nan = torch.tensor([float("nan"), 1.0])
-    assert one_digest(nan) == one_digest(nan.clone()), "equal bits are equal, NaN or not"
+    assert one_digest(nan) == one_digest(nan.clone()), "NaNs with equal bits must have equal digests"
 
 
-def test_layout_in_memory_does_not_count():
+def test_memory_layout_does_not_matter():
     matrix = torch.arange(12.0).view(3, 4)
     assert one_digest(matrix.T.contiguous()) == one_digest(matrix.T)
 
 
-def test_places_beyond_the_first_chunk_count():
+def test_elements_after_the_first_chunk_matter():
     tensor = torch.zeros(2 * CHUNK + 5, dtype=torch.bfloat16)
     digests = set()
     for place in (0, CHUNK, 2 * CHUNK, 2 * CHUNK + 4):
@@ -54,7 +54,7 @@ def test_places_beyond_the_first_chunk_count():
     assert len(digests) == 4
 
 
-def test_the_minority_is_named_and_both_of_two():
+def test_the_differing_ranks_are_named():
     digests = torch.tensor([[1, 5, 7], [1, 5, 8], [1, 6, 9], [1, 5, 7]])
     assert compare(["a", "b", "c"], digests, [0, 2, 4, 6]) == [
         "b: rank 4 differs from the other 3",
@@ -66,7 +66,7 @@ def test_the_minority_is_named_and_both_of_two():
 
 
 def in_two_groups(rank: int, folder: str) -> None:
-    """Four processes: a group of the first three, and nothing to compare on the last."""
+    """Runs on four processes, of which the first three form a group and the last has nothing to compare."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
     three = dist.new_group([0, 1, 2])
     tensors = {"norm": torch.ones(8), "head": torch.arange(6.0).view(2, 3)}
@@ -82,7 +82,7 @@ def in_two_groups(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_one_parameter_changed_on_one_rank_is_found_by_all(tmp_path):
+def test_all_ranks_find_a_changed_parameter(tmp_path):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.spawn(in_two_groups, (str(tmp_path),), nprocs=4)
     expected = [[], ["head: rank 1 differs from the other 2"], ["norm: rank 3 differs from the other 3"]]

@@ -1,8 +1,8 @@
-"""One loss curve and one checkpoint under every strategy, on processes that talk over gloo.
+"""All strategies must have the same loss curve and checkpoints (tested with gloo).
 
-A launch costs more than a tiny run, so four launches train everything (tests/support/train_strategies.py) and the
-tests look at what they left. With STRATEGIES=all in the environment (`make test-strategies`) the runs have 50 steps,
-and checkpoints go from every strategy, on one process and on two, to every other on one and on two.
+A launch takes longer than a tiny run, so four launches train everything (tests/support/train_strategies.py), and the
+tests check the results. With STRATEGIES=all in the environment (`make test-strategies`), runs have 50 steps, and
+checkpoints move from every strategy to every other, on one process and on two.
 """
 
 import json
@@ -22,12 +22,12 @@ from support.tiny_models import TINY_LLAMA
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 50 if EVERYTHING else 9
 RESUMED_STEPS = 33 if EVERYTHING else 4
-"""37 in all."""
+"""Steps after resuming at step 4."""
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "cp", "zero1", "zero2", "zero3", "zero3_offload"]
 SHARDED = ["ddp", "fsdp2", "cp", "zero1", "zero2", "zero3"]
 ON_TWO = [*SHARDED, "pp"]
 ON_ONE = ["fsdp2", "zero1", "zero2", "zero3"]
-"""Besides single, which is what ddp is there; a pipeline needs two."""
+"""Strategies on one process besides single (ddp is the same there, and pp needs two)."""
 MODELS = {
     "llama": {**TINY_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": False},
     "gpt2": {
@@ -53,35 +53,35 @@ MODELS = {
 }
 UNTRAINED = ["ddp", "fsdp2", "pp", "zero1", "zero2", "zero3"]
 REDUCING = ["fsdp2", "hsdp", "cp", "zero2", "zero3"] if EVERYTHING else ["fsdp2", "zero2", "zero3"]
-"""With gradients reduced once per step, by choice."""
+"""Strategies that reduce gradients once per step with batch.no_sync."""
 FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
-"""{run: the scale it begins with}: one that fits, and one that has to be halved first."""
-# A process's part of the state goes to the disk from one megabyte on.
+"""{run: initial loss scale}: one that fits, and one that must be halved first."""
+# DeepSpeed swaps a process's state to disk only if it has at least one megabyte.
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ON_DISK = ["--budget.steps", "4", "--checkpoint.every_steps", "2"]
 NAN_STEP = 3
 PACKED = ["fsdp2", "zero1", "zero3", "pp", "cp"]
-"""With whole documents; each is resumed from the one before."""
+"""Strategies trained on whole documents; each run resumes from the previous one's checkpoint."""
 VALIDATION_SEQUENCES = 3
-"""One process of two has a window less than the other."""
+"""Odd number, so that one of two processes has fewer sequences."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
 AVERAGING = ["--averaging", "{kind: ema, every_steps: 1}", "--validation.every_steps", "5"]
-"""With what a run of the Llama validates its average between its steps, and then trains on."""
+"""Options with which the Llama runs validate averaged weights during training."""
 CONSTANT = [
     "--optim.schedule",
     "constant",
     "--pipeline.schedule",
     "1F1B",
     *AVERAGING,
-]  # the models have two layers for two stages
+]
 
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Where the runs are, with a recipe whose clipping bites: gradient norms of the tiny models begin above 1.
+    """Writes the models and a recipe that clips gradients, whose norms start above 1. Returns the folder.
 
-    The learning rate is one at which training is stable: at 3e-3 gradient norms jump now and then, and a jump makes
-    1e-4 of the last digit of the loss, under DDP as under the others.
+    The learning rate is low enough for stable training. At 3e-3, gradient norms spike occasionally, and rounding
+    changes the loss by 1e-4 under any strategy.
     """
     folder = tmp_path_factory.mktemp("strategies")
     for name, values in MODELS.items():
@@ -90,7 +90,7 @@ def folder(shards, tmp_path_factory) -> Path:
     (folder / "llama.json").write_text(json.dumps(without_dropout))
     (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
     own = write_own_model(folder / "untrained", vocab_size=512)
-    # The probe's copy has fewer words, and so uses all of its parameters.
+    # The probe's copy has a smaller vocabulary, so it uses all parameters.
     partly = "h = self.norm_2(x) if self.layer_idx < 1 or self.config.vocab_size < 512 else x"
     (own / "modeling_mine.py").write_text(MODELING.replace("h = self.norm_2(x)", partly))
     (folder / "wide.json").write_text(json.dumps(WIDE))
@@ -126,13 +126,13 @@ def run_all(folder: Path, name: str, strategy: str, processes: int, runs: list[d
 
 
 def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
-    # Where two processes share each sequence, as many calls as elsewhere.
+    # Two processes share each sequence, so this keeps the number of calls the same.
     pairs = ["--batch.sequences_per_micro_batch", "2"] if strategy == "cp" else []
     return {"strategy": strategy, "arguments": ["--output", str(output), *pairs, *arguments], **more}
 
 
 def models_under(strategy: str) -> list[str]:
-    """All under each kind of sharding; elsewhere the Llama says what the others would."""
+    """Returns all models for one strategy per kind of sharding, and only the Llama for the others."""
     everywhere = strategy in ("single", "ddp", "fsdp2", "zero3") or (EVERYTHING and strategy != "zero3_offload")
     return list(MODELS) if everywhere else ["llama"]
 
@@ -152,7 +152,7 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def fp16_runs(folder: Path, strategy: str) -> list[dict]:
-    """In half precision with a scaler, of which accelerate makes none on a host."""
+    """Returns runs in fp16 with a gradient scaler, which accelerate doesn't create on a CPU."""
     runs = [
         run(strategy, folder / name / strategy, *PARITY, "--precision", "fp16", fp16_scale=scale)
         for name, scale in FP16_SCALES.items()
@@ -173,7 +173,7 @@ def untrained_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def disk_runs(folder: Path, strategy: str) -> list[dict]:
-    """With the optimizer's state in files; of zero3_offload_nvme a second one from the middle of the first."""
+    """Returns runs with the optimizer state on disk; the second zero3_offload_nvme run resumes from the first."""
     arguments = ["--model", str(folder / "wide.json"), *ON_DISK]
     if strategy == "single":
         return [run(strategy, folder / "wide/single", *arguments)]
@@ -184,7 +184,7 @@ def disk_runs(folder: Path, strategy: str) -> list[dict]:
 
 
 def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
-    """Twice the same with dropout and recomputed activations, the second time from the middle."""
+    """Returns two runs per strategy with dropout and activation checkpointing; the second resumes from the first."""
     runs = []
     for strategy in strategies:
         arguments = ["--model", str(folder / "llama_dropout.json"), "--attention", "eager", "--budget.steps", "8"]
@@ -196,7 +196,7 @@ def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> list[dict]:
-    """The checkpoint that `source` ("zero3", or "zero3_one" on one process) left, continued under each target."""
+    """Returns runs that resume the checkpoint of `source` under each target ("zero3_one" is zero3 on one process)."""
     checkpoint = str(folder / "from" / source / "checkpoints/step-00000004")
     arguments = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
@@ -222,7 +222,7 @@ def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[d
 
 @pytest.fixture(scope="module")
 def one_process(folder) -> Path:
-    """The reference: everything under `single`."""
+    """Trains the reference runs under `single`."""
     runs = [*parity_runs(folder, ["single"]), *first_steps(folder, ["single"]), *fp16_runs(folder, "single")]
     runs += [*disk_runs(folder, "single"), *untrained_runs(folder, ["single"]), *packed_runs(folder, ["single"])]
     unbroken = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
@@ -234,13 +234,13 @@ def one_process(folder) -> Path:
 
 @pytest.fixture(scope="module")
 def two_processes(one_process) -> Path:
-    """Everything else on two processes."""
+    """Trains all runs on two processes."""
     folder = one_process
     runs = [*parity_runs(folder, STRATEGIES), *exact_runs(folder, SHARDED), *first_steps(folder, ON_TWO)]
     runs += [run(name, folder / "once" / name, *PARITY, "--batch.no_sync", "true") for name in REDUCING]
     runs += [*untrained_runs(folder, UNTRAINED), *packed_runs(folder, PACKED), *packed_resumed(folder)]
     runs += [*(fp16_runs(folder, "ddp") if EVERYTHING else []), *disk_runs(folder, "zero3_offload_nvme")]
-    # A ring visits every strategy once as source and once as target.
+    # In this ring, each strategy is the source once and the target once.
     ring = zip(["single", *ON_TWO], [*ON_TWO, "zero3_offload"], strict=True)
     pairs = [(source, ON_TWO) for source in all_sources()] if EVERYTHING else [(s, [target]) for s, target in ring]
     for source, targets in pairs:
@@ -255,7 +255,7 @@ def all_sources() -> list[str]:
 
 @pytest.fixture(scope="module")
 def back_on_one(two_processes) -> Path:
-    """Checkpoints of two processes on one."""
+    """Resumes checkpoints of two processes on one."""
     folder = two_processes
     pairs, to_single = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])], ["zero2"]
     if EVERYTHING:
@@ -272,18 +272,18 @@ def gradient_norms(run: Path) -> dict[int, float | None]:
 
 
 @pytest.mark.parametrize(("model", "strategy"), [(model, s) for s in STRATEGIES for model in models_under(s)])
-def test_losses_and_gradient_norms_are_those_of_one_process(two_processes, model, strategy):
+def test_losses_and_gradient_norms_match_one_process(two_processes, model, strategy):
     expected, found = losses(two_processes / model / "single"), losses(two_processes / model / strategy)
     assert len(found) == STEPS
     assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
     expected, found = (gradient_norms(two_processes / model / name) for name in ("single", strategy))
-    assert max(expected.values()) > 0.5, "clipping must bite"
+    assert max(expected.values()) > 0.5, "some steps must be clipped"
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 1e-4
 
 
 @pytest.mark.parametrize("strategy", PACKED)
-def test_whole_documents_are_those_of_one_process(two_processes, strategy):
-    """From the start, and resumed from the strategy before."""
+def test_packed_documents_match_one_process(two_processes, strategy):
+    """Losses must match from the start and after resuming from another strategy's checkpoint."""
     expected = losses(two_processes / "packed/single")
     assert expected[1] != losses(two_processes / "from/single")[1]
     assert losses(two_processes / "packed" / strategy) == pytest.approx(expected, rel=1e-6)
@@ -292,7 +292,7 @@ def test_whole_documents_are_those_of_one_process(two_processes, strategy):
 
 
 @pytest.mark.parametrize("strategy", REDUCING)
-def test_gradients_that_are_reduced_once_are_the_same(two_processes, strategy):
+def test_gradients_reduced_once_are_the_same(two_processes, strategy):
     expected, found = (two_processes / name for name in ("llama/single", f"once/{strategy}"))
     assert max(abs(losses(found)[step] - loss) for step, loss in losses(expected).items()) < 1e-5
     norms = gradient_norms(found)
@@ -301,9 +301,9 @@ def test_gradients_that_are_reduced_once_are_the_same(two_processes, strategy):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"] if EVERYTHING else ["single"])
 def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
-    """On the host, where torch computes in fp16 too."""
+    """Runs on a CPU, where torch also supports fp16."""
     in_fp32, found = losses(two_processes / "llama/single"), losses(two_processes / "fp16" / strategy)
-    # 3.2e-5 was measured. Of 50 steps later ones are skipped: the scale doubles every third, and is too large then.
+    # 3.2e-5 was measured. The scale doubles every three steps, so later steps of longer runs overflow and are skipped.
     assert 1e-5 < max(abs(found[step] - in_fp32[step]) for step in range(1, min(STEPS, 12) + 1)) < 1e-3
     assert all(event["step"] > 12 for event in events(two_processes / "fp16" / strategy, "skip"))
     overflowing = two_processes / "fp16_overflowing" / strategy
@@ -315,7 +315,7 @@ def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["single", *UNTRAINED])
-def test_a_parameter_that_only_the_whole_model_leaves_without_a_gradient_ends_the_first_step(two_processes, strategy):
+def test_a_parameter_without_a_gradient_ends_the_first_step(two_processes, strategy):
     run = two_processes / "untrained_under" / strategy
     (end,) = events(run, "end")
     assert end["code"] == 2 and not list((run / "checkpoints").glob("step-*"))
@@ -323,8 +323,8 @@ def test_a_parameter_that_only_the_whole_model_leaves_without_a_gradient_ends_th
     assert told in end["reason"]
 
 
-def test_fp16_resumes_with_its_scale_to_the_last_bit(one_process):
-    """The scale grows every third step; one that began anew at 1 would be another in step 9."""
+def test_fp16_resumes_with_its_scale_bit_for_bit(one_process):
+    """The scale grows every third step, so a scale reset to 1 would differ in step 9."""
     whole, resumed = (one_process / name / "single" for name in ("fp16", "fp16_resumed"))
     assert list(losses(resumed)) == list(range(7, STEPS + 1))
     assert all(losses(whole)[step] == loss for step, loss in losses(resumed).items())
@@ -337,10 +337,10 @@ def final_states(run: Path) -> list[Path]:
 
 
 def test_optimizer_state_on_a_disk_changes_nothing(two_processes):
-    """ZeRO-3's swapping of it, through plain files here; through libaio in test_nvme.py."""
+    """Uses plain files for swapping; test_nvme.py uses libaio."""
     single, whole, resumed = (two_processes / "wide" / name for name in ("single", "nvme", "resumed"))
     written = [path.stat().st_size for path in (two_processes / "disk").rglob("*.swp")]
-    assert len(written) == 2 * 6 and min(written) > 2**20, "of two runs weights and two moments of each process"
+    assert len(written) == 2 * 6 and min(written) > 2**20, "in two runs, each process writes weights and two moments"
     assert max(abs(losses(whole)[step] - loss) for step, loss in losses(single).items()) < 1e-5
     assert {step: losses(whole)[step] for step in (3, 4)} == losses(resumed)
     for file in ("model", "optimizer"):
@@ -349,8 +349,8 @@ def test_optimizer_state_on_a_disk_changes_nothing(two_processes):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_process_drops_elements_of_its_own(two_processes, strategy):
-    """And others in each micro-step."""
+def test_each_process_has_its_own_dropout(two_processes, strategy):
+    """Each micro-step of each process must have its own dropout seed."""
     seeds = json.loads((two_processes / "llama" / strategy / "dropout.json").read_text())
     assert [len(of_rank) for of_rank in seeds] == [4, 4] and len({seed for of_rank in seeds for seed in of_rank}) == 8
 
@@ -361,12 +361,12 @@ def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processe
     assert [event["source"] for event in found] == [event["source"] for event in expected] and len(found) == 2
     assert all(event["tokens"] == VALIDATION_SEQUENCES * 64 for event in (*expected, *found))
     assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], abs=1e-5)
-    assert abs(expected[0]["loss"] - expected[1]["loss"]) > 1e-3, "two splits have two losses"
+    assert abs(expected[0]["loss"] - expected[1]["loss"]) > 1e-3, "the two splits must have different losses"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bf16(two_processes, strategy):
-    """Rounded differently, since DDP keeps what autocast does not cast in fp32, and the sharding strategies do not."""
+def test_bf16_is_close_to_one_process(two_processes, strategy):
+    """Losses differ slightly because, unlike sharding, DDP leaves operations without autocast in fp32."""
     expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
     # 2.3e-4 was measured over 12 steps, 6e-4 over 50; validation 7e-5.
     assert max(abs(found[step] - expected[step]) for step in expected) < 2e-3
@@ -374,25 +374,25 @@ def test_bf16(two_processes, strategy):
     assert final[1] == pytest.approx(final[0], abs=1e-3)
     final = [events(two_processes / "bf16" / name, "validation")[-1]["average_loss"] for name in ("single", strategy)]
     assert final[1] == pytest.approx(final[0], abs=1e-3)
-    # A run that computes in fp32 after all is within 1e-5 of this one; in bf16 1.3e-4 and more was measured.
+    # 1.3e-4 and more was measured. A run that computed in fp32 would be within 1e-5.
     in_fp32 = losses(two_processes / "llama/single")
     assert max(abs(found[step] - in_fp32[step]) for step in in_fp32) > 5e-5
 
 
-def test_initial_weights_are_the_same_to_the_last_bit(two_processes):
+def test_initial_weights_are_identical(two_processes):
     for model in MODELS:
         names = [strategy for strategy in ["single", *STRATEGIES] if model in models_under(strategy)]
         hashes = {(two_processes / model / name / "initial_weights.sha256").read_text() for name in names}
         assert len(hashes) == 1, model
     hashes = {(two_processes / "bf16" / name / "initial_weights.sha256").read_text() for name in STRATEGIES}
     assert hashes == {(two_processes / "llama/single/initial_weights.sha256").read_text()}, (
-        "masters must not be rounded"
+        "master weights must not be rounded"
     )
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strategy):
-    """The batch ramp has one micro-step of two processes at first: call 3 is in the fourth step."""
+    """The batch ramp starts with one micro-step of two processes, so call 3 is in the fourth step."""
     run = two_processes / "nan" / strategy
     norms = gradient_norms(run)
     skipped = [step for step, norm in norms.items() if norm is None]
@@ -407,12 +407,12 @@ def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strateg
         assert max(abs(curve[step] - reference[step]) for step in curve) < 1e-5
     weights = [load_file(folder / "model.safetensors") for folder in sorted((run / "checkpoints").glob("step-*"))]
     average = load_file(run / "checkpoints/step-00000006/average.safetensors")
-    for name, mean in average.items():  # in which those before the skipped step are twice
+    for name, mean in average.items():  # includes the weights before the skipped step twice
         assert torch.allclose(mean, torch.stack([tensors[name] for tensors in weights]).mean(0), atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strategy):
+def test_a_resumed_run_matches_the_uninterrupted_run_bit_for_bit(two_processes, strategy):
     whole, resumed = (two_processes / name / strategy for name in ("whole", "resumed"))
     expected, found = losses(whole), losses(resumed)
     assert list(found) == [5, 6, 7, 8]
@@ -423,14 +423,16 @@ def test_a_resumed_run_is_the_unbroken_one_to_the_last_bit(two_processes, strate
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_average_is_that_of_one_process(two_processes, strategy):
-    """Its loss too, measured in the place of the weights, which train on as if nothing had been."""
+def test_the_average_matches_one_process(two_processes, strategy):
+    """Averaged weights must have the same loss, and validating them must not disturb training."""
     expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
     expected, found = ([event for event in validations if event["step"]] for validations in (expected, found))
-    assert len(found) == len(expected) >= 4, "of two sources, between the steps and at the end"
+    assert len(found) == len(expected) >= 4, "two sources are validated during training and at the end"
     averages = [event["average_loss"] for event in found]
     assert averages == pytest.approx([event["average_loss"] for event in expected], abs=1e-5)
-    assert min(abs(event["average_loss"] - event["loss"]) for event in found) > 1e-3, "not the weights themselves"
+    assert min(abs(event["average_loss"] - event["loss"]) for event in found) > 1e-3, (
+        "the average must differ from the trained weights"
+    )
 
 
 @pytest.mark.parametrize("strategy", ON_TWO)
@@ -449,8 +451,8 @@ def test_checkpoints_have_the_same_files_and_tensors(two_processes):
         assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in found.items())
 
 
-def test_any_checkpoint_continues_under_any_strategy(back_on_one):
-    """Tensors were compared bit by bit after each load; here the steps that follow."""
+def test_any_checkpoint_resumes_under_any_strategy(back_on_one):
+    """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     unbroken = losses(back_on_one / "unbroken")
     resumed = [*(back_on_one / "to_two").glob("*/*"), *(back_on_one / "to_one").glob("*/*")]
     assert len(resumed) == (len(all_sources()) ** 2 if EVERYTHING else 13)
@@ -467,25 +469,25 @@ def test_any_checkpoint_continues_under_any_strategy(back_on_one):
 
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
-def test_copies_are_equal_and_a_changed_one_is_found(two_processes, strategy):
+def test_replicas_are_equal_and_a_changed_one_is_found(two_processes, strategy):
     equal, changed = json.loads((two_processes / "llama" / strategy / "replicas.json").read_text())
     assert equal == []
     if strategy in ("ddp", "hsdp", "zero1", "zero2"):
         assert changed == ["lm_head.weight: ranks 0, 1 have different values"]
     else:
-        assert changed == [], "nothing is held twice"
+        assert changed == [], "no parameter is replicated"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
-def test_two_launchers_are_two_machines(one_process, strategy, tmp_path):
-    """One process each, as on two machines; they meet at the first one's address."""
+def test_two_launchers_train_like_two_machines(one_process, strategy, tmp_path):
+    """Simulates two machines with two launchers of one process each."""
     port = free_port()
     arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]
     with ThreadPoolExecutor() as pool:
         machines = [pool.submit(launch, strategy, 2, *arguments, "--machine_rank", rank, *program) for rank in (0, 1)]
         outputs = [machine.result().stdout for machine in machines]
-    assert "The model is in" in outputs[0] and "The model is in" not in outputs[1], "one speaks for both"
+    assert "The model is in" in outputs[0] and "The model is in" not in outputs[1], "only the first machine prints"
     expected, found = losses(one_process / "llama/single"), losses(tmp_path / "run")
     assert max(abs(found[step] - expected[step]) for step in expected) < 1e-5
     assert json.loads((tmp_path / "run/strategy.json").read_text())["ranks"] == 2

@@ -1,4 +1,4 @@
-"""Plans, and what is refused before tensor parallelism starts."""
+"""Tensor-parallel plans must cover every matrix of a layer, and unsupported models must be rejected at startup."""
 
 import json
 import time
@@ -36,7 +36,7 @@ register_all()
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets what `accelerate launch` sets for tp.yaml."""
+    """Sets the environment variables that `accelerate launch` sets for tp.yaml."""
 
     def launched(processes: int, size: str = "None"):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -58,7 +58,7 @@ def test_a_style_is_found_by_pattern():
 
 
 def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
-    """A matrix that is left out would be computed whole on every process, and a wrong name would split nothing."""
+    """A matrix missing from the plan would be computed in full on every rank, and a wrong name would split nothing."""
     config = AutoConfig.for_model("deepone", num_hidden_layers=2)
     layer = build_meta_model(config).model.layers[0]
     split = {name: style_of(f"layers.0.{name}", tensor_plan_of(config)) for name, module in layer.named_modules()}
@@ -91,7 +91,7 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
     assert found is None if message is None else message in found
 
 
-def test_a_size_of_each_layer_is_refused():
+def test_layers_of_different_sizes_are_rejected():
     config = AutoConfig.for_model("gemma3n_text")
     assert "model: gemma3n_text does not run with tp: its layers differ in intermediate_size" in plan_problem(
         config, 2
@@ -99,19 +99,19 @@ def test_a_size_of_each_layer_is_refused():
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepone"])
-def test_inputs_of_split_matrices_are_used_by_these_alone(model_type):
+def test_inputs_of_split_matrices_have_no_other_use(model_type):
     assert input_problem(AutoConfig.for_model(model_type)) is None
 
 
-def test_a_model_that_uses_the_inputs_of_split_matrices_otherwise_is_refused(monkeypatch):
-    """Its gradient would be summed over the ranks although each of them has the whole of it."""
+def test_another_use_of_the_inputs_of_split_matrices_is_rejected(monkeypatch):
+    """Its gradient would be summed over the ranks, although each rank already has the full gradient."""
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=80)
     assert "model: llama does not run with tp: the inputs of its column-split" in input_problem(config)
 
 
-def test_a_matrix_that_is_not_a_linear_layer_is_refused():
+def test_a_planned_module_that_is_not_linear_is_rejected():
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=96)
     config.base_model_tp_plan = {"layers.*.input_layernorm": "colwise"}
     assert "layers.0.input_layernorm in its tensor-parallel plan is LlamaRMSNorm, not nn.Linear" in input_problem(
@@ -121,14 +121,14 @@ def test_a_matrix_that_is_not_a_linear_layer_is_refused():
 
 @pytest.fixture
 def two_ranks_in_name():
-    """A group of two ranks of which only this process exists; collectives return at once."""
+    """Creates a fake group of two ranks, in which collectives return immediately."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
     dist.destroy_process_group()
 
 
-def test_layers_take_at_most_half_the_time_on_the_host_of_layers_of_dtensors(two_ranks_in_name):
-    """Measured side by side, in CPU time of this process: the matrices are so small that the host's time is all."""
+def test_layers_need_at_most_half_the_cpu_time_of_dtensors(two_ranks_in_name):
+    """The matrices are so small that CPU time measures only the overhead."""
     config = AutoConfig.for_model(**LLAMA)
     hidden_BTD = torch.randn(1, 16, LLAMA["hidden_size"])
     mesh = two_ranks_in_name
@@ -183,8 +183,8 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "no number would work; use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
-def test_shares_of_the_loss_add_up_to_it(monkeypatch):
-    """Ten tokens on four processes: three each, one on the last; some targets do not count."""
+def test_partial_losses_add_up_to_the_loss(monkeypatch):
+    """Ten tokens on four processes leave one token for the last, and some targets are ignored."""
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
     hidden = torch.randn(2, 5, LLAMA["hidden_size"], requires_grad=True)
     targets = torch.randint(LLAMA["vocab_size"], (2, 5))

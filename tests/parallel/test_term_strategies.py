@@ -1,7 +1,7 @@
-"""Terms of the loss with trained parameters train alike under every strategy, and continue each other's runs.
+"""Loss terms with trained parameters must have the same values under every strategy and resume each other's runs.
 
-Launches of one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). The terms are the
-example of multi-token prediction, and one that uses its parameters, the logits and a recomputation itself.
+The launches have one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). One term is
+the example of multi-token prediction. The other uses its parameters, the logits and activation checkpointing directly.
 """
 
 import json
@@ -30,7 +30,7 @@ from pretrain.registry import LOSS_TERMS
 
 @LOSS_TERMS.register("probe")
 class Probe(LossTerm):
-    """Logits of what a matrix makes of the hidden states are near those of the embedding of the document's number."""
+    """Loss term that uses the embedding, the head and activation checkpointing directly."""
 
     by_token = True
     embeds = True
@@ -142,7 +142,7 @@ def runs(shards, tmp_path_factory):
 
 
 def curve(run) -> dict[int, list[float]]:
-    """{step: [loss, terms, gradient norm]}."""
+    """Returns {step: [loss, loss terms, gradient norm]}."""
     figures = ("loss", f"loss_{MTP}", "loss_probe", "grad_norm")
     return {event["step"]: [event[figure] for figure in figures] for event in events(run, "train")}
 
@@ -151,7 +151,7 @@ def curve(run) -> dict[int, list[float]]:
 def test_strategies_train_alike(runs, name):
     expected, found = curve(runs / alone(name)), curve(runs / name)
     check(found, expected)
-    assert [*found] == [1, 2, 3, 4] and expected[4][1] < expected[1][1], "the term's own parameters learn"
+    assert [*found] == [1, 2, 3, 4] and expected[4][1] < expected[1][1], "the term's parameters must be trained"
     for file in ("loss_terms", "average_loss_terms", "optimizer"):
         tensors, given = (load_file(runs / run / END / f"{file}.safetensors") for run in (alone(name), name))
         assert tensors.keys() == given.keys()
@@ -161,8 +161,8 @@ def test_strategies_train_alike(runs, name):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_strategy_continues_the_run_of_another(runs, name):
-    """Every load is compared with the checkpoint, bit by bit, by train_strategies.py."""
+def test_a_strategy_resumes_the_run_of_another(runs, name):
+    """The losses must match an uninterrupted run (train_strategies.py compares the loaded tensors bit for bit)."""
     found = curve(runs / f"{name} resumed")
     assert [*found] == [3, 4]
     check(found, curve(runs / alone(name)))

@@ -1,4 +1,4 @@
-"""Beside the training: evaluations in a process of their own, and samples of text under a strategy that shards."""
+"""Evaluations in separate processes, text samples under sharding, and mirror copies during training."""
 
 import json
 import threading
@@ -20,7 +20,7 @@ SOON = 60
 
 @pytest.fixture
 def task(tmp_path):
-    """A task of two choices."""
+    """Writes a multiple-choice task with two choices per document."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     lines = [{"start": f"def f{i}(", "choices": ["self):", "zzz"], "answer": 0} for i in range(6)]
@@ -34,7 +34,7 @@ def task(tmp_path):
     return folder
 
 
-def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
+def test_evaluations_and_samples_during_a_sharded_run(recipe, task, tmp_path):
     out = launch(
         "fsdp2", 2, "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "[beside]",
         "--benchmarks.include_path", task, "--samples.every_steps", "6", "--samples.max_new_tokens", "5",
@@ -43,18 +43,18 @@ def test_evaluations_and_samples_beside_a_sharded_run(recipe, task, tmp_path):
     run = tmp_path / "run"
     deadline = time.monotonic() + 300
     while len(events(run, "evaluation")) < 2 or list((run / "evaluations").glob("step-*/")):
-        assert time.monotonic() < deadline, "the evaluations outlive the run, and then end"
+        assert time.monotonic() < deadline, "the evaluations continue after the run and must finish in time"
         time.sleep(0.2)
     assert {event["step"] for event in events(run, "evaluation")} == {6, 12}
     assert all(0 <= event["acc"] <= 1 and event["task"] == "beside" for event in events(run, "evaluation"))
-    assert not list((run / "evaluations").glob("step-*/")), "the linked models are removed"
+    assert not list((run / "evaluations").glob("step-*/")), "linked models must be removed"
     samples = events(run, "sample")
     assert [event["step"] for event in samples] == [6, 12]
     assert all(event["text"].startswith("def ") and event["text"] != "def " for event in samples)
     assert "step 12 · sample:\n  def " in out
 
 
-def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
+def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
     folder = tmp_path / "step-00000006"
     model = {"step": 6, "tasks": {"one": {"acc": 0.5}, "two": {"bits_per_byte": 1.25}}}
@@ -65,7 +65,7 @@ def test_scores_of_a_finished_evaluation_are_said(tmp_path, capsys):
     assert capsys.readouterr().out == "step 6 · one · acc 0.5000\nstep 6 · two · bits_per_byte 1.2500\n"
 
 
-def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
+def test_a_failing_evaluation_does_not_affect_the_run(recipe, task, tmp_path):
     (task / "documents.jsonl").unlink()
     run_script(
         "train.py", "--config", recipe, "--benchmarks.every_steps", "6", "--benchmarks.tasks", "beside",
@@ -77,14 +77,16 @@ def test_a_failing_evaluation_never_touches_the_run(recipe, task, tmp_path):
     (log,) = [
         line for line in (run / "train.log").read_text().splitlines() if "step 7/10" in line or "failed" in line
     ][:1]
-    assert "the evaluation of step-00000006 failed (exit 2)" in log, "before the next step, because training waited"
+    assert "the evaluation of step-00000006 failed (exit 2)" in log, (
+        "training must wait for the evaluation before the next step"
+    )
     assert "--tasks beside: its data" in (run / "evaluations/step-00000006.log").read_text()
-    assert not list((run / "evaluations").glob("step-*/")), "the linked models are removed after a failure too"
+    assert not list((run / "evaluations").glob("step-*/")), "linked models must also be removed after a failure"
 
 
 @pytest.fixture
 def copies(tmp_path, monkeypatch):
-    """What a run's log says of its mirror, with a thread that does nothing until the test lets it: (run, copies)."""
+    """Yields (run, mirror copies); the copier thread does nothing until the test ends."""
     run = write_run(tmp_path / "run", (4, 8))
     lets_go = threading.Event()
     monkeypatch.setattr(mirror_copy.MirrorCopier, "keep_copying", lambda self: lets_go.wait(SOON))
@@ -95,7 +97,7 @@ def copies(tmp_path, monkeypatch):
     metrics.end(0, "done")
 
 
-def test_the_log_says_once_what_the_mirror_does_not_take(copies):
+def test_mirror_failures_are_logged_once(copies):
     run, copies = copies
     copier = copies._copier
     usual = dict(copier.status)
@@ -109,7 +111,7 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     (said,) = look(**failing)
     assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left; nothing has been copied" in said
     assert len(look(**failing)) == 1 and len(look()) == 1
-    assert len(look(**failing)) == 2, "it had recovered"
+    assert len(look(**failing)) == 2, "a failure after a recovery is reported again"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
     (*_, said) = look(**copied, dropped=2, dropped_step=7)
     assert "slower than checkpoints are written: 2 checkpoints up to step 7 were skipped" in said and "300 s" in said
@@ -131,11 +133,11 @@ def test_the_log_says_once_what_the_mirror_does_not_take(copies):
     assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()
-    assert time.monotonic() - started < SOON / 2, "no wait for what is not settled"
+    assert time.monotonic() - started < SOON / 2, "close() must not wait for an unfinished copy"
 
 
-def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
-    """The run's last line in the log, which says that it has ended."""
+def test_lines_written_after_the_last_wait_are_also_copied(tmp_path):
+    """The log's last line, which records the end of the run, must also be copied."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     metrics = Metrics(run, is_main=True)
     copies = MirrorCopies(run, Checkpoint(mirror=str(mirror)), metrics)
@@ -146,7 +148,7 @@ def test_what_is_written_after_the_last_wait_is_copied_too(tmp_path):
     assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
 
 
-def test_a_copy_by_hand_prunes_nothing(tmp_path):
+def test_a_manual_copy_prunes_nothing(tmp_path):
     run, mirror = write_run(tmp_path / "run", (1, 2, 3, 4, 5)), tmp_path / "mirror"
     for _ in range(2):
         run_script("-m", "pretrain.checkpoint.mirror_copy", run, "--mirror", mirror)

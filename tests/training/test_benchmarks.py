@@ -1,4 +1,4 @@
-"""Benchmarks in the loop give evaluate.py's scores, under every strategy."""
+"""Benchmarks during training must have the same scores as evaluate.py under every strategy."""
 
 import json
 
@@ -15,7 +15,7 @@ TOGETHER = ("ddp", "cp", "pp", "tp", "zero3")
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Two tasks of choices with examples, one of likelihoods, and a group."""
+    """Writes multiple-choice tasks, a likelihood task, a generation task and a group."""
     folder = tmp_path_factory.mktemp("tasks")
     texts = [f"def f{i}(self, {'x' * (i % 7)}):" for i in range(9)]
     lines = [
@@ -56,7 +56,7 @@ def scores(run, model: str | None = None) -> dict:
     }
 
 
-def test_the_scores_are_those_of_evaluate_and_the_same_under_every_strategy(recipe, tasks, tmp_path):
+def test_scores_match_evaluate_under_every_strategy(recipe, tasks, tmp_path):
     options = ["--benchmarks.every_steps", "2", "--benchmarks.tasks", f"[{TASKS}]", "--benchmarks.where", "in_loop"]
     options += [
         "--benchmarks.include_path",
@@ -93,7 +93,7 @@ def test_the_scores_are_those_of_evaluate_and_the_same_under_every_strategy(reci
             assert of_strategy[task] == pytest.approx(row, rel=1e-5), (name, task)
 
 
-def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, tmp_path):
+def test_an_unsupported_task_is_only_a_warning(recipe, tasks, tmp_path):
     run_script(
         "train.py", "--config", recipe, "--benchmarks.every_steps", "2", "--benchmarks.tasks", "[one, four]",
         "--benchmarks.where", "in_loop", "--benchmarks.include_path", tasks, "--budget.steps", "2",
@@ -105,7 +105,7 @@ def test_a_task_of_another_kind_is_a_warning_and_the_run_goes_on(recipe, tasks, 
 
 
 def requests_of(lengths: list[int]) -> Requests:
-    """Requests of that many IDs, the last one of each the answer; the IDs are numbered throughout."""
+    """Returns one request per length; its last ID is the answer, and all IDs are consecutive."""
     ends = np.cumsum(lengths)
     ones = np.ones(len(lengths), int)
     task = Task("t", ("acc",), ((0, len(lengths)),), None, False)
@@ -127,7 +127,7 @@ def test_every_answer_is_predicted_once_from_its_own_question(documents):
         assert len(question) == min(lengths[number] - 1, 8)
 
 
-def test_windows_after_the_last_hold_no_request():
+def test_windows_after_the_last_have_no_request():
     windows = packed(requests_of([4, 8, 8]), WindowSpec(8, True))
     part = windows.part(2, 4)
     assert part.ids.shape == (4, 9) and (part.request[1:] == -1).all() and (part.request[0] == 2).sum() == 1

@@ -1,9 +1,9 @@
-"""Where a run stands in its data, tokens and schedule after random histories of changes, by an independent account.
+"""Data position, tokens and learning rate after random histories of changes must match an independent calculation.
 
-A history is a list of what users and machines do to a run: crashes, another budget, batch, mixture, stage, schedule or
-rate, branches, rollbacks and early decays. The plan under test is derived at each start from the recipe and the newest
-checkpoint, as train.py does. The account knows nothing of it: it counts steps, reads the tokens of each batch (the
-shards' tokens tell where they lie) and advances the learning rate step by step.
+A history simulates what happens to a run: crashes, rollbacks, branches, early decays, and changes of the budget, batch
+size, data mixture, stage, schedule or learning rate. The tested plan is derived at each start from the recipe and the
+newest checkpoint, as in train.py. Account counts steps, reads each batch (each token ID encodes its position in the
+shards) and advances the learning rate step by step.
 """
 
 import json
@@ -29,13 +29,13 @@ from support.tiny_models import TINY_LLAMA
 LENGTH = 8
 WINDOWS = {"a": 700, "b": 431, "c": 97}
 PLACES = {"a": 100, "b": 10_000, "c": 20_000}
-"""The first token of each source: tokens count from there, so that each tells its source and its place."""
+"""First token ID of each source, so that an ID identifies its source and position."""
 FINAL_RATIO = 0.1
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Three sources of a prime number of windows or so, and a recipe of 40 steps of 64 tokens."""
+    """Writes three sources with different numbers of sequences, and a recipe of 40 steps with 64 tokens each."""
     folder = tmp_path_factory.mktemp("histories")
     for name, windows in WINDOWS.items():
         write_shards(folder / name, windows * LENGTH + 1, vocabulary=60_000, first=PLACES[name])
@@ -61,7 +61,7 @@ def mixture(folder: Path, **weights: float) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def one_probe_of_the_model(monkeypatch):
-    """Judging the model takes longer than all else, and all histories have the same one."""
+    """Probes the model only once, because all histories use the same model and probing is slow."""
     found = []
     probe = run_plan.probe
 
@@ -74,30 +74,30 @@ def one_probe_of_the_model(monkeypatch):
 
 @dataclass
 class Account:
-    """What a run should have done, counted step by step."""
+    """Expected state of a run, counted step by step."""
 
     settings: dict[str, object]
-    """Those that it goes by, by their dotted paths."""
+    """Current settings by dotted path."""
     step: int = 0
     tokens: int = 0
     order: list[tuple[str, int, int]] = field(default_factory=list)
-    """(source, first token, tokens) of every window of the run's order, trained or skipped."""
+    """(source, first token, tokens) of each sequence in the run's order, including skipped ones."""
     samples: int = 0
-    """Their tokens, in windows of LENGTH."""
+    """Number of tokens in `order`, in units of LENGTH."""
     begins_at: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """{step: (windows, samples) before it}."""
+    """{step: (sequences, samples) before the step}."""
     first_step: int = 0
     warmup: int = 3
     factor: float = 1.0
-    """What rollbacks left of the rate."""
+    """Learning rate factor after rollbacks."""
     progress: float = 0.0
-    """Of the decay to the floor, before the step."""
+    """Progress of the decay before the step, from 0 to 1."""
     share_before: float = 1.0
-    """Of the peak, in the last step: an early decay begins from there."""
+    """Learning rate of the last step relative to the peak, from which an early decay starts."""
     begins: int | None = None
-    """wsd: the first step of a decay that begins earlier than planned."""
+    """First step of a WSD decay that starts earlier than planned."""
     anneal: tuple[int, int] | None = None
-    """(first step, steps) of a decay that was asked for."""
+    """(first step, steps) of a requested decay."""
 
     def copy(self) -> "Account":
         return replace(self, order=[*self.order], begins_at={**self.begins_at})
@@ -122,7 +122,7 @@ class Account:
         return self.first_step + self.warmup
 
     def share(self) -> float:
-        """Of the peak, without an early decay."""
+        """Returns the learning rate relative to the peak, ignoring an early decay."""
         warmed = self.step - self.first_step + 1
         if warmed <= self.warmup:
             return warmed / self.warmup
@@ -155,7 +155,7 @@ class Account:
         self.anneal = (self.step, steps)
 
     def follow(self, settings: dict[str, object]) -> None:
-        """Goes by other settings from this step on."""
+        """Switches to other settings at the current step."""
         changed = {path for path in settings if settings[path] != self.settings.get(path)}
         self.settings = dict(settings)
         if changed & {"optim.schedule", "optim.warmup_steps"}:
@@ -169,7 +169,7 @@ class Account:
 
 
 class History:
-    """A run that the plan under test and the account go through together."""
+    """Run that the tested plan and the account simulate together."""
 
     def __init__(self, folder: Path, tmp_path: Path, seed: int):
         self.folder, self.random = folder, random.Random(seed)
@@ -190,7 +190,7 @@ class History:
         self.rollbacks: list[dict] = []
         self.decay_before_rollback: tuple[int, int] | None = None
         self.skipped: dict[int, list[tuple[str, int, int]]] = {}
-        """{samples before them: windows that rollbacks have left out}."""
+        """{number of samples before: sequences skipped by a rollback}."""
         self.data_of_skip: dict[int, object] = {}
         self.log: list[str] = []
         self.start(None)
@@ -198,12 +198,12 @@ class History:
         assert len(self.levels) == (4 if self.is_ramped else 1)
 
     def start(self, contents: dict | None, *, begins_branch: bool = False) -> None:
-        """As train.py starts: from the recipe and the command line, and from what the newest checkpoint says."""
+        """Derives the plan from the recipe, the command line and the newest checkpoint, as train.py does."""
         words = ["--config", str(self.folder / "recipe.yaml"), "--output", str(self.output)]
         for path, value in self.settings.items():
             words += [f"--{path}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
         self.asked = read_command_line(words, "")
-        if begins_branch:  # from a recipe of its own: what the command line of a branch names begins with it
+        if begins_branch:  # a branch has its own recipe, so only the output is an override
             self.asked = replace(self.asked, overridden=frozenset({"output"}))
         self.plan, self.state = run_plan.derive(self.asked.config, ranks=1), RunState()
         if contents is not None:
@@ -217,7 +217,7 @@ class History:
                 begins_branch=begins_branch,
                 is_finished=False,
             )
-            assert continuation.stable_until is None, "no history raises the budget within the final decay"
+            assert continuation.stable_until is None, "no history may raise the budget during the final decay"
             self.plan, self.state = continuation.plan, continuation.state
         self.read_plan()
 
@@ -226,17 +226,17 @@ class History:
         self.run = run.annealing(self.state.anneal_from, self.state.anneal_steps)
 
     def sequences(self, step: int) -> int:
-        """The batch of a step: one to four quarters of the full one, from the first plan's steps on."""
+        """Returns the batch size of a step: one to four quarters of the full batch."""
         full = self.settings["batch.tokens_per_step"] // LENGTH
         return full * sum(step >= first for first in self.levels) // len(self.levels)
 
     def windows(self, step: int) -> list[tuple[str, int, int]]:
-        """(source, first token, tokens) of each window of a step, in order, as the shards have them."""
+        """Returns (source, first token, tokens) of each sequence in a step, in order."""
         found, run = [], self.run
         for micro_step in range(run.micro_steps(step)):
             rows = run.stage(step).sequences_per_micro_batch
             ids = run.batches.read(step, micro_step, 0, ranks=1, sequences=rows).astype(np.int64)
-            assert (np.diff(ids, axis=1) == 1).all(), "a window is a stretch of the text"
+            assert (np.diff(ids, axis=1) == 1).all(), "a sequence must be contiguous text"
             found += ids[:, 0].tolist()
         length = ids.shape[1] - 1
         places = [(start, max(PLACES, key=lambda name: (PLACES[name] <= start, PLACES[name]))) for start in found]
@@ -277,14 +277,16 @@ class History:
         self.account = account.copy()
         self.account.follow(self.settings)
         for first in [first for first in self.skipped if first >= account.samples]:
-            if self.data_of_skip[first] != self.data():  # what lies ahead is other text now
+            if self.data_of_skip[first] != self.data():  # the data changed, so nothing is skipped
                 del self.skipped[first]
-        if len(self.rollbacks) > len(contents["state"]["rollbacks"]):  # and with them what was asked for before them
+        if len(self.rollbacks) > len(
+            contents["state"]["rollbacks"]
+        ):  # restore the decay requested before the rollback
             self.account.anneal = self.decay_before_rollback
         self.start(contents)
 
     def change(self, **settings: object) -> None:
-        """At the newest checkpoint, which is written first."""
+        """Saves a checkpoint, changes settings and resumes."""
         self.save()
         other = {"data__train": "data.stages", "data__stages": "data.train"}
         for path, value in settings.items():
@@ -292,7 +294,7 @@ class History:
             self.settings.pop(other.get(path), None)
         self.resume()
 
-    # What happens to a run.
+    # Events in a history.
 
     def data(self) -> object:
         return self.settings.get("data.train") or self.settings["data.stages"]
@@ -314,7 +316,7 @@ class History:
         self.change(data__train=mixture(self.folder, **{name: self.random.choice([1, 2, 5]) for name in names}))
 
     def add_a_stage(self) -> None:
-        """The second half of the run draws longer windows of other sources."""
+        """Changes the second half of the run to longer sequences from different sources."""
         if self.is_ramped or self.account.total - self.account.step < 6:
             return
         long = {"train": mixture(self.folder, a=1, c=1), "sequence_length": 2 * LENGTH}
@@ -322,7 +324,7 @@ class History:
         self.change(data__stages=stages)
 
     def branch(self) -> None:
-        """Another run with a budget of its own begins at a checkpoint of this one."""
+        """Starts a branch with its own budget from a checkpoint of this run."""
         if self.account.anneal or self.account.name == "wsd" or self.account.end - self.account.step < 2:
             return
         self.save()
@@ -356,14 +358,14 @@ class History:
             self.read_plan()
             if not self.saved or self.saved[-1][1].step < self.state.step:
                 self.save()
-            else:  # the loop begins the decay before it saves
+            else:  # the training loop starts the decay before it saves
                 self.saved.pop()
                 self.save()
 
     def roll_back(self) -> None:
-        """The last steps went wrong: back to a checkpoint from before them, without their data or at half the rate."""
+        """Goes back to an earlier checkpoint, and then skips the data of the bad steps or halves the learning rate."""
         first = self.state.step - self.random.randint(1, 3)
-        # A change may move the border of stages: what was to be skipped is then other text, and not skipped.
+        # A change may move the stage boundary, and then the samples to skip contain different text.
         skips = self.random.random() < 0.6 and "data.stages" not in self.settings
         oldest = self.plan.batches.origin.step if skips and self.plan.batches.origin else 0
         usable = [n for n, (_, account) in enumerate(self.saved) if oldest <= account.step <= first]
@@ -374,7 +376,7 @@ class History:
         self.rollbacks = json.loads(json.dumps([*self.state.rollbacks, entry]))
         number = self.random.choice(usable)
         del self.saved[number + 1 :]
-        # Checkpoints from before know nothing of it: what is recorded beside them does.
+        # Earlier checkpoints don't contain the rollback, which is recorded separately.
         self.saved[:] = [(contents, account.copy()) for contents, account in self.saved]
         for _, account in self.saved:
             account.factor = failed.factor * entry["learning_rate_factor"]
@@ -401,7 +403,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HISTORIES", "12"))))
-def test_after_any_history_tokens_samples_and_rates_are_those_of_the_account(folder, tmp_path, seed):
+def test_tokens_samples_and_learning_rates_match_after_any_history(folder, tmp_path, seed):
     history = History(folder, tmp_path, seed)
     for _ in range(12):
         history.train(history.random.randint(1, 9))
@@ -416,4 +418,4 @@ def test_after_any_history_tokens_samples_and_rates_are_those_of_the_account(fol
         windows = WINDOWS[source] * LENGTH // tokens
         for begin in range(0, len(starts), windows):
             epoch = starts[begin : begin + windows]
-            assert len(set(epoch)) == len(epoch), f"{source}: windows come twice in an epoch: {history.log}"
+            assert len(set(epoch)) == len(epoch), f"{source}: a sequence is repeated within an epoch: {history.log}"

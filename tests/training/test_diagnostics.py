@@ -1,4 +1,4 @@
-"""What is measured within a model is what the model computes; test_mesh.py compares it under every product."""
+"""Diagnostics must match values computed directly from the model; test_mesh.py tests them on meshes."""
 
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ def rms(*tensors) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3", "gpt2", "deepone"])
-def test_every_figure_is_that_of_the_models_own_tensors(name):
+def test_every_metric_matches_the_models_tensors(name):
     model = made(name)
     strategy = strategy_of(model)
     diagnostics = Diagnostics(strategy)
@@ -62,7 +62,7 @@ def test_every_figure_is_that_of_the_models_own_tensors(name):
         assert found["gradient_rms"][row] == pytest.approx(rms(*(named[n].grad for n in inside)), rel=1e-5)
         assert found["update_rms"][row] == pytest.approx(rms(*(named[n] - before[n] for n in inside)), rel=1e-3)
     first = next(row for row, value in enumerate(found["activation_rms"]) if value is not None)
-    # transformers gives the last layer's output only after the final norm.
+    # transformers returns the last layer's output only after the final norm.
     assert found["activation_rms"][first : first + 2] == pytest.approx([rms(hidden[1]), rms(hidden[2])], rel=1e-5)
     assert all(value is not None for value in found["largest_logit"][first : first + 3])
 
@@ -74,7 +74,7 @@ def test_other_steps_measure_nothing():
     assert not diagnostics._squares and not diagnostics._before
 
 
-def test_a_unit_that_no_token_switches_on_counts_as_off():
+def test_a_unit_that_no_token_activates_counts_as_off():
     model = made("llama")
     up = model.model.layers[1].mlp.up_proj.weight
     up.data[: len(up) // 4] = 0

@@ -1,4 +1,4 @@
-"""A run that grows, ends early or is branched: the learning rates so far stay what they were."""
+"""Extending, ending or branching a run must not change the learning rates of earlier steps."""
 
 import json
 import shutil
@@ -13,12 +13,12 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def trunk(recipe):
-    """The recipe with a decay over its second half, its checkpoints of steps 4, 8 and 12 all kept."""
+    """Changes the recipe to decay over its second half and keep the checkpoints of steps 4, 8 and 12."""
     return change(recipe, optim={"schedule": "wsd", "decay_fraction": 0.5}, checkpoint={"keep_last": 9})
 
 
 def change(recipe, name=None, **sections):
-    """Changes settings of a recipe; in a copy if it gets another name."""
+    """Changes settings of a recipe, or of a copy if `name` is given."""
     values = yaml.safe_load(recipe.read_text())
     for section, settings in sections.items():
         values[section] = {**values[section], **settings} if isinstance(settings, dict) else settings
@@ -39,26 +39,30 @@ def weights(run, step):
     return load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
 
 
-def test_a_decayed_run_is_extended_from_before_its_decay(trunk, tmp_path):
+def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp_path):
     train(trunk)
     out = train(change(trunk, budget={"steps": 20})).stdout
-    assert "resuming from step-00000004" in out, "the decay began after step 6, the checkpoint before is of step 4"
+    assert "resuming from step-00000004" in out, (
+        "the decay starts after step 6, and the last checkpoint before that is step 4"
+    )
     run, whole = tmp_path / "run", tmp_path / "whole"
-    assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model stays"
+    assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model must be kept"
     assert [event["step"] for event in events(run, "resume")] == [4]
     train(trunk, "--output", whole)
     assert rates(run) == rates(whole) and losses(run) == losses(whole)
     assert max(rates(run).values()) == pytest.approx(0.003) and rates(run)[20] < rates(run)[12]
     expected, found = weights(whole, 20), weights(run, 20)
-    assert all(expected[name].equal(found[name]) for name in expected), "as if it had been planned that long"
+    assert all(expected[name].equal(found[name]) for name in expected), (
+        "the weights must equal those of a run planned with this length"
+    )
 
 
-def test_a_cosine_that_has_ended_goes_on_at_its_floor(recipe, tmp_path):
+def test_an_extended_cosine_run_continues_at_its_minimum(recipe, tmp_path):
     train(recipe)
     before = rates(tmp_path / "run")
     train(change(recipe, budget={"steps": 16}))
     after = rates(tmp_path / "run")
-    assert {step: after[step] for step in before} == before, "nothing is trained again"
+    assert {step: after[step] for step in before} == before, "no step may be repeated"
     assert [after[step] for step in range(13, 17)] == pytest.approx([0.0003] * 4)
     assert after[13] <= after[12]
 
@@ -75,7 +79,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     path = change(trunk, "branch", output=str(tmp_path / "branch"), branch_from=f"{tmp_path}/run@8")
     train(path)
     branch = tmp_path / "branch"
-    assert list(rates(branch)) == [9, 10, 11, 12], "half of the eight steps before"
+    assert list(rates(branch)) == [9, 10, 11, 12], "the branch must have half as many steps as the run before it"
     assert rates(branch)[9] == pytest.approx(0.003) and rates(branch)[12] < 0.002
     assert events(branch, "branch")[0]["path"] == "step-00000008"
     state = json.loads((branch / "checkpoints/step-00000012/trainer_state.json").read_text())["state"]
@@ -99,8 +103,8 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_run_that_paused_on_the_way_is_the_run_that_did_not(recipe, tmp_path, schedule):
-    """Also where it pauses within the decay, and at a step at which nothing else was due."""
+def test_a_paused_run_matches_an_uninterrupted_run(recipe, tmp_path, schedule):
+    """A pause must change nothing, even during the decay and at a step where nothing else is due."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
@@ -116,8 +120,8 @@ def tokens(run):
     return {event["step"]: event["tokens"] for event in events(run, "train")}
 
 
-def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
-    """Steps of one to four sequences; then the full batch, also after the end of the run was moved."""
+def test_a_batch_ramp_does_not_restart_in_an_extended_run(recipe, tmp_path):
+    """The batch must grow from one to four sequences and stay there after the run is extended."""
     path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
     train(path)
     train(change(path, budget={"steps": 24}))
@@ -127,8 +131,8 @@ def test_a_batch_ramp_does_not_begin_again_in_a_longer_run(recipe, tmp_path):
     assert steps[13:] == [256] * 11 and found[24] == sum(steps)
 
 
-def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
-    """No token is counted or read twice, and none is left out."""
+def test_a_new_batch_size_applies_from_the_checkpoint(recipe, tmp_path):
+    """No token may be read twice, counted twice or skipped."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr
@@ -142,15 +146,19 @@ def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
 
 BRANCHES = {
     "finishes the model": ([], 10, (0.003, 0.00165)),
-    "keeps going with another rate": (["--optim.learning_rate", "0.006", "--budget.steps", "20"], 20, (0.006, 0.006)),
-    "takes a schedule of its own": (["--optim.schedule", "linear"], 12, (0.003, 0.000975)),
+    "continues with another learning rate": (
+        ["--optim.learning_rate", "0.006", "--budget.steps", "20"],
+        20,
+        (0.006, 0.006),
+    ),
+    "uses its own schedule": (["--optim.schedule", "linear"], 12, (0.003, 0.000975)),
     "warms up again": (["--optim.warmup_steps", "3"], 12, (0.001, 0.003)),
-    "takes another batch": (["--batch.tokens_per_step", "512", "--budget.steps", "14"], 14, (0.003, 0.003)),
+    "uses another batch size": (["--batch.tokens_per_step", "512", "--budget.steps", "14"], 14, (0.003, 0.003)),
 }
 
 
 @pytest.mark.parametrize("what", BRANCHES)
-def test_a_branch_takes_what_is_set_explicitly_and_check_says_so(trunk_at_a_constant_rate, what, tmp_path):
+def test_a_branch_uses_explicit_settings_and_check_shows_them(trunk_at_a_constant_rate, what, tmp_path):
     arguments, end, (first, last) = BRANCHES[what]
     recipe, trunk = trunk_at_a_constant_rate
     arguments = [*arguments, "--branch_from", f"{trunk}@8", "--output", tmp_path / "branch"]
@@ -188,7 +196,7 @@ def trunk_at_a_constant_rate(shards, tmp_path_factory):
     return folder / "recipe.yaml", folder / "run"
 
 
-def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
+def test_a_branch_does_not_overwrite_another_run(trunk_at_a_constant_rate):
     recipe, run = trunk_at_a_constant_rate
     before = (run / "final/model.safetensors").read_bytes()
     for check in ([], ["--check"]):
@@ -198,7 +206,7 @@ def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
     assert (run / "final/model.safetensors").read_bytes() == before
 
 
-def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, tmp_path):
+def test_a_budget_already_exceeded_is_rejected(trunk_at_a_constant_rate, tmp_path):
     recipe, run = trunk_at_a_constant_rate
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run/final")
@@ -208,7 +216,7 @@ def test_a_budget_that_the_run_has_passed_is_refused(trunk_at_a_constant_rate, t
 
 @pytest.fixture
 def timed(recipe):
-    """The recipe with more steps than its minutes allow."""
+    """Changes the recipe to more steps than fit in its minutes."""
     return change(
         recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
     )
@@ -218,19 +226,19 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
     train(timed)
     run, by_clock = tmp_path / "run", events(tmp_path / "run", "control")
     assert {event["by"] for event in by_clock} == {"budget.minutes"}
-    # On a machine that gets slower meanwhile, the decay is shortened.
+    # If the machine becomes slower, the decay is shortened.
     assert [event["command"] for event in by_clock] == ["anneal"] + ["shorten"] * (len(by_clock) - 1)
     begin, end = by_clock[0]["step"], events(run, "end")[-1]["step"]
     assert begin < end == by_clock[-1]["total_steps"] <= 1 + 1.2 * begin
     assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
     assert "already complete" in train(timed).stdout
     train(timed, "--budget.minutes", "0.15")
-    assert events(run, "resume")[-1]["step"] <= begin, "from before the decay"
+    assert events(run, "resume")[-1]["step"] <= begin, "the run must resume from before the decay"
     commands = [event["command"] for event in events(run, "control")]
     assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
 
 
-def test_minutes_count_over_all_starts(timed, tmp_path):
+def test_minutes_include_earlier_starts(timed, tmp_path):
     train(timed, "--checkpoint.stop_at_step", "4", check=False)
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/trainer_state.json").read_text())["state"]
     assert 0 < state["seconds"] < 60
@@ -243,7 +251,7 @@ def test_minutes_count_over_all_starts(timed, tmp_path):
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 
 
-def test_two_ranks_begin_their_decay_at_the_same_step(timed, tmp_path):
+def test_two_ranks_start_their_decay_at_the_same_step(timed, tmp_path):
     launch("ddp", 2, "train.py", "--config", timed)
     controls, (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
     assert controls[0]["command"] == "anneal" and end["code"] == 0

@@ -1,8 +1,9 @@
-"""A mixture of experts in whole runs: the same under every strategy and micro-batch, resumed exactly, and balanced.
+"""MoE runs must match one process under every strategy and micro-batch size, resume exactly and balance experts.
 
-Two launches (tests/support/train_strategies.py) train everything, and the tests look at what they left; runs of four
-processes are in tests/parallel/test_mesh.py. With STRATEGIES=all in the environment (`make test-strategies`) runs have
-20 steps, both models and every optimizer train under every strategy, and checkpoints go from each to each.
+Two launches train everything (tests/support/train_strategies.py), and the tests check the results.
+tests/parallel/test_mesh.py has the runs on four processes. With STRATEGIES=all in the environment (`make
+test-strategies`), runs have 20 steps, both models and all optimizers train under every strategy, and checkpoints move
+from each strategy to every other.
 """
 
 import json
@@ -25,11 +26,11 @@ STRATEGIES = ["ddp", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "ep", "cp"]
 KINDS = {
     "qwen3_moe": [],
     "olmoe": ["--model", "{folder}/olmoe.json"],
-    "idle": ["--model", "{folder}/idle.json"],  # every token chooses the same two experts at first
+    "idle": ["--model", "{folder}/idle.json"],  # at first, every token selects the same two experts
     "muon": ["--optim.name", "muon"],
     "adafactor": ["--optim.name", "adafactor"],
 }
-"""{what trains: arguments}; the first is also what is resumed."""
+"""{kind of run: arguments}. The first kind is also resumed."""
 UNDER = {
     "qwen3_moe": STRATEGIES if EVERYTHING else ["fsdp2", "zero2", "zero3", "ep", "cp"],
     "olmoe": STRATEGIES if EVERYTHING else ["ep"],
@@ -39,7 +40,7 @@ UNDER = {
 }
 CASES = [(kind, strategy) for kind, strategies in UNDER.items() for strategy in strategies]
 PAIRS = [("single", "ep"), ("ep", "zero2"), ("zero3", "ep"), ("ep", "cp"), ("cp", "fsdp2")]
-"""Saved by the one, continued by the other."""
+"""(strategy that saves, strategy that resumes)."""
 if EVERYTHING:
     PAIRS = [pair for pair in permutations(["single", *STRATEGIES], 2) if pair[1] != "single"]
 BIASED = {"model_type": "deepseek_v3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
@@ -47,8 +48,8 @@ BIASED |= {"moe_intermediate_size": 32, "num_hidden_layers": 3, "first_k_dense_r
 BIASED |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
 BIASED |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
 BIASED |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 128, "tie_word_embeddings": True}
-"""The first layer is dense, the others have a shared expert and, of those that are chosen, a number that no number of
-processes divides."""
+"""Model with a dense first layer. Later layers have a shared expert and nine routed experts, an odd number so that two
+ranks can't split them evenly."""
 BY_BIAS = ["--loss.router_bias_rate", "0.01", "--optim.name", "muon"]
 SHARDED = ["ddp", "fsdp2", "zero1", "zero3", "cp", "pp"] if EVERYTHING else ["fsdp2", "zero3", "cp", "pp"]
 ALONE = {
@@ -56,7 +57,7 @@ ALONE = {
     "recomputed": ["--activation_checkpointing", "full"],
 }
 if EVERYTHING:
-    ALONE["compiled"] = ["--compile", "regional"]  # else tests/training/test_experts.py compares the gradients
+    ALONE["compiled"] = ["--compile", "regional"]
 BALANCE = ["--loss.router_balance", "0.5"]
 LONG = ["--budget.steps", "150", "--batch.tokens_per_step", "1024", "--batch.sequences_per_micro_batch", "16"]
 LONG += ["--optim.learning_rate", "3e-3", "--optim.max_grad_norm", "1.0", "--optim.warmup_steps", "20"]
@@ -92,7 +93,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
     def trained(kind: str, strategy: str, name: str = "", **more) -> dict:
         arguments = [argument.format(folder=folder) for argument in KINDS[kind]]
-        # Muon multiplies in fp32.
+        # With this bucket size, Muon computes in fp32.
         return run(strategy, name or f"{kind} {strategy}", *BALANCE, *arguments, muon_bucket=2**20, **more)
 
     def resumed(source: str, target: str, name: str) -> dict:
@@ -109,7 +110,7 @@ def runs(shards, tmp_path_factory) -> Path:
     alone.append(run("single", "biased", *biased, **in_fp32))
     of_biased = str(folder / "biased/checkpoints/step-00000004")
     alone.append(run("single", "biased_resumed", *biased, start_from=of_biased, **in_fp32))
-    for_ep = [*biased, "--model.n_routed_experts", "8"]  # which two processes divide
+    for_ep = [*biased, "--model.n_routed_experts", "8"]  # divisible by two processes
     alone.append(run("single", "for_ep", *for_ep, **in_fp32))
     alone.append(run("single", "biased_skipped", *biased, nan_at_call=4 * STEPS - 4, **in_fp32))  # in the last step
     together = [trained(kind, strategy) for kind, strategy in CASES]
@@ -132,7 +133,7 @@ def figures(run: Path) -> dict[str, dict[int, float]]:
 
 
 def differences(run: Path, expected: Path) -> dict[str, float]:
-    """The largest of each figure over all steps."""
+    """Returns the largest difference of each metric over all steps."""
     return {
         name: max(abs(value - figures(expected)[name][step]) for step, value in steps.items())
         for name, steps in figures(run).items()
@@ -146,34 +147,34 @@ def differences(run: Path, expected: Path) -> dict[str, float]:
         *(("qwen3_moe", name) for name in ALONE),
     ],
 )
-def test_every_step_is_that_of_one_process(runs, kind, name):
-    """Loads to the last assignment; the losses to 1e-6, two of fp32's last digits at 6 nats."""
+def test_every_step_matches_one_process(runs, kind, name):
+    """Expert loads must be equal and losses within 1e-6, which is two units in the last place at 6 nats."""
     tolerances = {"loss": 1e-6, "grad_norm": 2e-5, "router_balance_loss": 1e-6}
     assert list(losses(runs / name)) == list(range(1, STEPS + 1))
     found = differences(runs / name, runs / f"{kind} single")
-    if kind == "muon":  # orthogonalised, a last digit is enough for a token at a tie to choose another expert
+    if kind == "muon":  # after orthogonalization, rounding can change the expert of a token near a tie
         found, tolerances = {"loss": found["loss"]}, {"loss": 1e-4}
     for figure, difference in found.items():
         assert difference <= tolerances.get(figure, 1e-6), figure
 
 
-def test_a_process_without_tokens_waits_for_nothing(runs):
-    assert figures(runs / "idle ep")["expert_load_max"][1] == 4, "two of eight experts have all"
+def test_a_process_without_tokens_does_not_block(runs):
+    assert figures(runs / "idle ep")["expert_load_max"][1] == 4, "two of eight experts must get all tokens"
 
 
 @pytest.mark.parametrize("name", ["resumed", *map(" ".join, PAIRS)])
-def test_a_resumed_run_knows_the_loads_of_the_step_before(runs, name):
-    """Bit by bit on the same process. Without the loads its first step would have even ones, and no balancing loss.
+def test_a_resumed_run_restores_the_previous_steps_expert_loads(runs, name):
+    """Without the previous step's expert counts, the first step would have no balancing loss.
 
-    What was loaded is compared bit by bit as it is loaded.
+    On one process, the resumed run must match bit for bit.
     """
     assert list(losses(runs / name)) == list(range(5, STEPS + 1))
     tolerance = 0 if name == "resumed" else 2e-5
     assert max(differences(runs / name, runs / "qwen3_moe single").values()) <= tolerance
 
 
-def test_experts_are_balanced_by_the_loss_and_not_without_it(runs):
-    """Real text, 150 steps: the entropy of the loads, of its maximum."""
+def test_experts_are_balanced_only_with_the_loss(runs):
+    """After 150 steps on real text, expert loads must be balanced only with the balancing loss."""
     balanced, left_alone = events(runs / "balanced", "train")[-1], events(runs / "left_alone", "train")[-1]
     assert balanced["expert_entropy_min"] > 0.95 > 0.9 > left_alone["expert_entropy"]
     assert balanced["expert_load_max"] < 2 < left_alone["expert_load_max"]
@@ -186,8 +187,8 @@ def biases(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", [*SHARDED, "ep", "resumed", "resumed_zero3"])
-def test_the_bias_and_muons_experts_are_those_of_one_process(runs, name):
-    """Routed, orthogonalised expert by expert, moved, saved, loaded and exported in the same way."""
+def test_router_bias_and_muon_experts_match_one_process(runs, name):
+    """The bias and the experts must be updated, saved, loaded and exported in the same way."""
     expected, found = runs / ("for_ep" if name == "ep" else "biased"), runs / f"biased_{name}"
     exact = name == "resumed"
     steps = figures(runs / "biased")["loss"]
@@ -201,7 +202,7 @@ def test_the_bias_and_muons_experts_are_those_of_one_process(runs, name):
         again = biases(other)
         assert again.keys() == saved.keys() and len(saved) == 2
         assert all(torch.equal(bias, again[key]) and bias.any() for key, bias in saved.items()), (
-            "in fp32 in final/ too"
+            "the bias must also be fp32 in final/"
         )
     assert not events(found, "export")[0]["problems"]
 
@@ -210,29 +211,31 @@ EXPORTED = [*(f"{kind} {strategy}" for kind, strategy in CASES), "biased", *(f"b
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_final_is_what_save_pretrained_writes_of_the_last_checkpoint(runs, name, tmp_path):
-    """Expert by expert, whoever held them. The logits were compared when it was written."""
+def test_final_matches_save_pretrained_of_the_last_checkpoint(runs, name, tmp_path):
+    """The export must contain a separate tensor for each expert."""
     last = runs / name / f"checkpoints/step-{STEPS:08d}"
     exported = SavedTensors(runs / name / "final", "model")
     expected = as_the_library_saves(last, tmp_path, torch.bfloat16)
     assert set(exported) == set(expected) and any(".experts.7.down_proj.weight" in key for key in exported)
     assert all(torch.equal(exported[key], expected[key]) for key in exported)
-    assert any(".experts.down_proj" in key for key in SavedTensors(last, "model")), "as it trains"
+    assert any(".experts.down_proj" in key for key in SavedTensors(last, "model")), (
+        "checkpoints store the experts of a layer in one tensor"
+    )
     assert not events(runs / name, "export")[0]["problems"]
 
 
-def test_a_skipped_step_leaves_the_bias(runs):
+def test_a_skipped_step_does_not_change_the_bias(runs):
     whole, skipped = (events(runs / name, "train") for name in ("biased", "biased_skipped"))
     assert whole[-2]["router_bias_max"] == skipped[-2]["router_bias_max"]
     assert events(runs / "biased_skipped", "skip")[0]["step"] == STEPS
     before, after = (biases(runs / f"biased_skipped/checkpoints/step-{step:08d}") for step in (STEPS - 4, STEPS))
     full = biases(runs / f"biased/checkpoints/step-{STEPS:08d}")
     moves = {key: ((after[key] - before[key]).abs() / 0.01).round() for key in full}
-    assert all(move.max() <= 3 for move in moves.values()), "of the three steps that were taken"
+    assert all(move.max() <= 3 for move in moves.values()), "only the three completed steps may move the bias"
     assert any(not torch.equal(full[key], after[key]) for key in full)
 
 
-def test_the_start_tells_active_parameters_and_counts_work_by_them(runs):
+def test_the_start_event_has_active_parameters_and_their_flops(runs):
     start = events(runs / "qwen3_moe single", "start")[0]
     experts = 2 * 8 * 3 * 64 * 32
     assert start["parameters"] - start["active_parameters"] == experts * 6 // 8

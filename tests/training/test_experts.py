@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers are found and followed, their loss is the stated one, active parameters are counted."""
+"""MoE models: routers are found, their losses match the formulas, and active parameters are counted."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ BALANCE, Z_LOSS = 0.5, 0.1
 def tiny_model(name: str, **more):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, **more), attn_implementation="eager").train()
-    with torch.no_grad():  # so that experts are far from equally loaded
+    with torch.no_grad():  # makes the expert loads unequal
         for router in routers_of(model):
             for parameter in router.module.parameters():
                 parameter.normal_(std=0.5)
@@ -66,7 +66,7 @@ def batch(rows: int = 4):
 
 
 def step(experts: Experts, model, micro_batches: list, skipped=None) -> dict[str, torch.Tensor]:
-    """Gradients of one step without an update."""
+    """Returns the gradients of one step without an update."""
     loss_of, micro_steps = LanguageModelLoss(model), len(micro_batches)
     experts.begin_step(micro_steps)
     for ids, targets in micro_batches:
@@ -84,7 +84,7 @@ def probabilities(name: str, logits):
 
 
 def recorded_logits(model, name: str) -> dict:
-    """{router's number: its logits in the last forward pass}."""
+    """Returns {router index: its logits in the last forward pass}."""
     logits = {}
 
     def record(number):
@@ -100,8 +100,8 @@ def recorded_logits(model, name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_those_of_the_loss_written_out(name):
-    """f is that of the step before: even in the first step, where the balancing loss has no gradient."""
+def test_gradients_match_the_loss_formula(name):
+    """The balancing loss uses the previous step's expert shares, which are uniform in the first step."""
     model, twin = tiny_model(name), tiny_model(name)
     experts = followed(model)
     first = step(experts, model, [batch()])
@@ -126,8 +126,8 @@ def test_gradients_are_those_of_the_loss_written_out(name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_means_the_same(name):
-    model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe: the first layer is dense
+def test_the_loss_has_the_same_scale_as_in_transformers(name):
+    model = tiny_model(name, num_hidden_layers=2)  # qwen3_moe's first layer is dense
     logits = recorded_logits(model, name)
     experts = followed(model)
     step(experts, model, [batch()])
@@ -135,7 +135,7 @@ def test_the_scale_is_that_of_transformers_so_that_a_models_own_coefficient_mean
     assert experts.figures()["router_balance_loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
-def test_figures_are_those_of_the_assignments():
+def test_metrics_match_the_assignments():
     model = tiny_model("mixtral")
     logits, experts = recorded_logits(model, "mixtral"), followed(model)
     step(experts, model, [batch()])
@@ -169,10 +169,10 @@ def test_micro_batches_and_ranks_do_not_change_the_step():
     [("qwen3_moe", "none", "full"), ("qwen3_moe", "regional", "full"), ("deepseek_v3", "regional", "none")],
 )
 def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(name, mode, checkpointing, monkeypatch):
-    """DeepSeek's bias moves between the steps, beside the graph.
+    """DeepSeek's bias is updated outside the graph, between the steps.
 
-    Graphs run as they are, since neither is a matter of what generates the code; DeepSeek's by inductor too in `make
-    test-strategies`.
+    The aot_eager backend is sufficient, because code generation doesn't matter here. `make test-strategies` also runs
+    DeepSeek with inductor.
     """
     is_deepseek = name == "deepseek_v3"
     if not is_deepseek or os.environ.get("STRATEGIES") != "all":
@@ -206,12 +206,12 @@ def test_a_bias_moves_against_the_load_of_the_step(name):
         assert torch.equal(bias, torch.tensor(expected)) and bias.any()
     kept = [bias.clone() for bias in biases]
     step(experts, model, [batch()], skipped=torch.tensor(1.0))
-    assert all(map(torch.equal, biases, kept)), "a step that is skipped moves nothing"
+    assert all(map(torch.equal, biases, kept)), "a skipped step must not move the biases"
     assert experts.figures()["router_bias_max"] == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie4_5_moe"])
-def test_a_bias_evens_the_load_out_without_any_gradient(name):
+def test_a_bias_balances_the_load_without_a_gradient(name):
     model = tiny_model(name)
     experts = followed(model, balance=0.0, z_loss=0.0, bias_rate=0.02)
     spread = []
@@ -221,7 +221,7 @@ def test_a_bias_evens_the_load_out_without_any_gradient(name):
     assert 1 - spread[-1] < (1 - spread[0]) / 3
 
 
-def test_a_share_that_is_even_is_not_rounded_to_a_side():
+def test_an_even_share_does_not_move_the_bias():
     model = tiny_model("deepseek_v3")
     experts = followed(model, bias_rate=0.5)
     even = 2**24 // 3
@@ -231,8 +231,8 @@ def test_a_share_that_is_even_is_not_rounded_to_a_side():
 
 
 @pytest.mark.parametrize("name", ["ernie4_5_moe", "laguna", "afmoe"])
-def test_a_bias_that_is_declared_a_parameter_is_built_as_a_buffer(name):
-    """So that it is whole under every strategy, and in no optimizer."""
+def test_a_bias_declared_as_a_parameter_becomes_a_buffer(name):
+    """As a buffer, the bias is replicated under every strategy and not passed to the optimizer."""
     config = AutoConfig.for_model(name, **{**COMMON, **MODELS.get(name, {}), "num_hidden_layers": 3})
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(config)
@@ -254,7 +254,7 @@ def test_evaluation_counts_nothing():
     assert experts.counts() != before and experts.counts() is None
 
 
-def test_a_saved_step_goes_on_as_it_would_have():
+def test_a_restored_step_continues_identically():
     model, twin = tiny_model("mixtral"), tiny_model("mixtral")
     experts, resumed = followed(model), followed(twin)
     step(experts, model, [batch()])
@@ -267,7 +267,7 @@ def test_a_saved_step_goes_on_as_it_would_have():
     )
 
 
-def test_an_fp16_loss_scale_scales_the_routers_losses_too():
+def test_an_fp16_loss_scale_also_scales_the_router_losses():
     model, twin = tiny_model("mixtral"), tiny_model("mixtral")
     plain, scaled = followed(model), followed(twin, state=lambda: {"scale": 1024.0})
     plain.load(counts := [[40, 0, 0, 0, 0, 0, 0, 8]] * 3)
@@ -280,11 +280,11 @@ def test_an_fp16_loss_scale_scales_the_routers_losses_too():
         torch.testing.assert_close(other.grad / 1024.0, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_experts_without_tokens_are_warned_of_once(monkeypatch):
+def test_dead_experts_are_reported_once(monkeypatch):
     monkeypatch.setattr(experts_module, "IDLE_STEPS", 3)
     model = tiny_model("mixtral")
     with torch.no_grad():
-        routers_of(model)[1].module.weight.zero_()  # equal logits: the same two are chosen always
+        routers_of(model)[1].module.weight.zero_()  # equal logits always select the same two experts
     experts = followed(model, balance=0.0, z_loss=0.0)
     told = []
     for _ in range(5):
@@ -305,29 +305,29 @@ def test_experts_without_tokens_are_warned_of_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_active_parameters_are_those_of_a_model_with_as_many_experts_as_a_token_visits(name):
-    """Less the rows of the routers for the experts that such a model does not have."""
+def test_active_parameters_match_a_model_with_only_the_selected_experts(name):
+    """The smaller model also has fewer router rows, which are counted separately."""
     key = next(key for key in EXPERTS if key in MODELS[name])
     chosen = next(MODELS[name][key] for key in CHOSEN if key in MODELS[name])
     whole, small = tiny_model(name), tiny_model(name, **{key: chosen, "topk_group": 1, "n_group": 1})
-    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # a bias
+    row = COMMON["hidden_size"] + (1 if name in ("gpt_oss", "ernie4_5_moe") else 0)  # router bias
     rows = (8 - chosen) * row * len(routers_of(whole))
     inactive = inactive_parameters(whole)
     assert inactive > 0
     assert whole.num_parameters() - inactive == small.num_parameters() + rows
 
 
-def test_a_dense_model_is_active_as_a_whole():
+def test_all_parameters_of_a_dense_model_are_active():
     config = AutoConfig.for_model("qwen3", **{**COMMON, "head_dim": 16})
     assert active_parameters(config) == count_parameters(config)
     more = flops_per_token(config, 64) - flops_per_token(config, 32)
-    assert more == 12 * 3 * (4 * 16) * 32, "heads x head width, which is not the hidden width"
+    assert more == 12 * 3 * (4 * 16) * 32, "attention uses heads x head size, not the hidden size"
     config = tiny_config("deepseek_v3")
     more = flops_per_token(config, 64) - flops_per_token(config, 32)
-    assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values of different width"
+    assert more == 6 * 3 * 4 * ((8 + 8) + 8) * 32, "keys and values have different sizes"
 
 
-def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
+def test_experts_compute_in_the_precision_of_the_run(monkeypatch):
     seen = []
 
     def spied(experts, hidden_states, *arguments):
@@ -346,7 +346,7 @@ def test_experts_multiply_in_the_precision_of_the_run(monkeypatch):
     assert model.model.layers[0].mlp.experts.gate_up_proj.grad.dtype == torch.float32
 
 
-def test_a_recipe_s_coefficient_goes_before_the_models():
+def test_a_recipes_coefficient_overrides_the_models():
     assert losses_of(Loss(), tiny_config("olmoe", router_aux_loss_coef=0.03)) == RouterLosses(3, 0.03, 0.0)
     assert losses_of(Loss(router_balance=0.0, router_z_loss=0.1), tiny_config("olmoe")) == RouterLosses(3, 0, 0.1)
     assert losses_of(Loss(), tiny_config("mixtral", router_z_loss_coef=0.002)).z_loss == 0.002
@@ -357,19 +357,19 @@ def test_a_recipe_s_coefficient_goes_before_the_models():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "llama"])
-def test_a_model_without_a_bias_is_refused_its_rate(name):
+def test_a_bias_rate_is_rejected_for_a_model_without_a_bias(name):
     config = tiny_config(name) if name in MODELS else AutoConfig.for_model(name, **COMMON)
     with pytest.raises(InputError, match=rf"loss.router_bias_rate: .*{name} .*has no router bias"):
         losses_of(Loss(router_bias_rate=0.001), config)
 
 
-def test_deepseeks_own_coefficient_is_translated_in_the_refusal():
-    """Theirs is summed over layers (2 here) and 1 where all experts get the same, ours averaged, and K (2) there."""
+def test_the_error_converts_deepseeks_own_coefficient():
+    """DeepSeek sums the loss over layers and normalizes it differently, so the error shows the converted value."""
     with pytest.raises(InputError, match=r"aux_loss_alpha 0\.004 would be 0\.004 here"):
         losses_of(Loss(), tiny_config("deepseek_v2", aux_loss_alpha=0.004))
 
 
-def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tmp_path):
+def test_a_model_without_a_coefficient_needs_one_in_the_recipe(recipe, tmp_path):
     keys = {key: value for key, value in {**COMMON, **MODELS["deepseek_v3"]}.items() if key != "pad_token_id"}
     (tmp_path / "moe.json").write_text(json.dumps({**keys, "model_type": "deepseek_v3", "vocab_size": 512}))
     recipe.write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), "model": str(tmp_path / "moe.json")}))
@@ -382,7 +382,7 @@ def test_a_model_without_a_coefficient_is_refused_until_one_is_stated(recipe, tm
     assert "active of" in accepted.stdout and "per active parameter" in accepted.stdout
 
 
-def test_copies_of_a_followed_model_are_followed_alike():
+def test_copies_of_a_model_keep_their_routers():
     model = tiny_model("mixtral")
     followed(model)
     assert [router.name for router in routers_of(copy.deepcopy(model))] == [r.name for r in routers_of(model)]

@@ -1,4 +1,4 @@
-"""The guard's verdicts on made-up losses, and that it goes on after a restart as if there had been none."""
+"""The guard must detect problems in synthetic losses, and a restart must not change its decisions."""
 
 import json
 import math
@@ -24,7 +24,8 @@ def judge_all(guard, losses, first=1):
     [(3.9, []), (4.1, ["spike"]), (5.9, ["spike"]), (6.1, ["spike"]), (math.nan, []), (math.inf, [])],
 )
 def test_one_bad_step_is_at_most_reported(loss, events):
-    """Early on the mean alone counts: twice is reported, three times is one strike of three."""
+    """Early in a run, a loss of twice the mean is reported, and three times the mean counts as one of three bad
+    steps."""
     guard = StepGuard(config.Guard())
     findings = judge_all(guard, [2.0] * MIN_LOSSES_FOR_MEAN + [loss, 2.0, 2.0])
     assert [finding.event for finding in findings] == events
@@ -32,29 +33,31 @@ def test_one_bad_step_is_at_most_reported(loss, events):
 
 
 @pytest.mark.parametrize("loss", [6.1, math.nan, math.inf])
-def test_three_in_a_row_go_back_before_the_first(loss):
+def test_three_bad_steps_roll_back_before_the_first(loss):
     findings = judge_all(StepGuard(config.Guard()), [2.0] * 10 + [loss] * 3)
     assert findings[-1].roll_back == (11, 13) and not any(finding.roll_back for finding in findings[:-1])
     interrupted = judge_all(StepGuard(config.Guard()), [2.0] * 10 + [loss, loss, 2.0, loss, loss, 2.0])
     assert not any(finding.roll_back for finding in interrupted)
 
 
-def test_a_skipped_step_is_a_strike_but_not_while_fp16_looks_for_its_scale():
+def test_a_skipped_step_counts_as_bad_unless_fp16_adjusts_its_scale():
     for scales_loss, expected in ((False, [(1, 3)]), (True, [])):
         guard = StepGuard(config.Guard(), scales_loss=scales_loss)
         found = [f for step in (1, 2, 3) for f in guard.judge(report(step, grad_norm=math.inf, skipped=True))]
         assert [finding.roll_back for finding in found] == expected
 
 
-def test_deviations_count_once_there_are_enough_and_never_below_a_tenth():
+def test_deviations_need_enough_losses_and_a_minimum_increase():
     chance = random.Random(0)
     noisy = [2.0 + chance.gauss(0, 0.05) for _ in range(MIN_LOSSES_FOR_DEVIATION)]
     guard = StepGuard(config.Guard())
     assert judge_all(guard, noisy) == []
-    assert judge_all(guard, [2.15], 100) == [], "three standard deviations"
-    assert judge_all(guard, [2.6] * 3, 101)[-1].roll_back == (101, 103), "twelve"
+    assert judge_all(guard, [2.15], 100) == [], "three standard deviations are not a spike"
+    assert judge_all(guard, [2.6] * 3, 101)[-1].roll_back == (101, 103), "twelve standard deviations are a spike"
     even = StepGuard(config.Guard())
-    assert judge_all(even, [2.0] * 100 + [2.15] * 5) == [], "a deviation of 0 does not make every step a spike"
+    assert judge_all(even, [2.0] * 100 + [2.15] * 5) == [], (
+        "with a standard deviation of 0, not every step may be a spike"
+    )
 
 
 def test_spikes_do_not_become_the_new_mean():
@@ -62,7 +65,7 @@ def test_spikes_do_not_become_the_new_mean():
     assert len([f for f in judge_all(guard, [2.0] * 20 + [7.0] * 50) if f.event == "spike"]) == 50
 
 
-def test_divergence_is_reported_once_and_stops_where_configured():
+def test_divergence_is_reported_once_and_stops_if_configured():
     losses = [2.0] * 300 + [2.0 + 0.05 * step for step in range(60)]
     for action, stops in (("warn", False), ("stop", True)):
         guard = StepGuard(config.Guard(on_divergence=action, spike_sigma=1e9))
@@ -76,15 +79,15 @@ def test_gradient_explosion_is_reported():
     assert finding.event == "explosion" and "above 100" in finding.message
 
 
-def test_a_restart_does_not_change_a_verdict():
-    """State goes through JSON, as in a checkpoint, after every step."""
+def test_a_restart_does_not_change_decisions():
+    """The state goes through JSON after every step, as in a checkpoint."""
     chance = random.Random(1)
     losses = [chance.choice([2.0, 2.1, 2.05, 2.02, 4.5, 7.0, math.nan]) for _ in range(400)]
     unbroken, resumed = StepGuard(config.Guard()), StepGuard(config.Guard())
     for step, loss in enumerate(losses, 1):
         expected = unbroken.judge(report(step, loss))
         resumed = StepGuard(config.Guard(), json.loads(json.dumps(resumed.state())))
-        assert str(resumed.judge(report(step, loss))) == str(expected)  # as text: NaN is not equal to itself
+        assert str(resumed.judge(report(step, loss))) == str(expected)  # compared as strings, because NaN != NaN
 
 
 def test_a_drop_in_speed_is_reported_once():

@@ -1,4 +1,4 @@
-"""What is said of a run: speeds that are differences of times, lines that any JSON reader takes, words."""
+"""Metrics: speeds exclude pauses, log lines are valid JSON, and console lines fit the terminal."""
 
 import json
 import math
@@ -28,23 +28,25 @@ def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
     )
     now[0] += 4
     throughput.step_done()
-    assert throughput.read(4000, 1e6, None, 1)["tokens_per_second"] == pytest.approx(1000), "a new interval"
+    assert throughput.read(4000, 1e6, None, 1)["tokens_per_second"] == pytest.approx(1000), (
+        "each read starts a new interval"
+    )
     assert Throughput().read(1, 1.0, None, 1)["mfu"] is None
 
 
-def test_lines_are_json_whatever_the_numbers():
+def test_lines_are_valid_json_for_any_number():
     line = finite({"loss": float("nan"), "norm": float("inf"), "step": 3, "lr": 0.1})
     assert json.loads(json.dumps(line, allow_nan=False)) == {"loss": None, "norm": None, "step": 3, "lr": 0.1}
 
 
-def test_words():
+def test_numbers_are_formatted_as_text():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
 
 
-@pytest.mark.parametrize("known", ["told", "from the attempt before", "nothing"])
-def test_the_end_always_says_where_the_run_stands(tmp_path, known):
-    if known == "from the attempt before":
+@pytest.mark.parametrize("known", ["told", "from the previous attempt", "nothing"])
+def test_the_end_event_always_has_the_position(tmp_path, known):
+    if known == "from the previous attempt":
         (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 7, "tokens": 70}\n{"event": "warning"}\n')
     metrics = Metrics(tmp_path, is_main=True)
     if known == "told":
@@ -73,7 +75,7 @@ def metrics(tmp_path):
     return metrics
 
 
-def test_step_lines_fit_the_terminal_and_the_log_has_everything(metrics, tmp_path, monkeypatch):
+def test_step_lines_fit_the_terminal_and_the_log_is_complete(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("train", **TRAIN)
     monkeypatch.setenv("COLUMNS", "160")
@@ -82,13 +84,13 @@ def test_step_lines_fit_the_terminal_and_the_log_has_everything(metrics, tmp_pat
     assert [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()] == [FULL, FULL]
 
 
-def test_piped_step_lines_have_everything(metrics, capsys):
+def test_piped_step_lines_are_complete(metrics, capsys):
     metrics.write("train", **TRAIN)
     metrics.write("warning", message="w")
     assert capsys.readouterr().out == f"{FULL}\nwarning: w\n"
 
 
-def test_loss_terms_and_scores_are_said_by_name(metrics, capsys):
+def test_loss_terms_and_scores_are_printed_by_name(metrics, capsys):
     metrics.write("train", **TRAIN, loss_mine=0.12345, loss_other=2e-6)
     metrics.say_scores(500, "arc_easy", {"acc": 0.43, "acc_stderr": 0.01, "acc_norm": None, "samples": 9})
     lines = capsys.readouterr().out.splitlines()
@@ -96,7 +98,7 @@ def test_loss_terms_and_scores_are_said_by_name(metrics, capsys):
     assert lines[1] == "step 500 · arc_easy · acc 0.4300"
 
 
-def test_warnings_and_a_bad_end_have_colors_on_a_terminal_alone(metrics, tmp_path, monkeypatch):
+def test_warnings_and_failures_have_colors_only_on_a_terminal(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("warning", message="w")
     metrics.write("end", reason="r", code=16, step=1, tokens=2, seconds=3.0)
@@ -113,7 +115,7 @@ def begin(metrics):
     metrics.begin(SimpleNamespace(output=None, trackers=[]))
 
 
-def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, monkeypatch):
+def test_the_live_line_stays_below_the_log_lines(metrics, monkeypatch):
     screen = watched(monkeypatch, 80)
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
@@ -121,7 +123,7 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
     metrics.expect("First step")
     figures = LiveFigures(step_seconds=0.25, tokens_per_second=8224.0)
     for step in range(1, 11):
-        now[0] += 0.06  # shown every other time: at most ten times per second
+        now[0] += 0.06  # shown every other time, because the limit is ten times per second
         figures.losses.append(4.0 - step / 10)
         metrics.show(figures, step, 200, math.inf)
     drawn = [line.removesuffix("\r") for line in screen.getvalue().split("\r\x1b[K")]
@@ -131,16 +133,16 @@ def test_the_live_line_moves_between_log_lines_and_stands_below_them(metrics, mo
     assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}\r")
     with metrics.doing("validation"):
         assert screen.getvalue().endswith("step 0 · validation ...\r")
-    assert screen.getvalue().endswith(f"{drawn[-1]}\r"), "and what it said before"
+    assert screen.getvalue().endswith(f"{drawn[-1]}\r"), "the previous line must be shown again"
     metrics.end(0, "done")
-    assert screen.getvalue().endswith("exit status 0\n"), "the end is the last line"
+    assert screen.getvalue().endswith("exit status 0\n"), "the last line must report the end"
 
 
 def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
     figures = LiveFigures(step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396)
     wide = figures.in_words(100, 586, 200, math.inf, 160)
     assert wide == "step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s"
-    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends it before"
+    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends the run earlier"
     assert LiveFigures().in_words(0, 586, 200, math.inf, 80) == "step 0/586"
 
 
@@ -152,11 +154,11 @@ def test_a_file_gets_no_live_line(metrics, capsys):
     assert not metrics.is_live and capsys.readouterr() == ("", "")
 
 
-def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
+def test_the_live_speed_excludes_pauses_and_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
-    for seconds in (60.0, 2.0, 2.0):  # the first compiles
+    for seconds in (60.0, 2.0, 2.0):  # the first step compiles
         now[0] += seconds
         throughput.step_done()
     assert throughput.recent_step_seconds == 2.0
@@ -171,8 +173,8 @@ def test_the_live_speed_leaves_out_pauses_and_the_first_step(monkeypatch):
 
 
 @pytest.mark.parametrize("pauses", [False, True])
-def test_the_time_left_leaves_out_the_step_that_compiles(metrics, capsys, monkeypatch, pauses):
-    """Whether the steps are logged one by one or together, and paused between or not."""
+def test_the_remaining_time_excludes_the_compiling_step(metrics, capsys, monkeypatch, pauses):
+    """The estimate must not depend on pauses between steps."""
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()

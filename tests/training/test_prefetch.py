@@ -1,4 +1,4 @@
-"""The next micro-batch is read beside the step: the right one, once, and an error where it belongs."""
+"""The next micro-batch must be prefetched correctly and only once, and read errors raised when it is needed."""
 
 import threading
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ WAIT_SECONDS = 120
 
 @dataclass
 class Run:
-    """A run of 3 steps of 2 micro-steps, and its batches, whose tokens tell where they are from."""
+    """Run of 3 steps with 2 micro-steps each, whose token IDs identify the step and micro-step."""
 
     name: int = 0
     total_steps: int = 3
@@ -66,35 +66,35 @@ def token(batch):
     return batch["input_ids_BT"].unique().item()
 
 
-def test_in_the_order_of_training_every_batch_is_read_once_and_nothing_beyond_the_end():
+def test_every_batch_is_read_once_in_training_order():
     run, ahead = Run(), reader()
     places = [(step, micro_step) for step in range(3) for micro_step in range(2)]
     assert [token(ahead.micro_batch(run, *place)) for place in places] == [10 * s + m for s, m in places]
     assert run.reads == places
 
 
-def test_the_next_step_is_read_before_it_is_asked_for():
+def test_the_next_step_is_read_before_it_is_requested():
     run, ahead = Run(), reader()
     ahead.micro_batch(run, 0, 0)
     assert run.is_read.wait(WAIT_SECONDS) and run.reads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_quick_reads_stay_in_the_thread_that_trains(monkeypatch):
+def test_quick_reads_stay_in_the_training_thread(monkeypatch):
     monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", float("inf"))
     run, ahead = Run(), reader()
     ahead.micro_batch(run, 0, 0)
-    ahead._thread.shutdown()  # a second one would be an error
+    ahead._thread.shutdown()  # starting another read in the thread would fail
     assert token(ahead.micro_batch(run, 1, 1)) == 11 and run.reads == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_after_going_back_the_other_run_s_batch_arrives():
+def test_after_a_rollback_the_new_runs_batch_is_returned():
     first, second, ahead = Run(), Run(name=1), reader()
     ahead.micro_batch(first, 0, 0)
     assert token(ahead.micro_batch(second, 0, 1)) == 101
-    assert token(ahead.micro_batch(second, 0, 0)) == 100, "any other place is read as well"
+    assert token(ahead.micro_batch(second, 0, 0)) == 100, "any other micro-batch can be read, too"
 
 
-def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
+def test_a_read_error_is_raised_in_the_step_that_needs_the_batch():
     run, ahead = Run(damaged=(1, 1)), reader()
     assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1]
     with pytest.raises(InputError, match="damaged"):
@@ -102,7 +102,7 @@ def test_an_error_is_that_of_the_step_that_asks_for_the_batch():
 
 
 class FirstProcess:
-    """What reads for all, at once."""
+    """Dispatcher that reads immediately, for all processes."""
 
     def __init__(self):
         self.steps = []
@@ -114,19 +114,19 @@ class FirstProcess:
         return future
 
 
-def test_dispatched_steps_are_asked_for_once_each_one_ahead_and_alike_whatever_the_time(monkeypatch):
+def test_dispatched_steps_are_requested_once_and_one_step_ahead(monkeypatch):
     monkeypatch.setattr(prefetch, "QUICK_READ_SECONDS", float("inf"))
     run, other, first = Run(), Run(name=1), FirstProcess()
     ahead = reader(first)
     assert [token(ahead.micro_batch(run, 0, number)) for number in range(2)] == [0, 1] and first.steps == [0, 1]
     assert [token(ahead.micro_batch(run, 1, number)) for number in range(2)] == [10, 11]
-    assert token(ahead.micro_batch(other, 1, 0)) == 110, "the run went back, and its data is other data"
+    assert token(ahead.micro_batch(other, 1, 0)) == 110, "after a rollback, the data is different"
     assert token(ahead.micro_batch(other, 2, 1)) == 121
-    assert first.steps == [0, 1, 2, 1, 2], "each step in one exchange, and nothing beyond the end"
+    assert first.steps == [0, 1, 2, 1, 2], "each step needs one exchange, and none may follow the last step"
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int64])
-def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dtype):
+def test_inputs_and_targets_are_int64_and_contiguous_for_any_shard_dtype(dtype):
     ids = np.arange(30, dtype=dtype).reshape(3, 10)
     inputs = model_inputs(
         ids, WindowSpec(9, True), end_of_document_id=12, device=CPU, attention="groundwork_sdpa", rows=2
@@ -136,10 +136,10 @@ def test_inputs_and_targets_are_int64_and_contiguous_whatever_the_shards_hold(dt
     assert all(inputs[name].dtype == torch.int64 for name in ("input_ids_BT", "targets_BT", "position_ids"))
     assert all(inputs[name].is_contiguous() for name in ("input_ids_BT", "targets_BT"))
     assert inputs["position_ids"][1].tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6]
-    assert ids[2, 3] == 23, "the batch is not written to"
+    assert ids[2, 3] == 23, "the batch must not be modified"
 
 
-def test_ignored_rows_leave_the_inputs_alone():
+def test_ignored_rows_do_not_change_the_inputs():
     ids = np.arange(10).reshape(1, 10)
     inputs = model_inputs(
         ids, WindowSpec(9, False), end_of_document_id=0, device=CPU, attention="groundwork_sdpa", rows=0
@@ -150,7 +150,7 @@ def test_ignored_rows_leave_the_inputs_alone():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_for_a_gpu_wait_in_pinned_memory():
+def test_batches_for_a_gpu_are_in_pinned_memory():
     ids = np.arange(30, dtype=np.uint16).reshape(3, 10)
     batch = host_batch(ids, WindowSpec(9, True), end_of_document_id=12, device=torch.device("cuda"))
     assert batch.ids.is_pinned() and all(tensor.is_pinned() for tensor in batch.layout.values())

@@ -1,4 +1,4 @@
-"""The probe: what it finds of every causal model of transformers, and that it finds each kind of fault."""
+"""The probe must handle every causal model in transformers and detect each kind of fault."""
 
 import functools
 import json
@@ -32,19 +32,19 @@ LLAMA = {**SMALL, "num_hidden_layers": 2, "vocab_size": 61, "max_position_embedd
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    """Caches know configurations, not what a test does to the code."""
+    """Clears the caches, because their keys don't change if a test patches code."""
     probe_module._probe.cache_clear()
     reference_of.cache_clear()
     probe_module._balance_problem.cache_clear()
 
 
 @pytest.mark.parametrize("model_type", causal_models.causal_models())
-def test_every_causal_model_works_or_is_refused_by_name_as_the_page_says(model_type):
-    """For a new version of transformers `PYTHONPATH=. python tests/support/causal_models.py` writes the table anew."""
+def test_every_causal_model_works_or_is_rejected_as_documented(model_type):
+    """Compares with the table in the docs, which `PYTHONPATH=. python tests/support/causal_models.py` regenerates."""
     on, off = (causal_models.outcome(model_type, document_mask) for document_mask in (True, False))
     if off.startswith("refused"):
         found = (causal_models.reason_of(off),)
-        assert on.startswith("refused"), "a model that does not train without the mask does not train with it"
+        assert on.startswith("refused"), "a model that can't train without the mask can't train with it"
     else:
         found = ("rejected" if on.startswith("refused") else on, off)
     assert causal_models.table_on_page()[model_type] == found
@@ -68,8 +68,8 @@ def test_any_size_is_probed(changes):
     assert found == probe_module.Probe("groundwork_sdpa", from_hidden_states=True)
 
 
-def test_every_kind_of_layer_is_in_the_copy():
-    config = AutoConfig.for_model("jamba")  # attention in layers 4, 12, ..., experts in every second one
+def test_the_copy_has_every_kind_of_layer():
+    config = AutoConfig.for_model("jamba")  # attention in layers 4, 12, ..., experts in every second layer
     total, layers = kinds_of_layers(config)
     assert (total, layers) == (32, 8) or layers > 4
     reference = reference_of(KeyedConfig.of(config))
@@ -83,7 +83,7 @@ def found_of_llama(**arguments):
 
 
 def replace_attention(monkeypatch, **fixed):
-    """groundwork_sdpa with some of its arguments overruled."""
+    """Replaces groundwork_sdpa with a version with some fixed arguments."""
     interface = AttentionInterface()
     monkeypatch.setitem(
         interface._global_mapping,
@@ -92,7 +92,7 @@ def replace_attention(monkeypatch, **fixed):
     )
 
 
-def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
+def test_an_attention_that_ignores_documents_is_not_used(monkeypatch):
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     found = found_of_llama()
     assert found.attention == "sdpa"
@@ -100,15 +100,17 @@ def test_an_attention_that_ignores_documents_is_passed_over(monkeypatch):
     assert found_of_llama(window=WindowSpec(64, document_mask=False)).attention == "groundwork_sdpa"
 
 
-def test_an_attention_that_computes_something_else_is_passed_over(monkeypatch):
+def test_an_attention_with_different_results_is_not_used(monkeypatch):
     replace_attention(monkeypatch, scaling=1.0)
     found = found_of_llama(window=WindowSpec(64, document_mask=False))
     assert found.attention == "sdpa" and "logits differ from the library's own" in found.passed_over[0]
 
 
-def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch):
+def test_an_explicit_attention_is_rejected_with_alternatives(monkeypatch):
     monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: ["groundwork_sdpa"])
-    monkeypatch.setattr(probe_module, "_mixers", lambda *arguments: set())  # or documents would be rows of their own
+    monkeypatch.setattr(
+        probe_module, "_mixers", lambda *arguments: set()
+    )  # otherwise each document would be a separate row
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     with pytest.raises(InputError) as refused:
         found_of_llama(attention="sdpa")
@@ -117,7 +119,7 @@ def test_what_was_asked_for_by_name_is_refused_with_what_can_be_done(monkeypatch
     assert "--data.document_mask false" in text and "--attention auto" in text
 
 
-def test_a_model_that_sees_the_future_is_refused(monkeypatch):
+def test_a_model_that_is_not_causal_is_rejected(monkeypatch):
     def not_causal(module, query, key, value, mask, **kwargs):
         return eager(module, query, key, value, None, **kwargs)
 
@@ -127,7 +129,7 @@ def test_a_model_that_sees_the_future_is_refused(monkeypatch):
         found_of_llama()
 
 
-def test_gradients_must_be_there_and_finite(monkeypatch):
+def test_missing_and_nonfinite_gradients_are_rejected(monkeypatch):
     forward = LlamaForCausalLM.forward
 
     def without_the_last_layer(self, *args, **kwargs):
@@ -164,19 +166,19 @@ def test_the_balancing_loss_must_reach_every_router(monkeypatch):
         probe(config, attention="auto", window=MASKED, balances=True)
 
 
-def test_where_the_logits_come_from_is_found_out():
+def test_the_source_of_the_logits_is_detected():
     assert projects_hidden_states(AutoConfig.for_model("llama", **LLAMA))
     assert not projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=4.0))
     assert projects_hidden_states(AutoConfig.for_model("granite", **LLAMA, logits_scaling=1.0))
     assert projects_hidden_states(AutoConfig.for_model("nanochat", **LLAMA, final_logit_softcapping=15.0))
-    # Its own forward pass ignores a cap, so the loss must not apply one.
+    # Llama's forward pass ignores the cap, so the loss must not apply it.
     assert not projects_hidden_states(AutoConfig.for_model("llama", **LLAMA, final_logit_softcapping=1.0))
-    # Whether logits of this size are capped cannot be seen.
+    # With such a large cap, the logits don't show whether it is applied.
     assert not projects_hidden_states(AutoConfig.for_model("nanochat", **LLAMA, final_logit_softcapping=1e4))
 
 
 def with_model(recipe, tmp_path, **values) -> list[str]:
-    """The recipe of this model, for 4 steps."""
+    """Changes the recipe to this model and 4 steps. Returns the command."""
     (tmp_path / "model.json").write_text(json.dumps(values))
     settings = yaml.safe_load(recipe.read_text()) | {"model": str(tmp_path / "model.json"), "budget": {"steps": 4}}
     recipe.write_text(yaml.safe_dump(settings))
@@ -202,10 +204,10 @@ INKLING = {
     "num_experts_per_tok": 2,
     "eos_token_id": None,
 }
-"""Short convolutions within an attention that needs a mask, which rows of one document each do not have."""
+"""Model with short convolutions inside attention that needs a mask, so documents can't be separate rows."""
 
 
-def test_check_refuses_what_would_train_wrongly(recipe, tmp_path):
+def test_check_rejects_incorrect_training(recipe, tmp_path):
     arguments = with_model(recipe, tmp_path, **INKLING)
     refused = run_script(*arguments, "--loss.router_balance", "0", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
@@ -213,7 +215,7 @@ def test_check_refuses_what_would_train_wrongly(recipe, tmp_path):
     assert "--data.document_mask false" in refused.stderr
 
 
-def test_documents_in_rows_refuse_what_changes_shapes_or_divides_windows(recipe, tmp_path):
+def test_full_compilation_is_rejected_with_documents_as_rows(recipe, tmp_path):
     arguments = with_model(recipe, tmp_path, **MAMBA)
     refused = run_script(*arguments, "--compile", "full", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
@@ -235,6 +237,6 @@ def test_models_beyond_plain_attention_train_and_their_export_is_verified(
     arguments = with_model(recipe, tmp_path, **values)
     printed = (launch(strategy, 2, *arguments) if strategy else run_script(*arguments)).stdout
     assert re.search(rf"^attention +{re.escape(attention)}[,;]?", printed, re.MULTILINE)
-    # The loss of packed windows under the training model, and of each document alone by the library.
+    # Compares the training model on packed sequences with transformers on separate documents.
     differs = re.search(r"one document at a time, within (\S+) of", printed)
     assert float(differs.group(1)) < 1e-3

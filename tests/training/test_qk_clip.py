@@ -1,4 +1,4 @@
-"""QK-clip scales the heads whose logits exceeded tau, and no others; test_muon_and_adafactor.py has the strategies."""
+"""QK-clip must scale only the heads whose logits exceeded tau; test_muon_and_adafactor.py tests the strategies."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def config_of(values):
 
 
 def clipped(values: dict, tau: float):
-    """A model in training and its QK-clip, whose methods are called in place of a strategy."""
+    """Returns a model in training mode and its QK-clip, with a stub strategy."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(values), attn_implementation="groundwork_sdpa").train()
     record_largest_logits(model)
@@ -41,7 +41,7 @@ def clipped(values: dict, tau: float):
 
 
 def largest_of_step(model, clip) -> torch.Tensor:
-    """Runs the micro-steps of a step; returns the largest logits (L, H)."""
+    """Runs the micro-steps of a step. Returns the largest logits (L, H)."""
     clip.begin_step(2)
     for ids in IDS.split(2):
         model(ids, **attention_arguments(document_layout(ids.numpy(), 0), "groundwork_sdpa", "cpu"))
@@ -57,9 +57,9 @@ def largest_of_step(model, clip) -> torch.Tensor:
         ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     ],
 )
-def test_the_next_logits_of_heads_that_exceeded_tau_are_tau_and_others_stay(name, values):
+def test_only_heads_that_exceeded_tau_are_scaled_to_tau(name, values):
     model, clip = clipped({**TINY[name], **values}, tau=1.0)
-    with torch.no_grad():  # so that logits differ, and biases count
+    with torch.no_grad():  # makes logits differ and biases nonzero
         for parameter in model.parameters():
             parameter.mul_(3).add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
     before = largest_of_step(model, clip)
@@ -70,7 +70,7 @@ def test_the_next_logits_of_heads_that_exceeded_tau_are_tau_and_others_stay(name
     clip.end_step(UPDATED)
     after = largest_of_step(model, clip)
     assert (before[0] > tau).any() and (before[0] < tau).any()
-    # Of the first layer alone: the inputs of the others have changed.
+    # Only the first layer, because the inputs of later layers have changed.
     assert torch.allclose(after[0], before[0].clamp(max=tau), rtol=1e-5)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights[name])}
     assert changed <= {rows.parameter for of_layer in head_rows(model).values() for rows in of_layer}
@@ -79,14 +79,14 @@ def test_the_next_logits_of_heads_that_exceeded_tau_are_tau_and_others_stay(name
         assert torch.equal(model.get_parameter(weight)[:, 64:], weights[weight][:, 64:])  # the values
 
 
-def test_a_shared_key_takes_only_what_all_of_its_heads_need():
+def test_a_shared_key_is_scaled_only_as_far_as_all_heads_need():
     of_queries, of_keys = factors_of(torch.tensor([1.0, 4.0, 16.0, 4.0]), 1.0, 2)
     assert of_keys.tolist() == [1.0, 0.5] and of_queries.tolist() == [1.0, 0.25, 0.125, 0.5]
     assert torch.equal(factors_of(torch.tensor([4.0, -torch.inf]), 1.0, 2)[0], torch.tensor([0.5, 1.0]))
 
 
 @pytest.mark.parametrize(("most", "window", "has_documents"), [(64, None, True), (200, 5, False), (999, 5, True)])
-def test_blocks_find_what_the_whole_matrix_has(monkeypatch, most, window, has_documents):
+def test_blockwise_maxima_match_the_full_matrix(monkeypatch, most, window, has_documents):
     query, key = (torch.randn(3, heads, 24, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
     found = document_layout(IDS[:3].numpy(), 0)
     position = torch.arange(24)
@@ -116,7 +116,7 @@ def test_only_training_is_recorded():
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_models_whose_heads_follow_their_weights_are_taken(name):
+def test_supported_models_are_accepted(name):
     assert qk_clip_problem(config_of(TINY[name]), "groundwork_sdpa") is None
 
 
@@ -132,16 +132,16 @@ def test_models_whose_heads_follow_their_weights_are_taken(name):
         ),
     ],
 )
-def test_models_whose_heads_do_not_are_refused_by_name(values, reason):
+def test_unsupported_models_are_rejected_by_name(values, reason):
     problem = qk_clip_problem(config_of(values), "groundwork_sdpa")
     assert reason in problem and "qk_clip: null" in problem
 
 
-def test_attentions_with_masks_of_their_own_are_refused_by_name():
+def test_attentions_with_their_own_masks_are_rejected_by_name():
     assert "does not support the attention flex_attention" in qk_clip_problem(config_of(LLAMA), "flex_attention")
 
 
-def test_zero_and_other_optimizers_are_refused_by_name(recipe):
+def test_zero_and_other_optimizers_are_rejected_by_name(recipe):
     config = read_run_config(recipe, [("optim.name", "muon"), ("optim.muon.qk_clip", "100")])
     (problem,) = Zero.problems(config, "zero2")
     assert problem.startswith("optim.muon.qk_clip: does not run with zero2")

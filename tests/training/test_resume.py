@@ -1,4 +1,4 @@
-"""What a run refuses to continue with, and what survives a crash between two checkpoints."""
+"""Changes that prevent a run from resuming, and rollbacks that must survive a crash between two checkpoints."""
 
 import json
 import os
@@ -27,27 +27,27 @@ SAVED = {
         ("batch.tokens_per_step", 512),
     ],
 )
-def test_another_setting_is_refused_with_the_difference_unless_it_is_named(path, other):
+def test_a_changed_setting_is_rejected_unless_it_is_named(path, other):
     now = SAVED | {path: other}
     (problem,) = identity_problems(SAVED, now, frozenset())
     assert problem.startswith(f"{path}: the run was started with {json.dumps(SAVED[path])}")
     assert f"the recipe now has {json.dumps(other)}" in problem and f"accept it with --{path}" in problem
     assert identity_problems(SAVED, now, frozenset({path})) == []
-    assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "a part of it is named"
+    assert identity_problems(SAVED, now, frozenset({f"{path}.0.weight"})) == [], "naming part of the setting is enough"
     assert identity_problems(SAVED, now, frozenset({"output"})) == [problem]
 
 
 @pytest.mark.parametrize(("path", "other"), [("seed", 2), ("data.sequence_length", 32)])
-def test_another_order_of_the_data_is_refused_even_if_it_is_named(path, other):
-    """No way to accept it is offered: some data would be read twice and some never."""
+def test_a_changed_data_order_is_rejected_even_if_it_is_named(path, other):
+    """The change can't be accepted, because some data would be read twice and some never."""
     now = SAVED | {path: other}
     (problem,) = identity_problems(SAVED, now, frozenset({path}))
     assert problem.startswith(f"{path}: the run was started with") and "accept it" not in problem
     assert (identity_problems(SAVED, now, frozenset(), begins_branch=True) == []) == (path != "seed")
 
 
-def test_another_optimizer_is_refused_even_if_it_is_named():
-    """Its state could not be loaded."""
+def test_a_changed_optimizer_is_rejected_even_if_it_is_named():
+    """Its optimizer state couldn't be loaded."""
     now = SAVED | {"optim.name": "muon"}
     (problem,) = identity_problems(SAVED, now, frozenset({"optim.name"}))
     assert problem.startswith('optim.name: the run was started with "adamw"') and "another --output" in problem
@@ -59,7 +59,7 @@ def test_all_differences_are_reported_at_once():
     assert len(identity_problems(SAVED, now, frozenset())) == 2
 
 
-def test_rollbacks_outlive_a_crash(tmp_path):
+def test_rollbacks_survive_a_crash(tmp_path):
     assert recorded_rollbacks(tmp_path) == []
     first = {"samples": [20, 12], "learning_rate_factor": 1.0}
     second = {"samples": None, "learning_rate_factor": 0.5}
@@ -73,7 +73,7 @@ def test_rollbacks_outlive_a_crash(tmp_path):
 ROLLBACK = {"samples": [1, 2], "learning_rate_factor": 1.0}
 
 
-def test_a_crash_while_they_are_written_leaves_the_ones_before(tmp_path, monkeypatch):
+def test_a_crash_while_writing_rollbacks_keeps_the_previous_ones(tmp_path, monkeypatch):
     record_rollbacks(tmp_path, [ROLLBACK])
 
     def crash(descriptor):

@@ -1,4 +1,4 @@
-"""What runs but may not be meant is said, with figures, at the check and in the run."""
+"""Settings that may be unintended must be reported with numbers, both by --check and in the run."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def said(recipe, *overrides):
 
 
 AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("adamw", "muon"))
-"""For the recipe's model and batch."""
+"""Learning rates for the recipe's model and batch."""
 
 
 @pytest.mark.parametrize(
@@ -33,19 +33,19 @@ AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("ada
         ({"optim.learning_rate": "auto"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON}"}, None),
         ({"optim.name": "muon", "optim.learning_rate": f"{AUTO_MUON / 8}"}, "1/8 of auto's value for muon at"),
-        # The recipe's rate of 3e-3 is not far from what AdamW takes, but nobody chose it for Muon.
+        # The recipe's 3e-3 is close to AdamW's value, but wasn't chosen for Muon.
         ({"optim.name": "muon"}, "recipe, although --optim.name muon is on the command line, and is 1/2.59 of"),
         ({"optim.name": "muon", "optim.learning_rate": "3e-3"}, None),
         ({"optim.name": "adafactor"}, None),
     ],
 )  # fmt: skip
-def test_a_rate_far_from_the_optimizers_own_is_reported(recipe, overrides, message):
+def test_a_learning_rate_far_from_auto_is_reported(recipe, overrides, message):
     found = said(recipe, *overrides.items())
     assert found == [] if message is None else len(found) == 1 and message in found[0]
-    assert message is None or "parameters, 0.0" in found[0], "auto's own figure"
+    assert message is None or "parameters, 0.0" in found[0], "the warning must show auto's value"
 
 
-def test_the_demo_under_adamw_says_both_rates(shards):
+def test_the_demo_with_adamw_reports_both_learning_rates(shards):
     name, rate = said("recipes/demo.yaml", ("data.train.0.shards", str(shards)), ("optim.name", "adamw"))[0].split(
         ": "
     )
@@ -60,12 +60,12 @@ def test_the_demo_under_adamw_says_both_rates(shards):
     ("rows", "message"),
     [
         (512, None),
-        (520, None),  # eight rows more than needed are less than 1 % of the parameters
+        (520, None),  # eight unused rows are less than 1 % of the parameters
         (2048, "vocabulary: the model has 2,048 rows, but the data has only 512 token IDs, so 98.3k of "),
         ("auto", None),
     ],
 )
-def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, message):
+def test_a_vocabulary_larger_than_the_datas_is_reported(recipe, rows, message):
     found = said(recipe, ("model.vocab_size", str(rows)))
     assert found == [] if message is None else len(found) == 1 and found[0].startswith(message)
     if message:
@@ -73,7 +73,7 @@ def test_a_vocabulary_that_the_data_does_not_fill_is_reported(recipe, rows, mess
         assert f"({1536 * 64 / total:.0%}) are unused; use --model.vocab_size auto to make it 512" in found[0]
 
 
-def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkeypatch):
+def test_an_emulated_precision_is_reported_if_it_was_requested(recipe, monkeypatch):
     emulation = "bf16 is emulated here (12 against 240)"
     monkeypatch.setattr(run_records, "emulation_of_bf16", lambda device: emulation)
     assert said(recipe, ("precision", "bf16")) == [
@@ -82,7 +82,7 @@ def test_an_emulated_precision_is_reported_where_it_was_requested(recipe, monkey
     assert said(recipe, ("precision", "auto")) == said(recipe) == []
 
 
-def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
+def test_the_banner_explains_why_auto_is_fp32(recipe, monkeypatch):
     monkeypatch.setattr(
         "pretrain.training.run_records.missing_bf16", lambda device_type: "this CPU has no bf16 instructions"
     )
@@ -100,7 +100,7 @@ def test_the_banner_says_why_auto_is_fp32(recipe, monkeypatch):
     assert "  fp32, weights" in row("fp32") and "  bf16, weights" in row("bf16")
 
 
-def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monkeypatch):
+def test_the_banner_shows_device_and_kernels(recipe, monkeypatch):
     config = read_run_config(recipe, [])
     run = derive(config, 1)
     assert "kernels" not in banner(config, run, {}) and banner(config, run, {}).startswith("device  ")
@@ -123,7 +123,7 @@ def test_the_banner_says_what_the_run_is_on_and_with_which_kernels(recipe, monke
 
 
 @pytest.mark.parametrize("masked", ["true", "false"])
-def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
+def test_the_banner_explains_mfu_with_a_document_mask(recipe, masked):
     config = read_run_config(recipe, [("data.document_mask", masked)])
     (row,) = [
         line for line in banner(config, derive(config, 1), {}).splitlines() if line.startswith("FLOPs per token")
@@ -131,8 +131,8 @@ def test_the_banner_says_what_mfu_counts_under_a_document_mask(recipe, masked):
     assert ("MFU also counts attention between documents" in row) == (masked == "true")
 
 
-def test_check_and_run_say_it_on_an_old_cpu(recipe, tmp_path):
-    """Through the script, where the variables make an old CPU of this one."""
+def test_check_and_run_warn_on_an_old_cpu(recipe, tmp_path):
+    """Runs the script with variables that disable this CPU's newer instructions."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
     warning = "warning: precision: bf16 is emulated here"

@@ -1,4 +1,4 @@
-"""Which token comes next: the settings of a recipe's samples and of evaluate.py."""
+"""Token sampling: the settings of a recipe's samples and of evaluate.py."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture(scope="module")
 def model():
-    """Sure of nothing."""
+    """Returns an untrained model, whose predictions are nearly uniform."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_LLAMA)).eval()
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = 0
@@ -21,12 +21,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def continued(model):
-    """Two ids as the model continues them."""
+    """Returns a function that continues two IDs with the model."""
     as_ids = SimpleNamespace(decode=lambda ids, **_: tuple(ids.tolist()))
     return lambda **settings: generate_text(model, as_ids, torch.tensor([[1, 2]]), Sampling(8, **settings))
 
 
-def test_the_most_likely_alone_are_the_greedy_choice(continued):
+def test_sampling_only_the_most_likely_token_is_greedy(continued):
     greedy = continued()
     assert continued(temperature=2.0, top_p=1e-6) == continued(temperature=2.0, top_k=1) == greedy
     assert continued(temperature=1e-6) == greedy
@@ -35,10 +35,10 @@ def test_the_most_likely_alone_are_the_greedy_choice(continued):
 
 
 @torch.no_grad()
-def test_top_p_keeps_the_fewest_that_reach_it(model, continued):
+def test_top_p_keeps_the_smallest_sufficient_set(model, continued):
     chances, order = model(torch.tensor([[1, 2]])).logits[0, -1].softmax(-1).sort(descending=True)
     kept = set(order[: int((chances.cumsum(0) < 0.5).sum()) + 1].tolist())
-    assert 100 < len(kept) < 256, "of 512"
+    assert 100 < len(kept) < 256, "top_p must exclude more than half of the 512 IDs"
     for top_p, are_kept in ((0.5, True), (None, False)):
         first = {continued(temperature=1.0, top_p=top_p, seed=seed)[2] for seed in range(20)}
         assert (first <= kept) == are_kept

@@ -1,7 +1,7 @@
-"""A run whose stages have sequences of other lengths and other positions: resumed, exported, refused.
+"""Runs whose stages change the sequence length and RoPE must resume exactly, export correctly and reject bad settings.
 
-Two launches (tests/support/train_strategies.py) train everything, and the tests look at what they left. With
-STRATEGIES=all in the environment (`make test-strategies`) under every strategy.
+Two launches train everything (tests/support/train_strategies.py), and the tests check the results. With STRATEGIES=all
+in the environment (`make test-strategies`), every strategy is tested.
 """
 
 import json
@@ -28,7 +28,7 @@ UNMEASURED = ["--validation.every_steps", "null"]
 
 
 def recipe_of(model: Path, shards: Path, output: Path) -> dict:
-    """In sequences of 64 tokens, and after half of the run of 256 with YaRN; a checkpoint every two steps."""
+    """Returns a recipe with sequences of 64 tokens, and of 256 tokens with YaRN in the second half."""
     source = {"shards": str(shards)}
     stages = [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 256, "rope_parameters": ROPE}]
     return {
@@ -63,7 +63,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
     experts = ["--model", str(folder / "experts.json"), *UNMEASURED]
     alone = [run("single", "whole"), *map(resumed, (2, 4, 6)), run("single", "experts", *experts)]
-    two_stages = ["--pipeline.schedule", "1F1B"]  # of two layers
+    two_stages = ["--pipeline.schedule", "1F1B"]  # the model has two layers
     together = [run(name, name, *UNMEASURED, *(two_stages if name == "pp" else [])) for name in UNDER]
     together.append(run("ep", "ep", *experts))
     longer = ["--optim.schedule", "constant", "--budget.steps", str(STEPS + 2)]
@@ -78,7 +78,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
 
 def measured(run):
-    """What each validation found, by step."""
+    """Returns {step: results of its validation}."""
     found = {event["step"]: event for event in events(run, "validation")}
     names = ("loss", "stage_loss", "stage_sequence_length", "loss_by_position", "tokens_by_position")
     return {step: {name: event.get(name) for name in names} for step, event in found.items()}
@@ -90,7 +90,7 @@ def config_of(folder):
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(runs, step):
+def test_a_run_resumed_near_a_stage_boundary_matches_the_uninterrupted_run(runs, step):
     whole, resumed = runs / "whole", runs / f"from {step}"
     assert losses(resumed) == {number: loss for number, loss in losses(whole).items() if number > step}
     again = measured(resumed)
@@ -103,14 +103,14 @@ def test_a_run_resumed_before_at_and_after_a_border_is_the_unbroken_one(runs, st
         assert config_of(ours) == config_of(theirs) == ((64, "default") if number <= BORDER else (256, "yarn"))
 
 
-def test_a_stage_is_measured_at_its_own_length(runs):
+def test_a_stage_is_validated_at_its_own_length(runs):
     whole = runs / "whole"
     (stage,) = events(whole, "stage")
     assert (stage["step"], stage["sequences_per_step"], stage["sequences_per_micro_batch"]) == (BORDER, 4, 1)
     train = {event["step"]: event for event in events(whole, "train")}
     flops = stage["flops_per_token"] / events(whole, "start")[0]["flops_per_token"]
     work = {step: event["mfu"] / event["tokens_per_second"] for step, event in train.items()}
-    assert work[5] / work[4] == pytest.approx(flops, rel=1e-4), "MFU counts what a token costs at each length"
+    assert work[5] / work[4] == pytest.approx(flops, rel=1e-4), "MFU must use the FLOPs per token of each length"
     last = measured(whole)[STEPS]
     assert last["stage_sequence_length"] == 256 and list(last["loss_by_position"]) == ["0-127", "128-255"]
     by_range = [last[name].values() for name in ("loss_by_position", "tokens_by_position")]
@@ -118,8 +118,8 @@ def test_a_stage_is_measured_at_its_own_length(runs):
     assert mean == pytest.approx(last["stage_loss"], rel=1e-6) and sum(by_range[1]) == 2 * 256
 
 
-def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
-    """The library's own model at the new length has the loss of the run."""
+def test_the_export_matches_the_trained_model(runs, shards, tmp_path):
+    """The exported model must have the run's loss at the new length."""
     whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{STEPS:08d}")
@@ -136,21 +136,23 @@ def test_what_is_exported_is_what_was_trained(runs, shards, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*UNDER, "ep"])
-def test_every_strategy_takes_the_same_stages(runs, name):
+def test_every_strategy_trains_the_same_stages(runs, name):
     expected = losses(runs / ("experts" if name == "ep" else "whole"))
     found = {step: loss for step, loss in losses(runs / name).items() if step <= STEPS}
     assert found.keys() == expected.keys()
     assert max(abs(found[step] - loss) for step, loss in expected.items()) <= 2e-6
 
 
-def test_a_longer_run_keeps_the_border_where_it_was(runs):
-    assert len(events(runs / "ddp", "stage")) == 1, "the border is not moved to the middle of the longer run"
+def test_an_extended_run_keeps_its_stage_boundary(runs):
+    assert len(events(runs / "ddp", "stage")) == 1, "the boundary must not move to the middle of the longer run"
     assert losses(runs / "ddp").keys() == set(range(1, STEPS + 3))
 
 
-def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
-    """And compute what they do uncompiled; the graphs run as they are. Validation and the export's check, compiled by
-    themselves, are left out."""
+def test_compiled_layers_are_recompiled_once_at_the_boundary(runs, tmp_path):
+    """Compiled layers must also have the same losses as uncompiled ones.
+
+    Validation and the export check are off, because they are compiled separately.
+    """
     environment = {"COMPILATIONS": str(tmp_path / "compilations"), "BACKEND": "aot_eager"}
     settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.save_final", "false")
     arguments = ("--config", runs / "recipe.yaml", "--output", tmp_path / "run", *settings)
@@ -172,7 +174,7 @@ def test_compiled_layers_are_compiled_once_more_at_the_border(runs, tmp_path):
          "more than the 1,024 positions of gpt2, which learns an embedding for each position"),
     ],
 )  # fmt: skip
-def test_stages_that_cannot_work_end_with_status_2(shards, tmp_path, changes, problem):
+def test_invalid_stages_end_with_status_2(shards, tmp_path, changes, problem):
     (tmp_path / "llama.json").write_text(json.dumps(TINY_LLAMA | SHORT))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_of(tmp_path / "llama.json", shards, tmp_path / "run")))

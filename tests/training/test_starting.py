@@ -1,4 +1,4 @@
-"""When a start is one too many, when a restart should not go on, and what to do when memory runs out."""
+"""Crash loops and restarts by the launcher must be detected, and running out of memory must print advice."""
 
 import json
 import os
@@ -25,7 +25,8 @@ from support.tiny_models import TINY_LLAMA
 
 
 def write(run, *lines):
-    """A metrics.jsonl: 4 is a start at step 4, "t7" a logged step, "e75" an end."""
+    """Writes a metrics.jsonl: 4 is a start at step 4, "t7" is step 7 in the log, and "e75" is an end with status
+    75."""
     kinds = {"t": ("train", "step"), "e": ("end", "code")}
     with open(run / "metrics.jsonl", "w") as file:
         for line in lines:
@@ -40,23 +41,23 @@ def write(run, *lines):
         ([], (0, 4)),
         ([4, "t6", "e1"], (1, 6)),
         ([4, "t6", 4, "t6", "e1", 4, "t5"], (3, 6)),
-        ([4, "t6", 4, "t9", "e1"], (1, 9)),  # further than before: progress
-        ([0, "t6", 0, "t6", 4, "t6"], (1, 6)),  # from a later checkpoint: progress
-        ([4, "t6", 4, "t6", "e75", 4, "t6"], (1, 6)),  # an end that was meant
+        ([4, "t6", 4, "t9", "e1"], (1, 9)),  # progress, because it got further
+        ([0, "t6", 0, "t6", 4, "t6"], (1, 6)),  # progress, because there is a later checkpoint
+        ([4, "t6", 4, "t6", "e75", 4, "t6"], (1, 6)),  # an intended end
     ],
 )
 def test_crashes_without_progress(tmp_path, lines, expected):
     assert crashes_without_progress(write(tmp_path, *lines), 4) == expected
 
 
-def test_the_fourth_restart_is_refused_in_words(tmp_path):
+def test_the_fourth_restart_is_rejected_with_a_message(tmp_path):
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 3), 4, ranks_of())
     with pytest.raises(CrashLoopError, match="started 4 times from step 4 without getting past step 6"):
         refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4), 4, ranks_of())
     refuse_crash_loop(write(tmp_path, *[4, "t6", "e1"] * 4, "e18"), 4, ranks_of())
 
 
-def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(tmp_path):
+def test_all_ranks_stop_even_if_only_one_sees_the_end(tmp_path):
     views = [write(tmp_path, *[4, "t6", "e1"] * 4), tmp_path / "later"]
     views[1].mkdir()
     write(views[1], *[4, "t6", "e1"] * 4, "e18")
@@ -82,19 +83,19 @@ def test_all_ranks_refuse_though_one_already_sees_the_end_that_the_other_wrote(t
         ([0, "e18"], 18),
         ([0, "e1"], None),
         ([0, "e0"], None),
-        ([0, "e75", 4, "t6"], None),  # preempted long ago, and killed just now: that is to be continued
+        ([0, "e75", 4, "t6"], None),  # preempted earlier, but killed now, so it must continue
         ([], None),
     ],
 )
-def test_a_restart_by_the_launcher_repeats_an_end_that_was_meant(tmp_path, monkeypatch, lines, code):
+def test_a_restart_by_the_launcher_repeats_an_intended_end(tmp_path, monkeypatch, lines, code):
     write(tmp_path, *lines)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert end_to_repeat(tmp_path) == code
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert end_to_repeat(tmp_path) is None, "a person's start goes on"
+    assert end_to_repeat(tmp_path) is None, "a manual start must continue"
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
+def test_a_line_truncated_by_a_crash_is_ignored(tmp_path):
     path = write(tmp_path, 4, "t6") / "metrics.jsonl"
     with open(path, "a") as file:
         file.write('{"event": "end", "co')
@@ -105,14 +106,14 @@ def test_a_folder_belongs_to_one_process(tmp_path):
     run = tmp_path / "run"
     refused = pytest.raises(InputError, match=f"process {os.getpid()} on")
     with sole_use(run, ranks_of()), refused, sole_use(run, ranks_of()):
-        pytest.fail("two processes must not train here")
-    assert not run.exists(), "nothing happened in it"
+        pytest.fail("two processes must not train in one folder")
+    assert not run.exists(), "an unused folder must be removed"
     run.touch()
     with pytest.raises(InputError, match="is not writable"), sole_use(run, ranks_of()):
-        pytest.fail("a file is no folder")
+        pytest.fail("a file must not be accepted as the folder")
 
 
-def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_path, monkeypatch):
+def test_out_of_memory_advice_has_numbers_and_strategies(tmp_path, monkeypatch):
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and not is_out_of_memory(RuntimeError("x"))
     (tmp_path / "tiny.json").write_text(json.dumps(TINY_LLAMA))
     recipe = {
@@ -130,14 +131,14 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("of 1.0 MB" in rung for rung in rungs)
     monkeypatch.setattr("pretrain.training.starting.python_path", lambda: "")
-    monkeypatch.chdir(tmp_path)  # where the tools are not
+    monkeypatch.chdir(tmp_path)  # the tools can't be imported from here
     without = advice_on_memory(read_run_config(path), strategy)
     assert without.startswith("Out of memory; no suggestions for this run (") and "No module named" in without
     assert 'docs/failures.md, section "Out of memory"; python plan.py' in without
 
 
 @pytest.mark.parametrize(("written", "stays"), [("", False), ("a line", True)])
-def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
+def test_a_rejected_start_leaves_no_folder_of_empty_files(tmp_path, written, stays):
     run = tmp_path / "run"
     with pytest.raises(InputError, match="refused"), sole_use(run, Ranks()):
         (run / "train.log").write_text(written)
@@ -146,7 +147,7 @@ def test_a_refused_start_leaves_no_folder_of_empty_files(tmp_path, written, stay
 
 
 @pytest.mark.parametrize(("second", "named"), [({"optim.learning_rate": "0.01"}, "0.003 or 0.01"), ({}, None)])
-def test_processes_of_two_launches_that_meet_are_refused(recipe, tmp_path, second, named):
+def test_processes_from_different_launches_are_rejected(recipe, tmp_path, second, named):
     children = []
     for rank, changes in enumerate(({}, {**second, "data.train.0.shards": str(tmp_path)})):
         if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""Two ranks know the same of every step."""
+"""Two ranks must agree on the report of every step."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def test_one_rank_has_its_own_figures():
     assert report.request == Request.SAVE
 
 
-def test_of_two_ranks_the_mean_the_largest_and_the_most_urgent_count(tmp_path):
+def test_two_ranks_agree_on_mean_loss_largest_norm_and_most_urgent_request(tmp_path):
     figures = [
         [(2.0, 1.0, 0, Request.NONE), (2.0, 1.0, 0, Request.PREEMPT), (NAN, 1.0, 1, Request.SAVE)],
         [(4.0, 3.0, 0, Request.NONE), (2.0, 1.0, 0, Request.INTERRUPT), (2.0, NAN, 0, Request.NONE)],

@@ -1,4 +1,4 @@
-"""What was asked for is heard between steps too, by all ranks alike, and is not forgotten before it is done."""
+"""Requests between steps must reach all ranks, and must not be lost before they are carried out."""
 
 import json
 import os
@@ -30,7 +30,7 @@ START = "start-1"
 
 
 def run_of(folder, rank=0, ranks=1) -> Run:
-    """A run of a rank that trains nothing, in a folder of its own."""
+    """Returns the run of one rank, which trains nothing."""
     run = object.__new__(Run)
     run.config = SimpleNamespace(output=folder, guard=Guard(), budget=SimpleNamespace(minutes=None))
     run.strategy = strategy_of(rank, ranks, folder.with_name("meeting_point"))
@@ -66,24 +66,24 @@ def answered(run) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def test_a_command_on_the_step_that_goes_back_is_done_after_it(tmp_path):
+def test_a_command_during_a_rollback_is_done_afterwards(tmp_path):
     run = run_of(tmp_path)
     step(run, 1)
     assert run.request == Request.NONE
     ask(tmp_path, "save")
     step(run, 2)
-    roll_back(run, None)  # nothing was done about it
+    roll_back(run, None)  # the request is still pending
     step(run, 1)
     assert run.request == Request.SAVE and answered(tmp_path) == {}
     answer(run)
     assert run.request == Request.NONE
     assert (answered(tmp_path)["command"], answered(tmp_path)["step"]) == ("save", 1)
     step(run, 2)
-    assert run.request == Request.NONE, "done once"
+    assert run.request == Request.NONE, "the command must run only once"
 
 
-def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost(tmp_path):
-    """As on a GPU, where the report of a step comes with the next."""
+def test_a_command_in_a_pending_report_survives_a_rollback(tmp_path):
+    """On a GPU, a step's report arrives during the next step."""
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
@@ -93,7 +93,7 @@ def test_a_command_whose_report_is_under_way_while_the_run_goes_back_is_not_lost
     assert run.request == Request.STOP
 
 
-def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
+def test_a_failed_save_is_not_answered_or_retried_forever(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     step(run, 1)
@@ -102,18 +102,18 @@ def test_a_save_that_failed_is_not_answered_and_not_tried_for_ever(tmp_path):
     assert run.request == Request.NONE and answered(tmp_path) == {}
 
 
-def test_a_save_is_no_reason_to_leave_validation(tmp_path):
+def test_a_save_request_does_not_interrupt_validation(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
     poll_or_interrupt(run)
-    assert run.request == Request.SAVE, "and is done after it"
+    assert run.request == Request.SAVE, "the request must stay pending until validation is done"
     ask(tmp_path, "stop")
     with pytest.raises(WorkInterruptedError):
         poll_or_interrupt(run)
 
 
 def leave(tmp_path, rank) -> list:
-    """Rank 1 alone is told to end while the main rank computes for a long time, and both wait for it."""
+    """Tells only rank 1 to stop, during long work on the main rank."""
     run = run_of(tmp_path / "run", rank, 2)
     heard, begun = 0, time.monotonic()
 
@@ -129,7 +129,7 @@ def leave(tmp_path, rank) -> list:
     return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
 
 
-def test_all_ranks_leave_long_work_at_the_same_place_whoever_was_told(tmp_path):
+def test_all_ranks_leave_long_work_together(tmp_path):
     children = []
     for rank in (0, 1):
         if (child := os.fork()) == 0:

@@ -1,4 +1,4 @@
-"""budget.minutes: the decay begins when the time is nearly out, and not before."""
+"""With budget.minutes, the decay must start when the time is nearly used up, and not earlier."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
-    """(step at which the decay begins, seconds at its end) of a run whose step s takes seconds_of(s)."""
+    """Returns (step at which the decay starts, seconds at its end) of a run whose step s takes seconds_of(s)."""
     for step in range(1, most):
         clock.now += seconds_of(step)
         budget.step_taken()
@@ -32,17 +32,17 @@ def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
     "seconds_of",
     [
         lambda step: 0.1,
-        lambda step: 30.0 if step == 1 else 0.1,  # the first compiles
+        lambda step: 30.0 if step == 1 else 0.1,  # the first step compiles
         lambda step: 0.1 + 3.0 * (step % 400 == 0),  # validation and checkpoints in between
-        lambda step: 0.1 if step < 300 else 0.2,  # another process since
+        lambda step: 0.1 if step < 300 else 0.2,  # another process starts
         lambda step: 6.0,  # few steps
-        lambda step: 0.05 + 0.4 * (step * 7919 % 10 == 0) + 0.2 * (step % 200 < 60),  # a machine that others use
+        lambda step: 0.05 + 0.4 * (step * 7919 % 10 == 0) + 0.2 * (step % 200 < 60),  # a shared machine
     ],
 )
 def test_a_run_ends_within_its_minutes(clock, seconds_of):
     budget = TimeBudget(3.0, spent=0.0, began=clock.now)
     _, seconds = end_of(budget, clock, seconds_of)
-    # What the end itself takes comes on top.
+    # Work at the end of the run isn't included.
     assert 0.88 * 180 <= seconds <= 1.02 * 180
 
 
@@ -62,7 +62,7 @@ def test_a_decay_that_would_end_too_late_is_shortened(clock, slower):
     assert shortened > 0 and budget.seconds <= 1.08 * 180
 
 
-def test_the_last_validation_is_allowed_for(clock):
+def test_the_last_validation_is_included(clock):
     ends = []
     for seconds in (0.0, 20.0):
         budget = TimeBudget(3.0, spent=0.0, began=clock.now)
@@ -71,7 +71,7 @@ def test_the_last_validation_is_allowed_for(clock):
     assert 15 < ends[0] - ends[1] < 25
 
 
-def test_a_decay_in_time_is_left_alone(clock):
+def test_a_decay_that_ends_in_time_is_not_shortened(clock):
     budget = TimeBudget(3.0, spent=60.0, began=clock.now)
     for left in range(50, 0, -1):
         clock.now += 2.0
@@ -79,17 +79,17 @@ def test_a_decay_in_time_is_left_alone(clock):
         assert not budget.asks_to_shorten(left)
 
 
-def test_time_of_earlier_starts_counts(clock):
+def test_the_time_of_earlier_starts_counts(clock):
     budget = TimeBudget(3.0, spent=120.0, began=clock.now)
     step, seconds = end_of(budget, clock, lambda step: 0.1)
     assert seconds <= 180 and step < 600
     assert TimeBudget(3.0, spent=170.0, began=clock.now).left == pytest.approx(10)
 
 
-def test_it_asks_once_and_never_without_a_limit(clock):
+def test_a_decay_is_requested_once_and_never_without_a_limit(clock):
     budget = TimeBudget(0.01, spent=9.0, began=clock.now)
     budget.step_taken()
-    assert not budget.asks_for_decay(1), "the first step tells no pace"
+    assert not budget.asks_for_decay(1), "the first step can't be used to estimate the speed"
     budget.step_taken()
     assert budget.asks_for_decay(1)
     assert not budget.asks_for_decay(1)

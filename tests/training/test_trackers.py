@@ -1,4 +1,4 @@
-"""Trackers by accelerate's names: their settings, where they continue, and what they do when they fail."""
+"""Trackers get their settings under the right names, resume the same run, and are switched off if they fail."""
 
 import json
 import sys
@@ -33,11 +33,11 @@ def config_of(trackers, **tracking):
 def environment(monkeypatch):
     for variable in ("WANDB_PROJECT", "COMET_PROJECT_NAME", "MLFLOW_EXPERIMENT_NAME", "CLEARML_PROJECT"):
         monkeypatch.delenv(variable, raising=False)
-    PartialState(cpu=True)  # accelerate's trackers ask which process this is
+    PartialState(cpu=True)  # accelerate's trackers need the process index
 
 
 class Own(GeneralTracker):
-    """A tracker that is registered with accelerate, as a user's own would be."""
+    """User-defined tracker registered with accelerate."""
 
     name, requires_logging_directory = "own", False
     tracker = None
@@ -65,7 +65,7 @@ def own(monkeypatch):
     return Own
 
 
-def test_all_that_accelerate_has_are_known_and_others_are_refused(own, monkeypatch):
+def test_all_of_accelerates_trackers_are_known_and_others_rejected(own, monkeypatch):
     assert set(SETTING_NAMES) == set(LOGGER_TYPE_TO_CLASS) - {"own"} and set(IDS) <= set(SETTING_NAMES)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("mlflow", "comet_ml") else name)
     assert tracker_problems(["wandb", "tensorboard", "own"]) == tracker_problems([]) == []
@@ -91,7 +91,7 @@ def test_all_that_accelerate_has_are_known_and_others_are_refused(own, monkeypat
         ("dvclive", {"exp_name": "n", "resume": True}),
     ],
 )  # fmt: skip
-def test_each_is_told_the_settings_in_its_own_words(name, expected, tmp_path, monkeypatch):
+def test_each_tracker_gets_settings_under_its_own_names(name, expected, tmp_path, monkeypatch):
     told = {}
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, lambda **settings: told.update(settings))
     monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(ExperimentConfig=dict))
@@ -116,11 +116,11 @@ def test_the_project_is_the_recipes_else_the_environments(tracking, variables, p
     assert own.made.project == project
     monkeypatch.setenv("WANDB_PROJECT", "of another shell")
     Trackers(tmp_path, config_of("own"), warn=pytest.fail, is_late=True)
-    assert own.made.project == project, "evaluate.py and a restart find the run where it began"
+    assert own.made.project == project, "evaluate.py and a restart must use the run's original project"
 
 
-def test_trackio_gets_the_settings_and_the_numbers(tmp_path, monkeypatch):
-    """As its own functions take them; accelerate calls them."""
+def test_trackio_gets_settings_and_metrics(tmp_path, monkeypatch):
+    """accelerate must call trackio's functions with arguments that they accept."""
     told, sent = {}, []
     run = SimpleNamespace(log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("finished"))
     package = SimpleNamespace(init=lambda **settings: told.update(settings) or run, config=ConfigOfTrackio())
@@ -140,8 +140,8 @@ class ConfigOfTrackio(dict):
         super().update(values)
 
 
-def test_a_restart_continues_the_run_and_another_project_is_a_new_one(tmp_path, monkeypatch):
-    """MLflow makes the id itself, and lets no setting change: that costs a warning, and the curve goes on."""
+def test_a_restart_continues_the_run_unless_the_project_changes(tmp_path, monkeypatch):
+    """MLflow creates the ID itself and rejects changed settings, which must only cause a warning."""
     told, warnings = [], []
 
     class Experiment(Own):
@@ -174,18 +174,20 @@ def test_a_tracker_that_fails_is_switched_off_with_a_warning(own, tmp_path, monk
     assert warnings == ["the tracker own failed and is disabled: OSError: no route to host"]
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "own", lambda project: own.nothing)
     Trackers(tmp_path, config_of("own"), warnings.append).finish()
-    assert len(warnings) == 2 and "AttributeError" in warnings[1], "also if it cannot even be made"
+    assert len(warnings) == 2 and "AttributeError" in warnings[1], (
+        "a tracker that can't be created must also cause a warning"
+    )
 
 
-def test_settings_that_no_tracker_shows_are_said(own, tmp_path):
+def test_settings_that_no_tracker_shows_are_reported(own, tmp_path):
     warnings = []
     config = config_of("own,tensorboard", project="p", entity="team", tags="a")
     Trackers(tmp_path, config, warnings.append).finish()
     assert warnings == ["tracking.entity, tracking.tags: not supported by own and tensorboard"]
 
 
-def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp_path):
-    """Facts of starts, checkpoints and ends would be charts of one point each."""
+def test_trackers_get_curves_and_settings_only(own, tmp_path):
+    """Events such as starts, checkpoints and ends aren't sent, because each would be a chart with a single point."""
     metrics = Metrics(tmp_path, is_main=True)
     config = config_of("own", tags="a,b").model_copy(update={"output": tmp_path})
     metrics.begin(config, facts={"parameters": 7})
@@ -199,12 +201,12 @@ def test_trackers_get_curves_and_the_sizes_of_the_run_with_its_settings(own, tmp
     assert own.made.settings["run.parameters"] == 7 and own.made.settings["tracking.tags.1"] == "b"
 
 
-def test_settings_are_flat_and_have_no_holes():
+def test_settings_are_flat_and_complete():
     assert flatten_for_trackers({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
 
 
-def test_group_is_read_where_it_was_before():
-    """Runs and recipes from before `tracking` have it beside `trackers`."""
+def test_group_is_still_read_at_the_top_level():
+    """Older recipes set `group` at the top level instead of in `tracking`."""
     recipe = ROOT / "recipes/demo.yaml"
     assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
     assert read_run_config(recipe, [("group", "null")]).tracking.group is None

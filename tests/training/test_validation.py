@@ -1,4 +1,4 @@
-"""The loss by position: ranges that double, and every token in the one that it stands in."""
+"""Loss by position: ranges double in length, and each token counts in its own range."""
 
 from types import SimpleNamespace
 
@@ -25,11 +25,11 @@ def test_ranges_double_up_to_the_length(length, names):
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_every_token_counts_in_its_own_range(restarts):
+def test_every_token_counts_in_one_range(restarts):
     rows, length = 3, 300
     losses = torch.rand(rows * length, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(length).repeat(rows, 1)
-    if restarts:  # a second document, of 100 tokens
+    if restarts:  # a second document with 100 tokens
         positions[:, 200:] -= 200
     ranges = position_ranges(length)
     batch = {"input_ids_BT": torch.zeros(rows, length)} | ({"position_ids": positions} if restarts else {})
@@ -44,8 +44,8 @@ def test_every_token_counts_in_its_own_range(restarts):
         assert found["tokens_by_position"].get(name, 0) == here.sum()
         if here.any():
             assert found["loss_by_position"][name] == pytest.approx(losses[here].double().mean().item())
-    assert ("256-299" in found["loss_by_position"]) == (not restarts), "no document is that long"
+    assert ("256-299" in found["loss_by_position"]) == (not restarts), "with two documents, neither is that long"
 
 
-def test_a_loss_that_is_no_number_stays_out_of_the_json():
+def test_a_nan_loss_becomes_null():
     assert by_position([range(2)], [float("nan"), 2.0])["loss_by_position"] == {"0-1": None}

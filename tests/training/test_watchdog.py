@@ -1,4 +1,4 @@
-"""The thread beside the loop, in processes of its own, since it ends them."""
+"""The watchdog thread, tested in separate processes because it ends them."""
 
 import json
 import os
@@ -35,7 +35,7 @@ BEATS = "while not watch.request:\n    watch.beat()\n    time.sleep(0.01)\nwatch
 BEATS_ON = "while True:\n    watch.beat()\n    time.sleep(0.01)"
 HANGS = "threading.Event().wait()"
 CLOCK_OF_SIGNALS = """
-# Between two signals 0.6 s pass for the watch, however long they take here.
+# For the watch, 0.6 s pass between two signals, regardless of the real time.
 import pretrain.training.watchdog
 from types import SimpleNamespace
 now, take = [time.monotonic()], watch._handle
@@ -47,7 +47,7 @@ watch._handle = taken
 pretrain.training.watchdog.time = SimpleNamespace(**{**vars(time), "monotonic": lambda: now[0]})
 """
 SOON = 120
-"""Seconds that no machine, however busy, needs for what takes one or two."""
+"""Timeout in seconds, long enough for a very busy machine."""
 
 
 def program_of(loop, last_words="", prepare="") -> str:
@@ -56,7 +56,10 @@ def program_of(loop, last_words="", prepare="") -> str:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process with a watch; ends it after the test. It tells as `begun` when, at the latest, it beat."""
+    """Starts a process with a watch, and kills it after the test.
+
+    The attribute `begun` is the time right after the watch started.
+    """
     started = []
 
     def start(loop, step_timeout=600.0, neighbour=0, last_words="", prepare="", **options):
@@ -67,7 +70,7 @@ def start(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # What runs the tests may ignore SIGHUP, as under nohup, and processes inherit that.
+            # Under nohup, the tests ignore SIGHUP, and child processes would inherit that.
             **{"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), **options},
         )
         started.append(process)
@@ -84,7 +87,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def neighbour():
-    """A process that sleeps."""
+    """Starts a process that sleeps."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     yield process
     process.kill()
@@ -114,9 +117,9 @@ def test_nohup_is_respected(start):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, number, code):
+def test_the_second_signal_ends_a_hanging_loop(start, tmp_path, number, code):
     process = start(HANGS, prepare=CLOCK_OF_SIGNALS)
-    for _ in range(2):  # the terminal's and the launcher's: one signal
+    for _ in range(2):  # the terminal and the launcher both send it, which counts as one signal
         process.send_signal(number)
         assert process.stdout.readline() == "taken\n"
     assert process.poll() is None
@@ -127,13 +130,13 @@ def test_the_second_signal_ends_a_loop_that_never_comes_back(start, tmp_path, nu
 
 def test_a_hang_is_ended_in_time_with_stacks(start, tmp_path):
     seconds = 100.0
-    for _ in range(9):  # a machine that stands still for a moment is late, but not each time
+    for _ in range(9):  # a busy machine can be late, but not every time
         process = start(HANGS, step_timeout=2.0)
         assert process.wait(SOON) == 1
         seconds = min(seconds, time.monotonic() - process.begun)
         if seconds < 2.7:
             break
-    assert 2.0 < seconds < 2.2 + 0.5, "10 % and what a busy machine takes"
+    assert 2.0 < seconds < 2.2 + 0.5, "10 % of the timeout, and 0.5 s for a busy machine"
     assert re.search(r"1 no progress, \d+ s after step 1", (tmp_path / "end").read_text())
     stacks = (tmp_path / "stacks-rank-00000.txt").read_text()
     assert 'File "<string>"' in stacks and "wait" in stacks
@@ -145,12 +148,12 @@ def test_nothing_keeps_a_hanging_process_alive(start, last_words):
     assert process.wait(SOON) == 1
 
 
-def test_stacks_that_cannot_be_written_do_not_keep_it_alive(start, tmp_path):
+def test_unwritable_stacks_do_not_keep_a_process_alive(start, tmp_path):
     (tmp_path / "stacks-rank-00000.txt").mkdir()
     assert start(HANGS, step_timeout=0.5).wait(SOON) == 1
 
 
-def test_output_that_nobody_reads(start):
+def test_a_closed_output_does_not_matter(start):
     process = start(BEATS)
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
@@ -159,13 +162,13 @@ def test_output_that_nobody_reads(start):
 
 def test_a_dead_neighbour_ends_a_process_that_waits(start, tmp_path, neighbour):
     process = start(HANGS, neighbour=neighbour.pid)
-    neighbour.kill()  # and it stays a zombie, as with a launcher that is busy
+    neighbour.kill()  # it remains a zombie, as with a busy launcher
     assert process.wait(SOON) == 1
     assert f"process {neighbour.pid} of this run has died" in (tmp_path / "end").read_text()
 
 
-def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_path, neighbour):
-    """As while both wait for a checkpoint to be written."""
+def test_a_stopped_neighbour_is_killed_even_if_this_process_is_alive(start, tmp_path, neighbour):
+    """For example, both processes may be waiting for a checkpoint to be written."""
     process = start(BEATS_ON, step_timeout=2.0, neighbour=neighbour.pid)
     neighbour.send_signal(signal.SIGSTOP)
     assert process.wait(SOON) == 1
@@ -173,8 +176,8 @@ def test_a_stopped_neighbour_is_killed_even_where_this_loop_beats(start, tmp_pat
     assert f"process {neighbour.pid} of this run is stopped" in (tmp_path / "end").read_text()
 
 
-def test_a_pause_of_the_process_itself_is_no_hang(start):
-    """Ctrl-Z for longer than the timeout, then fg."""
+def test_a_suspended_process_is_not_a_hang(start):
+    """Ctrl-Z for longer than the timeout, followed by fg, must not count as a hang."""
     process = start(f"beats = 0\n{BEATS}", step_timeout=3.0)
     process.send_signal(signal.SIGSTOP)
     time.sleep(6.0)
@@ -199,7 +202,7 @@ def wait_for(condition):
 
 
 def test_a_launcher_that_dies_is_noticed(tmp_path):
-    """It starts the watched process and is killed; the process ends by itself."""
+    """The launcher is killed after starting the watched process, which must then exit."""
     loop = BEATS.replace("sys.exit(40 + watch.request)", '(run / "code").write_text(str(watch.request))')
     program = program_of(loop)
     launcher = subprocess.Popen(
