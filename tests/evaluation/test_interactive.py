@@ -1,4 +1,4 @@
-"""An interactive session with a model, from typed lines to output."""
+"""Tests for an interactive session with a model, from typed lines to output."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_greedy_text_equals_a_prompt_sample_and_more_continues_it(model):
         texts[tokens] = (
             run_script("evaluate.py", "--model", model, *arguments).stdout.split("---")[-2].split("\n", 1)[1]
         )
-    assert said.count(texts[8].rstrip()) == 3, "typed, more, again"
+    assert said.count(texts[8].rstrip()) == 3, "the text must appear for the prompt, :more and :again"
     assert texts[16].rstrip() in said
 
 
@@ -73,7 +73,7 @@ def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
     try:
         read_until(b"> ")
         os.write(terminal, b"def f(\n")
-        read_until(b"def f(")  # the typed text, then the generated text
+        read_until(b"def f(")  # first the echo of the typed text, then the generated text
         read_until(b"def f(")
         process.send_signal(signal.SIGINT)
         read_until(b"> ")

@@ -1,4 +1,4 @@
-"""The law finds the laws that made the losses, and its intervals hold what they say."""
+"""Tests for fitting scaling laws: known laws are recovered, and intervals have their nominal coverage."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def fit(law, points, noise=0.0, seed=0):
 
 
 def test_many_exact_runs_give_the_law_that_made_them():
-    """The priors hardly count, though they are off."""
+    """With many exact runs, the fit recovers the law even if the priors are wrong."""
     found = fit(OTHERS[1], GRID)
     assert found.coefficients["alpha"] == pytest.approx(0.5, abs=0.02)
     assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)
@@ -48,7 +48,7 @@ def test_four_sizes_predict_a_fifth_with_four_times_the_compute(law):
     for seed in range(5):
         found = fit(law, LADDER, noise=0.001, seed=seed)
         assert float(found.loss(16e6, 320e6)) == pytest.approx(loss_of(law, 16e6, 320e6), rel=0.0075)
-        assert min(found.prior_shares.values()) > 0.5, "four sizes on a line do not tell alpha from beta"
+        assert min(found.prior_shares.values()) > 0.5, "four sizes at a constant ratio can't separate alpha from beta"
 
 
 def test_an_interval_of_ninety_per_cent_holds_nine_of_ten_runs():
@@ -57,8 +57,8 @@ def test_an_interval_of_ninety_per_cent_holds_nine_of_ten_runs():
         law = (HOFFMANN, *OTHERS)[seed % 3]
         low, high = fit(law, LADDER, noise=0.003, seed=seed).interval(16e6, 320e6)
         held += low <= loss_of(law, 16e6, 320e6) * np.exp(0.003 * random.standard_normal()) <= high
-        assert (high - low) / low < 0.06, "and says something"
-    assert held >= 23, "at 0.9 each, fewer than 23 of 30 have a chance of 1 in 125"
+        assert (high - low) / low < 0.06, "the interval must be narrow enough to be useful"
+    assert held >= 23, "at 90% coverage, fewer than 23 of 30 has a probability of 1 in 125"
 
 
 def test_an_outlier_moves_the_law_little():
@@ -71,7 +71,7 @@ def test_an_outlier_moves_the_law_little():
 
 
 def test_refits_descend_to_where_nothing_is_lower():
-    """Compared with steps in random directions, of a fit alone and among others."""
+    """No random step from the optimum lowers the objective, and a fit gives the same result alone and in a batch."""
     random = np.random.default_rng(3)
     n, d = random.standard_normal((2, 6))
     theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])

@@ -1,4 +1,4 @@
-"""Shards that are damaged: found at the start, or at the first read, by the rank that reads them, by name."""
+"""Tests that damaged shards are detected at the start or on the first read, with the file name and the rank."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ DISPATCHED = ["--data.dispatch_batches", "true"]
 
 @pytest.fixture
 def copy(shards, tmp_path, recipe):
-    """Shards to spoil, and a recipe that trains on them."""
+    """A copy of the shards to damage, and a recipe that trains on it."""
     folder = tmp_path / "spoilt"
     shutil.copytree(shards, folder)
     recipe.write_text(recipe.read_text().replace(str(shards), str(folder)))
@@ -24,7 +24,7 @@ def copy(shards, tmp_path, recipe):
 
 
 def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path):
-    """Other kinds of damage: tests/data/test_shards.py."""
+    """A truncated shard is rejected at the start. tests/data/test_shards.py tests other damage."""
     shard = copy / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
@@ -35,11 +35,11 @@ def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, recipe, tmp_path):
-    """Every window but the first few samples' holds one, so that some rank meets it in the middle of the run."""
+    """The rank that reads an ID outside the vocabulary reports the shard folder and the ID."""
     vocabulary = json.loads((copy / "manifest.json").read_text())["vocabulary_size"]
     ids = np.fromfile(copy / "train-00000.bin", np.uint16)
     batches = derive(read_run_config(recipe), ranks=2).batches
-    _, position = batches.locate(batches.ramp.sequences_before(2) + 1, 1)[0]  # of rank 1 in the third step
+    _, position = batches.locate(batches.ramp.sequences_before(2) + 1, 1)[0]  # rank 1, third step
     ids[position + 5] = vocabulary
     ids.tofile(copy / "train-00000.bin")
     run = launch_with_faults(tmp_path / "bad", "ddp", 2, "--config", recipe)

@@ -1,4 +1,4 @@
-"""The local architectures: DeepOne's mathematics, its cache, and that a saved folder needs nothing of this project."""
+"""Tests for the local architectures: DeepOne's formulas and cache, and loading a saved folder without Groundwork."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_initial_weights_have_deepnets_spread(maker):
         expected |= {mlp.gate_proj: gain, mlp.up_proj: gain, mlp.down_proj: gain}
         for linear, gain_of_role in expected.items():
             xavier = gain_of_role * math.sqrt(2 / (linear.in_features + linear.out_features))
-            # 8,192 draws at least: the sample's spread is within 4 % (5 sigma) of the true one.
+            # With at least 8,192 samples, the sample std is within 4% (5 sigma) of the true std.
             assert linear.weight.std().item() == pytest.approx(xavier, rel=0.04)
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.04)
 
@@ -125,7 +125,7 @@ def test_a_token_sees_only_the_past(model, ids):
 
 def test_positions_are_relative_and_matter(model, ids):
     shifted = model(ids, position_ids=torch.arange(100, 112)[None]).logits
-    # Angles of fp32 positions near 100 are rounded at 1e-5; ten times that passes through three layers.
+    # Angles of fp32 positions near 100 are rounded at 1e-5. Three layers amplify this about ten times.
     torch.testing.assert_close(shifted, model(ids).logits, atol=1e-4, rtol=1e-4)
     stretched = model(ids, position_ids=3 * torch.arange(12)[None]).logits
     assert (stretched - model(ids).logits).abs().max() > 1e-3

@@ -1,4 +1,4 @@
-"""fp8 training: which layers it takes, under which names, and that it computes what bf16 does, more coarsely."""
+"""Tests for fp8 training: which layers are converted, parameter names, and results compared with bf16."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from support.tiny_models import TINY_LLAMA
 
-# Not among the requirements of the tests: where torchao is installed, accelerate imports it in every process.
+# torchao isn't in the test requirements, because accelerate imports it in every process if it is installed.
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 CONFIG = AutoConfig.for_model(**TINY_LLAMA)
 
@@ -45,7 +45,7 @@ def test_the_initial_weights_are_those_of_every_precision():
 
 @needs_torchao
 def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
-    """e4m3 has 3 bits of mantissa: a product is off by up to 2^-4, a gradient of many products by a few percent."""
+    """e4m3 has 3 mantissa bits, so a product's error is up to 2^-4 and a gradient's a few percent."""
     plain = build_model(CONFIG, seed=3)
     expected, expected_gradients = loss_and_gradients(plain)
     model = build_model(CONFIG, seed=3)
@@ -64,5 +64,5 @@ def test_machines_without_fp8_say_so(monkeypatch):
         problem = fp8_problem(device_type)
         assert "needs a GPU with fp8 matrix units" in problem and "use bf16" in problem
     capability.append((8, 9))
-    assert "needs a GPU" in fp8_problem("cpu"), "on request, beside a GPU that could"
+    assert "needs a GPU" in fp8_problem("cpu"), "fp8 on the CPU must be rejected even if a GPU supports it"
     assert fp8_problem("cuda") is None or "torchao" in fp8_problem("cuda")

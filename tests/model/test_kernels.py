@@ -1,4 +1,4 @@
-"""What a run on a GPU is told of its kernels: those in use, and why the others are not."""
+"""Tests for the report on GPU kernels: which are used, and why others aren't."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ LLAMA = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """An H100 with Triton and nothing else; (capability, modules), which can be changed.
+    """Mocks an H100 on which only Triton is installed. Returns a dictionary that tests may change.
 
-    Its kernels are stand-ins on the CPU: torch's varlen, and FlashAttention 3 once it is activated.
+    The kernels are CPU stand-ins: torch's varlen, and FlashAttention 3 after its activation.
     """
     here = {"capability": (9, 0), "modules": {"triton"}, "flash 3": None, "active": False}
 
@@ -86,7 +86,7 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
-    """What `sdpa` decides by its arguments, told before by the model's configuration."""
+    """The report predicts from the model's config whether `sdpa` falls back to the dense mask."""
     gpu |= {"capability": capability}
     model_config = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     here = {"dtype": BF16, "window": PACKED, "model_config": model_config}
@@ -126,9 +126,9 @@ def test_versions_are_those_of_packages_with_other_names():
 def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     gpu["modules"] = {"flash_attn_interface", "triton"}
-    gpu["flash 3"] = lambda out: out * 1.004  # less than bf16 rounds by
+    gpu["flash 3"] = lambda out: out * 1.004  # within bf16 rounding
     assert "varlen, the flash attention of torch" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
-    assert not gpu["active"], "what is asked for by name is what runs"
+    assert not gpu["active"], "an explicit choice must not be replaced"
     assert "by FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used("auto", "groundwork_sdpa", "none", **here)
     assert gpu["active"] and "flash_attention_3" not in "; ".join(
         kernels_not_used("auto", "groundwork_sdpa", "regional", **here)
@@ -136,7 +136,7 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
 
 
 def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
-    """A package may be built without some widths. 100 is padded to 104."""
+    """Each head dimension is tried, because a package may be built without some of them. 100 is padded to 104."""
     gpu["modules"] = {"flash_attn_interface"}
     tried = []
     gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out

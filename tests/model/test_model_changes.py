@@ -1,4 +1,4 @@
-"""What a recipe changes of a model's keys is judged as the JSON is, and its vocabulary may follow the data."""
+"""Tests for model config changes in a recipe, and for vocabulary sizes taken from the data."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,9 @@ def test_a_standard_name_replaces_the_classes_own(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
 def test_the_rotary_base_arrives_where_the_model_reads_it(changes):
-    assert "rope_parameters" in json.loads(Path(DEMO).read_text()), "beside which a flat rope_theta would be ignored"
+    assert "rope_parameters" in json.loads(Path(DEMO).read_text()), (
+        "the demo config must have rope_parameters, which override a flat rope_theta"
+    )
     assert load_model_config(DEMO, changes=changes).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
 
@@ -71,7 +73,9 @@ def test_a_folder_written_by_the_library_is_changed_and_judged_too(tmp_path):
     assert (changed.n_layer, changed.n_embd, changed.vocab_size) == (3, 48, 128)
     with pytest.raises(InputError, match="n_layers is not a key of GPT2Config; did you mean n_layer"):
         load_model_config(str(tmp_path), changes={"n_layers": 3})
-    assert load_model_config(str(tmp_path), vocabulary_size=70).vocab_size == 80, "a library's file states its own"
+    assert load_model_config(str(tmp_path), vocabulary_size=70).vocab_size == 80, (
+        "the vocabulary size in a saved config must be kept"
+    )
 
 
 @pytest.mark.parametrize(("ids", "rows"), [(64, 64), (300, 320), (8000, 8000), (32_000, 32_000), (50_257, 50_304)])
@@ -80,7 +84,9 @@ def test_a_vocabulary_that_is_left_open_is_the_datas_padded(tmp_path, ids, rows)
     shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     assert load_model_config(written(tmp_path, **shape), vocabulary_size=ids).vocab_size == rows
     assert load_model_config(written(tmp_path, **shape, vocab_size="auto"), vocabulary_size=ids).vocab_size == rows
-    assert load_model_config(written(tmp_path, **shape, vocab_size=7), vocabulary_size=ids).vocab_size == 7, "stated"
+    assert load_model_config(written(tmp_path, **shape, vocab_size=7), vocabulary_size=ids).vocab_size == 7, (
+        "an explicit vocabulary size must be kept"
+    )
     assert load_model_config(DEMO, changes={"vocab_size": "auto"}, vocabulary_size=ids).vocab_size == rows
 
 

@@ -1,4 +1,5 @@
-"""Values that no model has are refused by key; what the library reads is accepted."""
+"""Tests for config values: impossible ones are rejected with their key, and all keys that the library reads are
+accepted."""
 
 import json
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_keys_that_the_model_reads_without_declaring_them_are_taken(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = load(tmp_path, model_type="qwen3_moe", head_dim=32, **experts)
     projection = build_meta_model(config).model.layers[0].self_attn.q_proj
-    assert projection.weight.shape == (4 * 32, 64), "it is what the model uses"
+    assert projection.weight.shape == (4 * 32, 64), "the model must use this key"
     (problem,) = problems_of(tmp_path, model_type="qwen3_moe", head_dimm=32, **experts)
     assert problem.startswith("head_dimm is not a key of Qwen3MoeConfig")
     assert problems_of(tmp_path, model_type="qwen3_moe", head_dim="x", **experts)[0].startswith("head_dim: 'x'")

@@ -1,4 +1,5 @@
-"""Models with code of their own: trained from a folder, copied with every checkpoint, refused with file and line."""
+"""Tests for models with custom code: training from a folder, copying it with checkpoints, and errors with file and
+line."""
 
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
 
 @pytest.fixture
 def own(recipe, tmp_path):
-    """A recipe of four steps with a model folder that has its own code."""
+    """A recipe of four steps that trains a model folder with custom code."""
     values = yaml.safe_load(recipe.read_text())
     values |= {"model": str(write_own_model(tmp_path / "mine", vocab_size=512)), "budget": {"steps": 4}}
     values |= {"checkpoint": {"every_steps": 2}, "validation": {"sequences": 4}, "export": {"dtype": "fp32"}}
@@ -39,7 +40,7 @@ def checked(recipe, *arguments):
 
 
 def logits_elsewhere(folder, tmp_path):
-    """Logits of a model folder in an interpreter that has never seen this project."""
+    """Returns a model folder's logits, computed in a Python process without Groundwork."""
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", LOADED_ELSEWHERE, folder, tmp_path / "logits.pt"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -132,12 +133,12 @@ def test_keys_are_those_of_the_signature(own, tmp_path):
 
 def test_flops_and_memory_know_its_sizes(own):
     planned = run_script("plan.py", "--config", own, "--trust_remote_code", "--gpus", "1", "--gpu", "h100").stdout
-    # Embeddings of tokens and positions; the head and 2 layers of 4 x 48^2 + 3 x 48 x 96, norms.
+    # Token and position embeddings; head and 2 layers of 4 x 48^2 + 3 x 48 x 96; norms.
     assert "30,720 in embeddings" in planned and "single" in planned
 
 
 class Odd(PretrainedConfig):
-    """Calls its depth by two usual names."""
+    """A config with two common names for its depth."""
 
     model_type = "odd"
 
@@ -158,7 +159,7 @@ def test_a_size_that_two_names_may_mean_is_asked_for():
 
 
 class OddModel(LlamaModel):
-    """A Llama that takes over Llama's configuration."""
+    """A Llama model that reuses Llama's config class."""
 
 
 def test_a_class_with_the_configuration_of_another_is_named():

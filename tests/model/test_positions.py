@@ -1,4 +1,5 @@
-"""Positions that change in place: the library's own tables and configurations, or a refusal that says what to do."""
+"""Tests for changing RoPE settings of a model in place: results match the library's tables, or an error says what to
+do."""
 
 import copy
 import json
@@ -64,7 +65,7 @@ def test_a_model_changed_in_place_is_the_one_that_the_library_builds(kind, rope,
     after = model(ids).logits
     assert torch.equal(after, theirs(ids).logits) and not torch.allclose(after, before, atol=1e-3)
     use_positions(model, first)
-    assert torch.equal(model(ids).logits, before), "and back, as after a rollback"
+    assert torch.equal(model(ids).logits, before), "restoring the settings must restore the logits"
 
 
 def test_what_no_stage_changes_stays_the_same_object(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights read tensor by tensor are those that transformers loads, and no others are read."""
+"""Tests for reading pretrained weights tensor by tensor: values match transformers, and no other tensors are read."""
 
 import pytest
 import torch
@@ -65,7 +65,9 @@ def test_tensors_in_memory_make_a_model_without_drawing_a_number(kind, monkeypat
     assert set(drawn) <= {"meta"}
     assert_same(model, trained)
     places = {parameter.data_ptr() for parameter in trained.parameters()}
-    assert not places & {parameter.data_ptr() for parameter in model.parameters()}, "training goes on in the others"
+    assert not places & {parameter.data_ptr() for parameter in model.parameters()}, (
+        "the new model must not share memory with the trained one"
+    )
 
 
 def test_several_files(tmp_path):
@@ -75,7 +77,7 @@ def test_several_files(tmp_path):
 
 
 def test_files_of_the_base_model_alone(tmp_path):
-    """As GPT-2's on the Hub, whose names lack `transformer.`"""
+    """Weights without the `transformer.` prefix, like GPT-2's on the Hub, are loaded."""
     config = AutoConfig.for_model(**TINY["gpt2"])
     build_model(config, seed=7).base_model.save_pretrained(tmp_path)
     pretrained = open_pretrained(str(tmp_path))

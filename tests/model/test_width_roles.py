@@ -1,4 +1,4 @@
-"""Roles of parameters under a change of width, against those that their names tell."""
+"""Tests that parameter roles, found by changing the width, match those implied by the parameter names."""
 
 import pytest
 import torch
