@@ -1,4 +1,5 @@
-"""An extended tokenizer keeps its IDs and needs fewer tokens for the new text. Contents of a trained tokenizer."""
+"""Tests for tokenizer extension: old IDs are unchanged, and new text needs fewer tokens. Also tests training
+options."""
 
 import dataclasses
 import itertools

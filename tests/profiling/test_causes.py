@@ -1,4 +1,5 @@
-"""The rules over made-up steps: each names its cause with figures, and none speaks where nothing is wrong."""
+"""Tests for the profiler's rules with synthetic steps: each cause is reported with figures, and there are no false
+alarms."""
 
 import pytest
 
@@ -8,7 +9,8 @@ from pretrain_tools.profiling.trace_events import StepRecord
 
 
 def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
-    """A rank's steps, in ms: 4 of data and communication each, 6 of Python, the rest at work."""
+    """Returns a rank's steps, in ms: 4 each of data loading and communication, 6 of Python, and the rest of
+    compute."""
     changes = {name: value for name, value in more.items() if name not in ("kernels", "idle_in")}
     data, idle = changes.pop("data", 1), changes.pop("idle", 6)
     blocked = 4 + wait
@@ -51,7 +53,7 @@ def test_nothing_is_wrong(on_device):
         "other ranks 0%, neither 6%"
     ) in text
     assert "matmuls 70.0 69%" in " ".join(text.split())
-    assert found(rank(0)) == {}, "a single process"
+    assert found(rank(0)) == {}, "a single process must have no cause"
 
 
 def test_a_slow_rank_and_who_waits_for_it():
@@ -120,7 +122,7 @@ def test_lines_of_every_micro_step():
 def test_a_gpu_that_the_host_keeps_waiting():
     (text,) = found(rank(0, idle=40, launched=4000), rank(1, idle=40, launched=4000), on_device=True).values()
     assert "idle 30% of the step (40 ms of 135 ms): the CPU is too slow to launch 4,000 kernels per step" in text
-    assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "on a CPU Python is a part of every step"
+    assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "Python time must not be reported on a CPU"
     (text,) = found(rank(0, idle=240), rank(1, idle=240)).values()
     assert text.startswith("Python takes 72% of the step")
 

@@ -1,4 +1,4 @@
-"""Lines that read a tensor's value are counted while asked for, and nothing is left behind."""
+"""Tests for counting lines that read a tensor's value, and for restoring torch afterwards."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""From events to what a step was spent on, on made-up traces of a CPU and of a GPU."""
+"""Tests for the time breakdown of a step, from synthetic CPU and GPU traces."""
 
 import pytest
 
@@ -16,12 +16,12 @@ MS = 1_000_000
 
 
 def event(name, start, end, kind="operator", thread=MAIN, correlation=0):
-    """Times in ms."""
+    """Returns an event; times are in ms."""
     return TraceEvent(name, int(start * MS), int(end * MS), thread, kind, correlation)
 
 
 def marks(*phases):
-    """A step of these (name, start, end)."""
+    """Returns the marks of a step with these (name, start, end) phases."""
     begin, end = phases[0][1], phases[-1][2]
     step = event(f"{MARK}step 7", begin, end, "mark")
     return [step, *(event(MARK + name, *times, "mark") for name, *times in phases)]
@@ -49,7 +49,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
         event("autograd::engine::evaluate_function: MmBackward0", 40, 60), event("MmBackward0", 40, 60),
         event("aten::mm", 45, 50),
         event("aten::_fused_adamw_", 81, 88),
-        # Gradients are exchanged from 55 on; the main thread still computes until 58, and then waits.
+        # Gradients are exchanged from 55 on, while the main thread computes until 58 and then waits.
         event("gloo:all_reduce", 55, 79, "collective", OTHER), event("aten::mul", 56, 58),
         event("aten::copy_", 0, 100, thread=OTHER),
     ]  # fmt: skip
@@ -66,7 +66,8 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
 
 
 def test_what_pythons_operators_wait_for_is_no_work():
-    """A tensor that is divided over processes dispatches itself again, and communicates in between."""
+    """Waiting inside an operator isn't counted as compute. An operator on a sharded tensor dispatches itself again,
+    after communicating."""
     events = [
         *marks(*PHASES),
         event("aten::mm", 10, 38), event("_c10d_functional::all_gather_into_tensor", 11, 12),

@@ -1,4 +1,4 @@
-"""The model card: true, complete, readable by the Hub, and silent about the machine it was made on."""
+"""Tests for the model card: correct, complete, readable by the Hub, and without details of the machine."""
 
 import json
 
@@ -15,7 +15,7 @@ OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
 
 @pytest.fixture
 def run(tmp_path):
-    """A run without its models, which no card reads."""
+    """A run without models, which the card doesn't need."""
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe_values(folder)))
@@ -56,7 +56,7 @@ def test_metadata_survives_the_hubs_own_reader(run):
 
 
 def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
-    """A step that was trained twice has taken its energy twice; what came after the checkpoint is not its own."""
+    """Repeated steps count their energy twice, and steps after the checkpoint don't count."""
     change_recipe(run, energy={"carbon_grams_per_kwh": 400.0})
     add_event(run, event="start", step=6, energy="measured by NVML", parameters=106_816)
     for step, joules in ((7, 3.6e6), (8, 1.8e6), (9, 9e9)):

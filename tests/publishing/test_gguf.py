@@ -1,4 +1,5 @@
-"""publish.py --gguf: a file that llama.cpp loads, computes alike and cuts text alike, or a refusal by name."""
+"""Tests for publish.py --gguf: llama.cpp loads the file with the same outputs and token IDs, or an error says
+why not."""
 
 import json
 
@@ -46,7 +47,7 @@ TEXT = (ROOT / "docs/learning_rate.md").read_text()
 
 @pytest.fixture(scope="module")
 def own_tokenizer(tmp_path_factory):
-    """A tokenizer as prepare_data.py trains it."""
+    """A tokenizer trained like prepare_data.py's."""
     folder = tmp_path_factory.mktemp("tokenizer")
     _trained(iter([TEXT]), 500, ["<|user|>"], "gpt4").save(folder)
     return folder
@@ -65,7 +66,7 @@ def test_the_text_to_compare_on_is_the_runs_own(shards, tmp_path):
 
 
 def write_varied(folder, tokenizer, model):
-    """A model whose norms and biases are not the ones and zeros that they start with."""
+    """Writes a model in which norms and biases differ from their initial ones and zeros."""
     write_model(folder, tokenizer, model, seed=1)
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""bom.cdx.json: valid by CycloneDX's official schema, and what it says is what the folder and the run hold."""
+"""Tests for bom.cdx.json: it is valid under CycloneDX's official schema and matches the folder and the run."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from support.run_folders import write_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """With energy, evaluations, and what it kept of one source's manifest; not to be changed."""
+    """A run with energy, evaluations and a record of one source's manifest. Tests must not change it."""
     run = write_run(tmp_path_factory.mktemp("runs") / "x", energy={"carbon_grams_per_kwh": 500.0})
     preparation = {
         "datasets": [{"name": "owner/web", "subset": "cc", "split": "train", "rows": 9, "fingerprint": "f" * 40}],
@@ -36,13 +36,13 @@ def run(tmp_path_factory):
 
 
 def bill(run, publication, folder, **wanted) -> dict:
-    """Of the model of the last step, or of another; valid by the schema."""
+    """Returns the bill of the run's final model, or of a different one, validated against the schema."""
     (model,) = find_publishable(run, **{"steps": [], "milestones": False, "final": not wanted.get("steps"), **wanted})
     return valid(stage(run, model, publication, folder / "staged"))
 
 
 def valid(folder) -> dict:
-    """The bill in a folder, after the official validator has read it."""
+    """Returns the bill in a folder, after checking it with the official validator."""
     text = (folder / "bom.cdx.json").read_text()
     error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     assert error is None, error
@@ -54,7 +54,7 @@ OFFER = Publication("me/tiny", license="apache-2.0", languages=("en",))
 
 @pytest.fixture(scope="module")
 def contents(run, tmp_path_factory):
-    """The bill of the run's last model."""
+    """The bill of the run's final model."""
     return bill(run, OFFER, tmp_path_factory.mktemp("published"))
 
 

@@ -1,4 +1,4 @@
-"""Signed folders: only the owner of the key can have written them, and what was changed is named."""
+"""Tests for signed folders: only the key's owner can sign, and any change is reported."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from support.run_folders import write_run
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """{name: file} of two pairs, and of keys that are refused."""
+    """Folder with two key pairs, and with keys that must be rejected."""
     pytest.importorskip("model_signing.signing", exc_type=ImportError)
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -39,7 +39,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory, keys):
-    """A signed folder; not to be changed."""
+    """A signed folder. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs")
     offer = ["--repo", "me/tiny", "--license", "mit", "--sign", str(keys / "mine")]
     run = write_run(folder / "x", steps=(4,))
@@ -73,7 +73,7 @@ def test_whatever_is_changed_is_named(folder, keys):
 def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
     path, verifier = folder / "model.sig", load_key("--public_key", keys / "mine.pub")
     content = path.read_bytes()
-    # All of its end, where the signature proper is, and a part of what it signs, which is long.
+    # Every byte of the signature at the end, and some bytes of the long signed content.
     for position in [*range(0, len(content) - 200, 17), *range(len(content) - 200, len(content))]:
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         (problem,) = signature_problems(folder, verifier)
@@ -81,7 +81,7 @@ def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
 
 
 def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
-    """As someone would who can write the folder and does not have the key."""
+    """A changed file with a matching provenance.json is detected, because only the key's owner can sign it."""
     path = folder / "provenance.json"
     (folder / "README.md").write_text("a better model")
     contents = json.loads(path.read_text())
@@ -103,7 +103,7 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
     assert "model.sig was changed, or made with another key" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--public_key is missing: .* is signed, but the signature was not checked"):
         publish.main(["--verify", str(folder)])
-    (tmp_path / "links").mkdir()  # as in the Hub's cache
+    (tmp_path / "links").mkdir()  # links, as in the Hub's cache
     for path in folder.iterdir():
         (tmp_path / "links" / path.name).symlink_to(path)
     assert publish.main(["--verify", str(tmp_path / "links"), "--public_key", str(keys / "mine.pub")]) == 0

@@ -1,4 +1,4 @@
-"""training_content.md: the template's three sections, what the records say in them, and nothing that they do not."""
+"""Tests for training_content.md: it has the template's three sections, and only facts from the run's records."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ FILES = {"sources": [{"path": "https://data.example.net/a.jsonl", "bytes": 5_000
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    """Of a run on a dataset of the Hub and on files."""
+    """Facts of a run on a Hub dataset and on files."""
     run = write_run(tmp_path_factory.mktemp("runs") / "x")
     totals = {"docs": 2_000_000_000, "code": 50_000_000}
     kept = {
@@ -71,7 +71,7 @@ def offered(facts, **offer):
 
 
 def section(text, heading) -> str:
-    """What stands below a heading, to the next."""
+    """Returns the text between a heading and the next one."""
     return re.split(r"\n#+ ", text.split(f" {heading}\n", 1)[1])[0]
 
 
@@ -98,7 +98,7 @@ def test_it_says_what_the_records_say(facts):
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
 def test_what_no_record_says_is_left_to_the_provider(facts, heading):
-    """Who, when, with whose license, by which crawler, from which users and models."""
+    """Facts that no record contains are left for the provider to fill in."""
     assert FILL in section(training_content(offered(facts)), heading)
 
 

@@ -1,4 +1,4 @@
-"""Languages are detected by function words if these are clear, else by lingua."""
+"""Tests for language detection, by function words if they are clear and with lingua otherwise."""
 
 import pytest
 

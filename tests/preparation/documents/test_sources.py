@@ -278,7 +278,7 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
 
 
 def lost_records(path, **reading):
-    """The number of records lost in the unreadable rest of a file."""
+    """Returns the number of records lost in the unreadable rest of a file."""
     return sum(r.problem_records for r in records_of_parts([path], Reading(**reading)) if r.problem is not None)
 
 
@@ -363,7 +363,7 @@ def test_circular_links_give_each_file_once_and_quickly(tmp_path):
         source.name for source in found
     ]
     (only,) = find_sources([f"{tmp_path}/data/0.txt"])
-    assert only.path == f"{tmp_path}/data/0.txt", "what is named alone is read, by its name"
+    assert only.path == f"{tmp_path}/data/0.txt", "a file that is named explicitly must be found under that name"
 
 
 def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
