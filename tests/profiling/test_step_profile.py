@@ -109,7 +109,7 @@ class NoRecording:
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A profile of a mock run of 100 steps: (profile, function that advances to a step, messages)."""
+    """Returns (function that advances a profile to a step, messages), for a mock run of 100 steps."""
     monkeypatch.setattr(step_profile, "Recording", NoRecording)
     said, state = [], SimpleNamespace(step=0)
     ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)

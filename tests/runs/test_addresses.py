@@ -1,4 +1,4 @@
-"""Resolves a user's address to a model folder, with messages for wrong addresses."""
+"""Tests for resolving a user's address to a model folder, with messages for wrong addresses."""
 
 import json
 
@@ -16,7 +16,7 @@ def problems_of(call, *words) -> str:
 
 
 def make_run(run, steps, final_step=None, losses=None):
-    """The parts of a run's folder that addresses read."""
+    """Writes the parts of a run folder that are needed to resolve addresses."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: x\n")
     for step in steps:
@@ -86,7 +86,8 @@ def test_an_unreachable_hub_model(monkeypatch):
 
 
 def test_a_model_folder_with_a_manifest_is_compared_with_it(tmp_path):
-    """train.py prints evaluate.py's command with RUN/final."""
+    """A model folder inside a run is checked against its manifest. train.py prints evaluate.py's command with
+    RUN/final."""
     run = make_run(tmp_path / "run", [4], final_step=8)
     assert found(run / "final") == [(f"{run}/final", 8, 80)]
     (run / "final/config.json").write_text("{ }")

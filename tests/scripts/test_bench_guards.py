@@ -1,5 +1,4 @@
-"""What the guards cost is added up and shown as it was measured. Measured for real:
-tests/faults/test_fault_sweep.py."""
+"""Tests for the report on the guards' overhead. tests/faults/test_fault_sweep.py measures real runs."""
 
 import pytest
 

@@ -1,7 +1,7 @@
-"""Mutated recipes, model JSONs and command lines: done or refused in words that name the setting, at once.
+"""Tests with mutated recipes, model configs and command lines: each runs or gets an error that names the setting.
 
-make test takes a sample of a minute, make test-faults all of it. A case that fails is told with its number: run
-`CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again` to see it alone.
+make test runs a sample in about a minute, make test-faults all cases. A failed case is reported with its number. To
+run it alone: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
 """
 
 import json
@@ -33,7 +33,7 @@ from support.tiny_models import TINY_LLAMA
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}
 SAMPLE = 8
-"""make test takes every so manyth."""
+"""Interval between the cases that make test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def material(tmp_path_factory, shards, tokenizer, text_files) -> Material:
 
 
 def failures(material: Material, kind: str, numbers: range) -> list[str]:
-    """What is wrong with these cases, a paragraph each."""
+    """Runs cases and returns a paragraph for each failure."""
     found, codes = [], Counter()
     cases = [KINDS[kind](material, number) for number in numbers]
     for number, (case, result) in zip(numbers, run_cases(cases), strict=True):
@@ -74,7 +74,7 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
 
 
 def test_what_the_cases_start_from_is_right(material):
-    """Else a refusal of something else would pass for that of the mistake."""
+    """All cases run without mutations. Otherwise, a different error could pass for the expected one."""
     for model_type in ARCHITECTURES:
         path = material.folder / f"{model_type}.json"
         path.write_text(json.dumps(model_of(material, model_type)))
@@ -84,7 +84,7 @@ def test_what_the_cases_start_from_is_right(material):
     cases = [
         Case(script, base_of(rng, script, material, place)) for script, place in zip(scripts, places, strict=True)
     ]
-    cases = [case for case in cases if case.script != "runs.py"]  # whose own cases are half of folders that are none
+    cases = [case for case in cases if case.script != "runs.py"]  # half of its cases are folders that aren't runs
     cases += [Case("runs.py", ["status", str(material.run)])]
     cases += [Case("train.py", ["--config", str(places[0] / "recipe.yaml"), "--check"])]
     for case, result in run_cases(cases):
@@ -112,7 +112,7 @@ def test_mistakes_are_refused_in_words(material, kind):
     ids=["train", "plan", "runs", "evaluate"],
 )
 def test_mistakes_in_a_process_of_its_own(material, words, named):
-    """As a user starts it: what the worker of the cases has imported beforehand hides nothing."""
+    """Mistakes are reported in a new process, where no modules have been imported before."""
     recipe = material.folder / "alone.yaml"
     recipe.write_text(yaml.safe_dump(material.recipe))
     ended = run_script(

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: what it runs in which order, how it goes on, what it says; and its checks on a CPU."""
+"""Tests for `make gpu` without a GPU: order of checks, resuming, the report, and the checks themselves on a CPU."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_
     assert process.returncode == 75 and "interrupted; run the same command again" in said
     assert "| first | passed | said by first |" in said and "| slow | missing |" in said
     assert "incomplete: 1 passed, 1 not run, 3 missing" in said
-    assert not is_alive(int((tmp_path / "child").read_text())), "what the row has started lives on"
+    assert not is_alive(int((tmp_path / "child").read_text())), "the child process must be killed"
     second, third = (run_script("-c", GOES_ON, tmp_path, number, check=False) for number in (2, 3))
     assert (second.returncode, third.returncode) == (1, 0)
     assert "failed: wrong: said by wrong" in second.stdout and "FAILED: 3 passed, 1 failed, 1 not run" in second.stdout
@@ -106,7 +106,9 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6, "no triton")}
     assert checks["strategy fsdp2 with default kernels"].why_not == "no triton"
     assert checks["strategy zero2"].why_not == "deepspeed is not installed" and checks["strategy tp"].why_not is None
-    assert checks["strategy tp"].measure.args == ("tp", 4), "the model's heads and layers are divided by powers of two"
+    assert checks["strategy tp"].measure.args == ("tp", 4), (
+        "the number of processes must be a power of two, to divide heads and layers"
+    )
     assert "triton" in gpu_check.missing_compiler()
     with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic; install them"):
         gpu_check.require_packages()
@@ -122,7 +124,7 @@ def test_without_a_gpu_it_says_so():
 
 
 def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:
-    """Speeds that make these MFUs at a peak of 1 PFLOP/s."""
+    """Returns (checks, results) with these MFUs at a peak of 1 PFLOP/s."""
     results = Results(folder / "results.jsonl", {})
     checks = [
         check for check in speed_checks(SCALES["cuda"], "cpu", None) if "whole windows auto chunked_c" in check.name
@@ -179,7 +181,7 @@ def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
     ],
 )
 def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
-    """Each GPU has the batch of one: the command, its recipe's tokens, and the MFU of all of them."""
+    """All GPUs are used under each strategy, with one GPU's batch size per GPU, and the MFU is over all of them."""
     held = {}
 
     def hold(contestants, *_, **__):
@@ -205,7 +207,7 @@ def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes,
 
 
 def test_the_command_for_several_gpus_trains(tmp_path):
-    """Its recipe and settings are right: checked as the first of two processes on a CPU, not run."""
+    """The multi-GPU command passes --check on a CPU, as the first of two processes."""
     scale = SCALES["cpu"]
     given = {"strategy": "ddp", "processes": 2}
     (contestant,) = contestants_of(["groundwork"], scale.shapes["small"], tmp_path, ["compile=none"], 1, **given)

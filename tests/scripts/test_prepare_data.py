@@ -280,7 +280,7 @@ def test_a_stream_continues_from_any_part_without_earlier_files(tmp_path, monkey
         done = 0
         for part in parts:
             done += len(list(part.records(Reading())))
-            # As read from progress.json.
+            # as read from progress.json
             start = Position(*json.loads(json.dumps(part.after)))
             assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
     source, record = list(parts[-1].records(Reading()))[-1]
@@ -293,7 +293,7 @@ def test_a_stream_continues_from_any_part_without_earlier_files(tmp_path, monkey
 
 
 def test_a_missing_dataset_is_named(run, tmp_path, monkeypatch):
-    # The libraries read these on import. Without them, they would wait long for the network.
+    # The libraries read these on import. Without them, they would wait a long time for the network.
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
     with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder, so it was searched on"):
@@ -325,7 +325,7 @@ def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
     assert failed.stderr.startswith("give either --tokenizer")
     assert "Traceback" not in failed.stderr
     assert "--max_tokens" in run_script("prepare_data.py", "--help").stdout
-    # 0.05 s. An import of numpy would take 0.1 s, and one of torch 1.5 s.
+    # --help takes 0.05 s. Importing numpy would take 0.1 s, and torch 1.5 s.
     assert cpu_seconds("prepare_data.py", "--help") < cpu_seconds("-c", "import numpy")
 
 
@@ -359,7 +359,7 @@ def test_unread_archive_members_are_reported_and_recorded(tmp_path, run):
     told = run(*arguments, "--output", tmp_path / "out")
     line = "not read         members of tar archives that are not documents: 4 .html, 2 .zip"
     assert line in told and "documents        2;" in told
-    assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
+    assert line in run(*arguments, "--output", tmp_path / "out"), "a finished folder must show the same line"
     for number in range(2):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)

@@ -1,4 +1,4 @@
-"""Every shipped recipe can run: with stand-in shards for its data it passes the check, and the plan in it holds."""
+"""Tests that every shipped recipe passes the check with stand-in shards, and that its plan is current."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ TOKENIZERS = {
     "HuggingFaceTB/SmolLM2-135M": 49_152,
     "Qwen/Qwen3-0.6B-Base": 151_669,
 }
-"""{tokenizer on the Hub that recipes name: its ids}"""
+"""{Hub tokenizer named in recipes: number of its IDs}"""
 
 
 def stand_ins(name, shards, folder) -> list[tuple[str, str]]:
-    """Overrides that put small shards under the names of the recipe's folders, without limits on their epochs.
+    """Returns overrides that replace the recipe's shards with small ones, without epoch limits.
 
-    The model of a recipe that continues one from the Hub is the same shape from here.
+    Recipes that continue a Hub model use a local config of the same shape.
     """
     data = read_run_config(ROOT / f"recipes/{name}.yaml").data
     overrides = []
@@ -63,7 +63,7 @@ def test_the_recipes_that_are_documented_exist():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_check(name, shards, tmp_path, monkeypatch):
-    """On a CPU a recipe's attention and precision are those of the CPU; everything else is as on a GPU."""
+    """Each recipe passes the check on a CPU, where attention and precision are the CPU's."""
     monkeypatch.chdir(ROOT)
     config = read_run_config(f"recipes/{name}.yaml", stand_ins(name, shards, tmp_path))
     run = derive(config, ranks=1)
@@ -78,7 +78,8 @@ def test_the_check_itself_says_that_a_recipe_can_run(shards, tmp_path):
 
 
 def preparations_in(text: str) -> dict[str, tuple[str, int]]:
-    """{folder of shards: (tokenizer, its ids)} of the commands of prepare_data.py in a recipe's comment or a page."""
+    """Returns {shard folder: (tokenizer, number of IDs)} for the prepare_data.py commands in a recipe's comments or a
+    page."""
     lines = text.replace("\\\n#", " ").replace("\\\n", " ").splitlines()
     commands = [shlex.split(line.strip("# ")) for line in lines if "python prepare_data.py" in line]
     options = [dict(itertools.pairwise(words)) for words in commands]
@@ -88,7 +89,8 @@ def preparations_in(text: str) -> dict[str, tuple[str, int]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
-    """Every folder of shards comes from a command in the comment, whose tokenizer is trained there or can be had."""
+    """Each shard folder is created by a command in the comments, with a tokenizer that is trained there or on
+    the Hub."""
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     commands = (ROOT / "Makefile").read_text().replace("$(BIN)/", "") if "`make demo`" in text else text
     prepared = preparations_in(commands)
@@ -102,7 +104,7 @@ def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
 
 
 def test_folders_of_one_name_are_prepared_with_one_tokenizer():
-    """Two recipes may share shards: who prepared them for the one can train the other."""
+    """Recipes that share a shard folder use the same tokenizer."""
     tokenizers: dict[str, set] = {}
     for name in RECIPES:
         for folder, tokenizer in preparations_in((ROOT / f"recipes/{name}.yaml").read_text()).items():
@@ -117,16 +119,16 @@ def test_the_readmes_shards_are_those_of_its_recipe():
 
 
 HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
-"""The comment that `plan.py --comment` prints, with its wrapped lines joined."""
+"""The comment printed by `plan.py --comment`, with its wrapped lines joined."""
 ALL = os.environ.get("PLANS") == "all"
 TRACED = {"llama_125m", "long_context_demo", "moe_5m"}
-"""Recipes whose memory is planned in every run of the tests, and not with PLANS=all alone: a trace takes seconds."""
+"""Recipes whose memory plan is always tested, because a trace takes seconds. PLANS=all tests the others."""
 USES_AUTOCAST = {"single": True, "ddp": True, "fsdp2": False, "hsdp": False}
-"""Whether a strategy's forward pass runs on fp32 weights under autocast, or else on weights in bf16."""
+"""{strategy: True if the forward pass uses fp32 weights under autocast, False if it uses bf16 weights}"""
 
 
 def plan_as_user(command, folder, monkeypatch, capsys) -> str:
-    """What `python plan.py COMMAND --comment` prints, where no data is prepared."""
+    """Returns the output of `python plan.py COMMAND --comment` without prepared data."""
     for name in ("recipes", "model_configs"):
         (folder / name).symlink_to(ROOT / name)
     monkeypatch.chdir(folder)
@@ -136,7 +138,7 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
 
 
 def trace_only(strategies, monkeypatch) -> None:
-    """Traces the forward passes of these strategies; the memory of the others is not shown, and counts as nothing."""
+    """Traces only the forward passes of these strategies. The activations of others count as zero."""
     consider, trace, considered = report.consider, memory.trace_activations, []
 
     def consider_now(name, *rest):
@@ -155,7 +157,8 @@ def trace_only(strategies, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch, capsys):
-    """`python plan.py ... --comment` writes it again. The time on a CPU depends on the machine."""
+    """The plan in each recipe is current. Update it with `python plan.py ... --comment`. The time on a CPU isn't
+    compared."""
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     header = HEADER.search(text.replace("\n#   ", " "))
     assert header, "no plan: python plan.py --config recipes/NAME.yaml --gpus N --gpu KIND --comment"
@@ -185,13 +188,13 @@ PLANS = {
     "| `big_batch_adamw` with `llama_13b.json`, 260B tokens | 64 |": "--config recipes/big_batch_adamw.yaml --model "
     "model_configs/llama_13b.json",
 }
-"""{beginning of a row of the plans in docs/memory.md: how plan.py is asked for it}"""
+"""{first columns of a plan's row in docs/memory.md: plan.py arguments}"""
 SHORT_PLANS = list(PLANS) if ALL else list(PLANS)[:1]
 PAGE = (ROOT / "docs/memory.md").read_text()
 
 
 def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
-    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of these strategies traced."""
+    """Returns the plan of `python plan.py COMMAND --gpu h100`, tracing only the memory of these strategies."""
     monkeypatch.chdir(ROOT)
     trace_only(strategies, monkeypatch)
     options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
@@ -234,7 +237,7 @@ def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
 
 
 def test_the_smollm_corpus_is_mixed_as_it_is():
-    """220B, 28B and 4B tokens: one pass over each takes the same part of the run."""
+    """The recipe's weights match the 220B, 28B and 4B tokens of the datasets, so that each is read once."""
     sources = read_run_config(ROOT / "recipes/smollm_corpus.yaml").data.train
     tokens = {"fineweb_edu_dedup": 220, "cosmopedia_v2": 28, "python_edu": 4}
     assert {source.shards.name: round(source.weight * 252) for source in sources} == tokens

@@ -106,7 +106,7 @@ RULES = {
     ("name", "stage", "known"),
     [
         ("gopher_quality", GopherQuality(by_form=False), []),
-        # Our comparison of lines ignores trailing spaces, and such lines count in both line rules.
+        # Lines are compared without trailing spaces and count in both line rules.
         ("gopher_repetition", GopherRepetition(by_form=False),
          [("duplicate_line_characters", "duplicate_lines"), ("top_4_gram", "top_3_gram")]),
         ("c4", C4Quality(by_form=False), []),
