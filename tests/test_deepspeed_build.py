@@ -1,4 +1,4 @@
-"""A compilation that was killed must not stop the next run; one that goes on must not be disturbed."""
+"""Tests for DeepSpeed's build lock: a killed build doesn't block the next run, and a running one isn't disturbed."""
 
 import os
 
@@ -20,7 +20,7 @@ def test_a_lock_that_nobody_holds_is_removed_and_a_held_one_stays(tmp_path, monk
         assert (tmp_path / "building/lock").exists()
     finally:
         baton.release()
-    assert FileBaton(str(tmp_path / "killed/lock")).try_acquire(), "the next build can start"
+    assert FileBaton(str(tmp_path / "killed/lock")).try_acquire(), "the next build must be able to start"
 
 
 def test_the_folder_is_the_projects_own(monkeypatch, tmp_path):

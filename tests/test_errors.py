@@ -1,4 +1,4 @@
-"""What ends a script with status 2 and without a traceback."""
+"""Tests for errors that end a script with status 2 and no traceback."""
 
 import errno
 import os
@@ -46,7 +46,7 @@ def test_a_path_that_the_system_refuses_is_named_in_short(capsys):
 
 
 def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_path):
-    """gloo's threads, destroyed with the interpreter, sometimes abort a process that has done everything."""
+    """Distributed processes exit without the interpreter's cleanup, in which gloo's threads sometimes abort."""
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, sys\n"
@@ -72,7 +72,8 @@ def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_pa
 
 
 def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
-    """As `runs.py documents RUN --step 1 | head` does; whether the script flushes each line or only at its end."""
+    """A closed stdout, as in `runs.py documents RUN --step 1 | head`, ends a script quietly, with or without
+    flushing."""
     for flush in (True, False):
         script = tmp_path / "script.py"
         script.write_text(
@@ -88,7 +89,8 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 
 @pytest.mark.parametrize("script", ["train.py", "runs.py"])
 def test_a_python_without_the_packages_is_told_of_the_environment(script):
-    """As the system's Python, where .venv is not activated: -S leaves out what is installed."""
+    """Without the packages, as with the system's Python, scripts say how to activate the environment. -S hides the
+    installed packages."""
     result = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "activate the environment with `. .venv/bin/activate`" in result.stderr
@@ -96,7 +98,7 @@ def test_a_python_without_the_packages_is_told_of_the_environment(script):
 
 
 def test_the_first_process_of_a_machine_reports_first_and_the_others_if_nobody_ends_them(monkeypatch, capsys):
-    """A launcher ends all processes as soon as one has ended, which must not be one that says nothing."""
+    """Local rank 0 reports errors first. The launcher then ends the other ranks, which wait before reporting."""
     waited = []
     monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [10.0])):

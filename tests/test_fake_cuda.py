@@ -1,4 +1,4 @@
-"""Training steps on CUDA without a GPU: all tensors of a kernel are on the device, and the host never waits for it."""
+"""Tests of training steps on a simulated GPU: a kernel's tensors are all on the GPU, and the host never waits."""
 
 import pytest
 
@@ -20,12 +20,13 @@ def test_fake_cuda_refuses_what_a_gpu_refuses_and_what_makes_the_host_wait(outco
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_runs_on_cuda_and_waits_for_nothing(outcomes, name):
-    """attention, loss, precision, activation_checkpointing, optimizer, document_mask: pairs of them; CUDA=all: all."""
+    """A step never synchronizes, for pairs of attention, loss, precision, activation_checkpointing, optimizer and
+    document_mask. CUDA=all tests every combination."""
     assert outcomes[name].error is None, outcomes[name].error
 
 
 def test_scores_of_all_pairs_of_positions_are_never_in_memory(outcomes):
-    """attention, precision, document_mask, dropout; but for eager, which is there to spell them out."""
+    """No (T, T) scores are allocated, for any precision, document_mask and dropout, except with eager attention."""
     errors = {name: outcomes[f"scores: {name}"].error for name in SCORES}
     spelt_out = {name for name in SCORES if name.startswith("eager")}
     assert {name: error for name, error in errors.items() if error and name not in spelt_out} == {}
@@ -48,7 +49,8 @@ def test_auto_takes_the_kernel_that_torch_has_for_an_h100(outcomes, name):
 
 
 def test_what_the_loop_calls_around_a_step_waits_for_nothing(outcomes):
-    """Batches read ahead, reports exchanged, weights copied for a checkpoint, and compiled layers."""
+    """Prefetching batches, exchanging reports, copying weights for a checkpoint and compiled layers don't
+    synchronize."""
     assert outcomes["four steps"].error is None, outcomes["four steps"].error
 
 

@@ -1,4 +1,5 @@
-"""Flags of other projects: taken where their values mean the same, else the page says what to write."""
+"""Tests for flags of other projects: they are translated if their values mean the same; otherwise, the docs say what
+to use."""
 
 import re
 
@@ -81,4 +82,4 @@ def test_the_pages_name_settings_and_files_that_exist():
         flags = {flag.partition(".")[0] for flag in re.findall(r"--([\w.]+)", words)}
         assert flags <= {*SETTINGS, *sections, *OWN_FLAGS, "check"}, words
     for path in re.findall(r"(?<![\w./])\w[\w/]*\.(?:py|yaml|sbatch)\b", PAGE):
-        assert (ROOT / path).exists() or path == "sample.py", path  # nanoGPT's
+        assert (ROOT / path).exists() or path == "sample.py", path  # nanoGPT's script

@@ -1,4 +1,5 @@
-"""What the device has, as the variables that limit it say; GPUs that torch cannot use are never passed over."""
+"""Tests for hardware detection: limits set in the environment are respected, and unusable GPUs always cause an
+error."""
 
 import json
 import re
@@ -40,7 +41,7 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 
 
 @pytest.fixture
 def fresh():
-    """missing_bf16 asks once for each device."""
+    """Clears the cache of missing_bf16."""
     missing_bf16.cache_clear()
     yield
     missing_bf16.cache_clear()
@@ -48,7 +49,7 @@ def fresh():
 
 @pytest.fixture
 def new_cpu(monkeypatch, fresh):
-    """A CPU that has the instructions, with nothing that limits it."""
+    """A CPU with bf16 instructions and no limits set."""
     for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
@@ -74,7 +75,7 @@ def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
     ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
 )
 def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capability, launched, precision):
-    """Under strategies that scale the loss."""
+    """auto is fp16 only on GPUs with fp16 but no bf16 units, and only under strategies that scale the loss."""
     monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
     monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -92,7 +93,7 @@ def test_onednns_limit_takes_bf16_away(new_cpu, monkeypatch, limit):
 @pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
 def test_a_limit_above_bf16_does_not(new_cpu, monkeypatch, limit):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its older name, which oneDNN reads where the first is not set
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its old name, which oneDNN reads only if the new one isn't set
     assert missing_bf16("cpu") is None
 
 
@@ -129,11 +130,11 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
         "fp32 (12 against 240 GFLOP/s)"
     )
     rates[torch.bfloat16] = 250e9
-    assert emulation_of_bf16(CPU) is None, "faster all the same"
+    assert emulation_of_bf16(CPU) is None, "emulation must not be reported if it is faster"
 
 
 def test_the_variables_make_an_old_cpu_of_this_one():
-    """In a process of its own: libraries read the variables when they start."""
+    """Environment variables can simulate an old CPU. Libraries read them on import, so this runs in a new process."""
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
@@ -166,7 +167,7 @@ def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """With a GPU whose driver is too old for torch."""
+    """A machine with a GPU whose driver is too old for torch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (tmp_path / "version").write_text(DRIVER)
@@ -179,7 +180,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
-    """A folder with a tokenizer and a model that nobody loads."""
+    """A folder with a tokenizer and a model that is never loaded."""
     folder = tmp_path_factory.mktemp("model")
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
@@ -208,7 +209,7 @@ def test_the_cpu_on_purpose(machine, monkeypatch, name, value):
 
 
 def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
-    """accelerate then trains on the CPU, whatever else is chosen by the device."""
+    """Everything uses the CPU if accelerate is set to train on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_type() == "cuda"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -251,7 +252,8 @@ def test_a_machine_without_a_gpu_takes_its_cpu(machine):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
-    """accelerate sets OMP_NUM_THREADS=1, and an offloaded AdamW would run on one thread."""
+    """Processes divide the cores, even with a GPU. With accelerate's OMP_NUM_THREADS=1, an offloaded AdamW would use
+    one thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -264,8 +266,10 @@ def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
     strategy.Strategy("fp32")
     assert threads == [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert hardware.threads_beside(torch.device(device)) == ("8" if device == "cuda" else "1"), "an evaluation's"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
+    assert hardware.threads_beside(torch.device(device)) == ("8" if device == "cuda" else "1"), (
+        "an evaluation next to training on a CPU must use one thread"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # set by the user
     strategy.Strategy("fp32")
     assert threads == [8]
 
@@ -291,7 +295,7 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
 
 
 def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
-    """In a process of its own, since it sets what holds for all of torch; the first step of the run has been taken."""
+    """Deterministic runs set torch's flags before the first step. They are global, so this runs in a new process."""
     program = (
         "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
@@ -305,7 +309,7 @@ def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
 
 @pytest.fixture
 def eight_gpus(monkeypatch, tmp_path):
-    """Sets the environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
+    """Environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(hardware, "INFINIBAND", tmp_path)
     monkeypatch.setattr(hardware, "available_cores", lambda: 64)
@@ -331,7 +335,7 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     [(1, 64, "each process has 1, and needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
 def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
-    """Four of 64 are the process's own, where sixteen of sixteen are shared by eight processes."""
+    """Eight processes divide the cores if all of the machine's are available. Four of 64 belong to one process."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     found = environment_warnings(GPU)
@@ -349,6 +353,8 @@ def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch
     (warning,) = environment_warnings(GPU)
     assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in warning
     packages = warning.partition("apt install ")[2].split()
-    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), "the image has them"
-    monkeypatch.setenv("WORLD_SIZE", "8")  # one machine needs none
+    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), (
+        "the Docker image must contain the suggested packages"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")  # not needed on a single machine
     assert environment_warnings(GPU) == []

@@ -1,4 +1,4 @@
-"""Recipes, command lines and records of runs with the names that settings had before."""
+"""Tests for recipes, command lines and run records with old setting names."""
 
 import pytest
 import yaml

@@ -1,4 +1,5 @@
-"""Optional packages: a build that fails takes nothing along, and messages name files that have what they say."""
+"""Tests for optional packages: a failed build doesn't affect the others, and messages name the right requirements
+file."""
 
 import json
 import re
@@ -24,13 +25,14 @@ def packages(name) -> set[str]:
 
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
 NOT_ASKED_FOR = ("torch", "deepspeed")
-"""Half a gigabyte, often from a folder or an index of its own; and a source archive for all versions."""
+"""Packages that aren't checked: torch has half a gigabyte and often a separate index, and deepspeed is a source
+archive."""
 
 
 def pip_finds(version: str, *requirements: str) -> subprocess.CompletedProcess:
-    """Looks the packages up as wheels for a Python, without what they require; installs nothing.
+    """Looks up wheels for a Python version, without dependencies and without installing them.
 
-    stdout is pip's report. Which Python a package allows is left to the caller: pip would judge it by its own.
+    stdout contains pip's report. requires-python is ignored, because pip would compare it with its own Python version.
     """
     asked = ("--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--python-version", version)
     asked += ("--ignore-requires-python", "--report", "-")
@@ -47,7 +49,8 @@ def index():
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_every_requirement_has_a_wheel_for_each_python(index, version):
-    """Conditions such as python_version >= "3.14" are judged here as well, for the same reason."""
+    """Each requirement has a wheel for every supported Python. Markers such as python_version >= "3.14" are evaluated
+    here, not by pip."""
     lines = (line.partition("#")[0].strip() for line in FILES["requirements.txt"].splitlines())
     requirements = [Requirement(line) for line in lines if line]
     python = {"python_version": version, "python_full_version": f"{version}.0"}
@@ -63,13 +66,13 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
 
 
 def test_what_tests_of_options_need_is_installed_with_the_other_tools():
-    """Else they would skip."""
+    """Packages that optional tests need are in requirements-dev.txt. Without them, the tests would be skipped."""
     assert {"optuna", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
     assert OPTUNA in FILES["requirements-dev.txt"]
 
 
 def is_pure(requirement: Requirement) -> bool:
-    """Whether the version that is installed here is the one that is meant, with one wheel for every Python."""
+    """Returns True if the installed version satisfies the requirement and has one wheel for all Python versions."""
     installed = distribution(requirement.name)
     return installed.version in requirement.specifier and "Tag: py3-none-any" in (installed.read_text("WHEEL") or "")
 
@@ -93,7 +96,9 @@ def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, versi
     )
     said = refused.stderr.splitlines()
     assert refused.returncode and f" is {version.replace(', ', '.')}: name another" in said[0], refused
-    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, "and make's own line"
+    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, (
+        "only make's own error line may follow"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "requirements.txt", "python"}
 
 
@@ -106,7 +111,9 @@ def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
     assert packages("requirements-flash-attn.txt") == {"flash-attn"}
     assert not any("flash-attn" in packages(name) for name in FILES if name != "requirements-flash-attn.txt")
     before = packages("requirements.txt") | packages("requirements-gpu.txt")
-    assert {"packaging", "wheel", "setuptools", "ninja", "torch"} <= before, "setup.py imports them"
+    assert {"packaging", "wheel", "setuptools", "ninja", "torch"} <= before, (
+        "packages imported by setup.py must be installed first"
+    )
 
 
 @pytest.mark.parametrize(

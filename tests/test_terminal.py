@@ -1,4 +1,4 @@
-"""What is said to a terminal and what to a file."""
+"""Tests for output to terminals and files."""
 
 import io
 import sys
@@ -14,7 +14,7 @@ from support.terminals import lines_that_remain, watched
 def test_colors_are_for_terminals_whose_user_wants_them(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert colored("bad", "red", screen) == "\x1b[31mbad\x1b[0m"
-    assert colored("bad", "red", io.StringIO()) == "bad", "a file"
+    assert colored("bad", "red", io.StringIO()) == "bad", "files must not be colored"
     monkeypatch.setenv("NO_COLOR", "1")
     assert colored("bad", "red", screen) == "bad"
     monkeypatch.delenv("NO_COLOR")
@@ -26,7 +26,7 @@ def test_only_a_terminal_has_a_width(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert width_of(screen) == 100 and width_of(io.StringIO()) is None
     monkeypatch.delenv("COLUMNS")
-    assert width_of(screen) == 80, "nothing says how wide it is"
+    assert width_of(screen) == 80, "the default width must be 80"
 
 
 def test_a_wrapped_line_keeps_its_columns():
@@ -55,7 +55,7 @@ def test_what_is_said_stands_above_the_live_line(monkeypatch):
     assert screen.getvalue() == f"\r\x1b[Kstep 1\r\r\x1b[K{cut}\r\r\x1b[Ka log line\n\r\x1b[K{cut}\r"
     line.clear()
     line.print_above("done", sys.stdout)
-    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "no line to draw again"
+    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "the live line must not be drawn again"
 
 
 def test_another_librarys_print_begins_its_line_and_no_stream_is_replaced(monkeypatch):
@@ -89,9 +89,9 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
     ],
 )
 def test_a_script_says_that_it_loads_before_it_imports_torch(arguments, tmp_path):
-    """In a process whose torch cannot be imported, the line stands there all the same."""
+    """The first line is printed before torch is imported, here with a torch that can't be."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     if arguments[0] == "plan.py":
         arguments = ["plan.py", "--config", "recipes/demo.yaml"]
     found = run_script(*arguments, check=False, fresh=True, PYTHONPATH=str(tmp_path))
-    assert found.stderr == "Loading ...\ninterrupted\n" and found.returncode == -2, "and Ctrl-C leaves no traceback"
+    assert found.stderr == "Loading ...\ninterrupted\n" and found.returncode == -2, "Ctrl-C must not cause a traceback"

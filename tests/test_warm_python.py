@@ -1,4 +1,4 @@
-"""A script that is forked from a warm interpreter does what a started one does."""
+"""Tests that a script forked from a warm interpreter behaves like a newly started one."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ sys.exit(7)
 
 
 def environment(**more) -> dict[str, str]:
-    """As it is when a test runs: what other tests import sets variables."""
+    """Returns the current environment, because imports in other tests set variables."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 
@@ -82,7 +82,7 @@ def test_it_is_forked_gets_signals_and_starts_others_warm():
 
 
 def test_it_can_be_signaled_until_its_end_is_known():
-    """A torchrun whose processes end at the same time asks whether one has ended, and signals its group if not."""
+    """A process that has ended can still be signaled until it is waited for, as torchrun does with its group."""
     deadline = time.monotonic() + 100
     with WarmPopen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
