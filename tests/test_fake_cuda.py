@@ -20,8 +20,8 @@ def test_fake_cuda_refuses_what_a_gpu_refuses_and_what_makes_the_host_wait(outco
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_runs_on_cuda_and_waits_for_nothing(outcomes, name):
-    """A step never synchronizes, for pairs of attention, loss, precision, activation_checkpointing, optimizer and
-    document_mask. CUDA=all tests every combination."""
+    """A step never waits for the GPU, for pairs of attention, loss, precision, activation_checkpointing, optimizer and
+    document_mask. CUDA=all tests all combinations."""
     assert outcomes[name].error is None, outcomes[name].error
 
 

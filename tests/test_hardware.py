@@ -209,7 +209,7 @@ def test_the_cpu_on_purpose(machine, monkeypatch, name, value):
 
 
 def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
-    """Everything uses the CPU if accelerate is set to train on it."""
+    """Everything uses the CPU if accelerate is set to train on it, even with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_type() == "cuda"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -335,7 +335,8 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     [(1, 64, "each process has 1, and needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
 def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
-    """Eight processes divide the cores if all of the machine's are available. Four of 64 belong to one process."""
+    """A process that may use only 4 of 64 cores has them to itself. If all 16 are available, eight processes share
+    them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     found = environment_warnings(GPU)

@@ -25,7 +25,7 @@ def test_a_notebook_is_shipped_without_what_it_printed():
 
 
 def test_a_notebook_runs_from_top_to_bottom(tmp_path, text_files, monkeypatch):
-    """The notebook runs with the shortened scripts of support/clone.py, and a failing cell is then reported."""
+    """The notebook runs with the smaller budgets of support/clone.py, and a failing cell raises an error."""
     clone = make_clone(tmp_path / "groundwork")
     (clone / "docs").mkdir()
     for name, value in environment_in(clone).items():

@@ -73,7 +73,7 @@ def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
     try:
         read_until(b"> ")
         os.write(terminal, b"def f(\n")
-        read_until(b"def f(")  # first the echo of the typed text, then the generated text
+        read_until(b"def f(")  # the echoed input, then the generated text
         read_until(b"def f(")
         process.send_signal(signal.SIGINT)
         read_until(b"> ")

@@ -1,4 +1,4 @@
-"""Tests for the fill-in-the-middle example: how documents are reordered, and that the windows are reproducible."""
+"""Tests for the fill-in-the-middle example: document reordering and reproducible windows."""
 
 import shutil
 

@@ -97,8 +97,8 @@ def with_term(recipe):
 
 
 def test_parameters_are_in_checkpoints_and_not_in_the_model(with_term, tmp_path):
-    """Checkpoints contain the loss term's parameters, and the model doesn't. tests/parallel/test_term_strategies.py
-    tests this under every strategy."""
+    """Checkpoints store the loss term's parameters separately from the model. tests/parallel/test_term_strategies.py
+    covers all strategies."""
     run_script("train.py", "--config", with_term)
     run = tmp_path / "run"
     folder = run / "checkpoints/step-00000006"

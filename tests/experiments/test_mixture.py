@@ -1,5 +1,4 @@
-"""Tests for runs.py mixture: proposed weights are near the optimum, the reported uncertainty is honest, and real runs
-work."""
+"""Tests for runs.py mixture: near-optimal weights, honest uncertainty, and real runs."""
 
 import json
 import shutil

@@ -177,7 +177,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch):
-    """An optimizer's update depends on the device's bf16 support exactly if the optimizer is on the list."""
+    """An optimizer is listed as computing in bf16 if and only if its update depends on the device's bf16 support."""
     updated = []
     for missing in (None, "no bf16 instructions"):
         monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
@@ -216,7 +216,7 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
 def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path, capsys, monkeypatch):
     """Real runs of a strategy and a mesh match the single-process curve.
 
-    With STRATEGIES=all, every mesh of four processes is trained. The strategy is launched as if its processes shared
+    With STRATEGIES=all, all meshes of four processes are compared. The strategy is launched as if its processes shared
     the only GPU.
     """
     gpus = iter([1])
@@ -284,7 +284,7 @@ def test_products_that_cannot_be_are_refused_with_what_can(mesh, message):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])
 def test_a_strategy_that_was_launched_as_another_has_failed(strategy, ranks, tmp_path, monkeypatch, capsys):
-    """A run under a different strategy fails the comparison, because it would prove nothing."""
+    """A run launched under the wrong strategy fails, because its losses would prove nothing."""
     run = tmp_path / "fsdp2"
     run.mkdir()
     (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))

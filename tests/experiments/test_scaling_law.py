@@ -71,7 +71,7 @@ def test_an_outlier_moves_the_law_little():
 
 
 def test_refits_descend_to_where_nothing_is_lower():
-    """No random step from the optimum lowers the objective, and a fit gives the same result alone and in a batch."""
+    """No small random step away from the optimum lowers the objective, and a fit is the same alone and in a batch."""
     random = np.random.default_rng(3)
     n, d = random.standard_normal((2, 6))
     theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])

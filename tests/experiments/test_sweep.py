@@ -109,7 +109,7 @@ def finished_run(folder, loss):
     ],
 )
 def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
-    """The difference between two settings is judged against the spread of the seeds, 0.1."""
+    """A difference between settings is compared with the spread across seeds, here 0.1."""
 
     def point(losses):
         return PointResult({"a": "1"}, 9, [finished_run(tmp_path, loss) for loss in losses])
@@ -196,7 +196,7 @@ def wait_for(condition, seconds=120):
 
 
 def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys):
-    """A sweep continues after SIGKILL, adopts the run left behind, and reports a setting that fails."""
+    """A sweep restarted after SIGKILL finds the run that kept training, and reports a setting that fails."""
     output = tmp_path / "sweep"
     arguments = ["--vary", "optim.learning_rate=3e-3,1e-2", "--seeds", "2", "--validation.sequences", "4"]
     with start_script("runs.py", "sweep", "--config", recipe, "--output", output, *arguments) as first:

@@ -47,7 +47,7 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         assert [event["step"] for event in events(tmp_path / name, "skip")] == [3, 6, 7, 8]
         (rollback,) = events(tmp_path / name, "rollback")
         assert (rollback["to_step"], rollback["first_step"], rollback["last_step"]) == (4, 6, 8)
-        # Steps 6 to 8 with 4 sequences each: every later step reads the data of the step three steps later.
+        # Steps 6 to 8 of 4 sequences are skipped, so later steps read what they would have read three steps later.
         assert rollback["samples"] == [20, 12]
         windows = run.windows()
         assert len({window for step in windows.values() for window in step}) == 12 * 4, "no window may be read twice"
@@ -105,7 +105,7 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     assert half and read[:half] == read[half:], "the same windows must be read again"
     assert max(path.name for path in (run / "checkpoints").glob("step-*")) == "step-00000016"
     assert not (run / "final").exists()
-    # Resumed before the spikes: the run remembers what it did about them and repeats all later steps exactly.
+    # Resumed from before the spikes, the run takes the same actions again, and all later steps are identical.
     shutil.rmtree(run / "checkpoints/step-00000016")
     last = {line["step"]: line for line in without_times(run, "train")}
     again = launch_with_faults(tmp_path / "again", "single", 1, *settings)

@@ -1,5 +1,4 @@
-"""Tests for saves that are killed, delayed, rejected by the disk or damaged later: a complete checkpoint always
-exists."""
+"""Tests for saves that are killed, delayed, fail or are damaged later: a complete checkpoint always exists."""
 
 import json
 import os
@@ -31,7 +30,7 @@ def in_memory():
 
 
 def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
-    """A kill at any moment leaves a complete checkpoint. FAULTS=all tests all of the more than 200 moments."""
+    """A kill at any moment leaves a complete checkpoint. FAULTS=all tests every moment, more than 200."""
     every = 1 if EVERYTHING else 11
     run = run_script("tests/support/save_and_die.py", in_memory, every, timeout=550)
     results = json.loads(run.stdout.splitlines()[-1])
@@ -87,7 +86,7 @@ def test_harm_to_a_file_is_found_before_use_and_named(run, tmp_path, harm):
         folder, log = chosen(spoilt)
         assert folder.name == "step-00000001"
         assert len(log) == 1 and "renamed to damaged-step-00000002" in log[0]
-        # A flipped bit in one of the manifest's hashes looks like a damaged file.
+        # A flipped bit in a hash in the manifest looks like a damaged file.
         assert file in log[0] or (file == "MANIFEST.json" and "flip" in harm)
     tell("10, 11", f"{harm}, in each of {len(FILES) + 1} files", "found before use, named; the one before is taken")
 
@@ -164,7 +163,7 @@ def assert_a_pickle_is_refused(run, file, sealed, canary):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
         manifest["files"][file] = seal(folder / file)
         (folder / "MANIFEST.json").write_text(json.dumps(manifest))
-        if file == "trainer_state.json":  # without it, the checkpoint's step is unknown
+        if file == "trainer_state.json":  # the step is unknown without it
             assert chosen(run)[0].name == "step-00000001"
             assert not canary.exists()
             return

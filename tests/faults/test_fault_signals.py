@@ -24,7 +24,7 @@ def arguments(recipe, run, *more):
 def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(recipe, tmp_path):
     """SIGTERM during a save stops the run with a checkpoint, and secrets in the environment never leak.
 
-    With FAULTS=all, also between saves, with a save that is too slow, and with the signal sent to one rank only.
+    FAULTS=all also tests signals between saves, during a save that is too slow, and to a single rank.
     """
     run = tmp_path / "run"
 
@@ -85,13 +85,14 @@ def assert_no_secret(folder):
 def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
     """SIGTERM interrupts long work between steps: the last validation and the check of the exported model.
 
-    With FAULTS=all, also text samples. The signal goes either to one rank or to the main rank, while the others wait.
+    FAULTS=all also tests text samples. The signal is sent either to a single rank, or to the main rank while the
+    others wait for it.
     """
     run = tmp_path / "run"
     settings = ["--config", recipe, "--budget.steps", 8, "--validation.every_steps", 50, "--validation.sequences", 64]
 
     def stop(where, step, *more):
-        """Sends SIGTERM on the first visit, which would take more than 60 s to finish."""
+        """Sends SIGTERM at the start of work that would take more than 60 s."""
         faults = [{"where": where, "step": step, "what": "SIGTERM", "rank": 0}, *more]
         ended = launch_with_faults(tmp_path / where, "ddp", 2, *settings, "--output", run, faults=faults)
         seconds = end_of(run)["time"] - ended.struck()

@@ -21,7 +21,7 @@ NO_WAIT = {
     "pretrain.checkpoint.mirror_lease.SILENT_SECONDS": 0.2,
     "pretrain.checkpoint.mirror_lease.LOOK_SECONDS": 0.1,
 }
-"""Short timeouts, because all lease holders are dead in these tests."""
+"""Shortened timeouts, because all lease holders are dead in these tests."""
 
 
 def vanish(process, folder, run):
@@ -134,8 +134,8 @@ def test_an_hour_of_spot_machines(recipe, tmp_path):
     """Simulates an hour on a dozen spot machines that vanish at random moments, one of them with a single process.
 
     A step stands for STEP_SECONDS. Before a machine is killed, the test waits until the mirror has every checkpoint
-    older than two seconds, the time of a copy. Starts are real, including imports. The reported efficiency is the
-    share of computed steps that were kept, and the share of time spent on them.
+    older than two seconds, the time of a copy. Startup is real, including imports. The test reports the share of
+    computed steps that were kept, and the share of time spent on them.
     """
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     steps, chance = round(HOUR_SECONDS / STEP_SECONDS), random.Random(1)

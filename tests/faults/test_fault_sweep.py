@@ -18,8 +18,8 @@ STEPS = SAVED_EVERY * (KILLS + 2)
 @pytest.mark.skipif(not EVERYTHING, reason="some minutes for each strategy; in make test-faults")
 @pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
 def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
-    """Losses and weights are unchanged after twenty kills, each between two checkpoints, on a random rank and
-    micro-step, with dropout."""
+    """Twenty kills, each between two checkpoints and on a random rank, change neither losses nor weights, even with
+    dropout."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"attention_dropout": 0.1}))
     settings = [
         "--config", recipe, "--budget.steps", STEPS, "--checkpoint.every_steps", SAVED_EVERY,

@@ -78,8 +78,7 @@ def tiny_model(model_type, attention, **changes):
 
 
 def packed_batch():
-    """Returns (inputs, targets) with windows of 32 tokens: one full of documents, one with a single-token document,
-    one without boundaries."""
+    """Returns (inputs, targets) for three windows of 32 tokens, two of them with documents of one or more tokens."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 61, (3, 33), generator=generator)
     ids[0, [5, 6, 20, 32]] = EOD
@@ -141,7 +140,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
 
 
 def test_operator_between_generated_kernels_equals_eager():
-    """The operator returns the memory layout that it promises to the compiler. Only compiled code depends on it."""
+    """In compiled code, the operator's outputs have the memory layout that it promises to the compiler."""
     cu_seq_lens = torch.tensor([0, 100, 160, 320, 330, 480, 480], dtype=torch.int32)
     inputs = [torch.randn(3, 160, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
@@ -363,7 +362,7 @@ def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
 @pytest.mark.parametrize(("scaling", "has_documents"), [(None, False), (0.1, True)])
 def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling, has_documents):
     """Short windows, for which torch's kernel hardly benefits from a second thread, are compiled as plain matmuls."""
-    torch._dynamo.reset()  # resets the recompilation limit
+    torch._dynamo.reset()  # resets the recompile limit
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
@@ -457,8 +456,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_all_pairs_of_positions_are_never_in_memory(length, share, dtype):
-    """No (T, T) matrix is allocated on a CPU: up to 1,024 tokens, only its lower triangle; above, only uninitialized
-    buffers."""
+    """The full (T, T) attention matrix is never allocated on a CPU, in forward or backward."""
     query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
     cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
     with Largest() as seen:
@@ -495,7 +493,7 @@ def test_custom_op_keeps_torchs_rules():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks torch.cuda as an H100. Append to the list to change the compute capability."""
+    """Mocks an H100. Tests append to the list to change the compute capability."""
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[-1])
     return capability
@@ -652,7 +650,7 @@ def test_compiled_attention_views_tokens_first_without_a_copy(kind):
 
 @pytest.mark.parametrize("kind", ["three in one matmul", "exchanged between ranks", "stacked"])
 def test_inductor_reads_slices_tokens_first(kind):
-    """Slices are read correctly. Inductor on torch 2.11 gives wrong keys for GPT-2 and NaN for context parallelism."""
+    """Compiled slices match eager mode. torch 2.11 computed wrong keys for GPT-2, and NaN for context parallelism."""
     x_BTC, weight_CW = torch.randn(2, 16, 24), torch.randn(24, 96)
 
     def slices(x_BTC, weight_CW):

@@ -145,7 +145,7 @@ def test_the_image_has_what_compiled_layers_need(monkeypatch):
 
 
 def continue_uncompiled(recipe, tmp_path):
-    """Resumes from a checkpoint of the compiled run without compilation."""
+    """Resumes without compilation from a checkpoint of the compiled run."""
     shutil.copytree(tmp_path / "run/checkpoints/step-00000004", tmp_path / "moved/checkpoints/step-00000004")
     settings = ["--precision", "bf16", "--budget.steps", "8", "--validation.every_steps", "4"]
     run_script("train.py", "--config", recipe, "--output", tmp_path / "moved", "--compile", "none", *settings)
@@ -158,7 +158,7 @@ def continue_uncompiled(recipe, tmp_path):
 
 @pytest.mark.skipif(os.environ.get("STRATEGIES") != "all", reason="half a minute; in make test-strategies")
 def test_checkpoints_move_between_whole_compiled_models_and_uncompiled_ones(recipe, tmp_path):
-    """A run that is uncompiled, compiled with `full` and uncompiled again loads each checkpoint exactly."""
+    """A run can switch between no compilation and `full`, and each checkpoint is loaded exactly."""
     constant = ["--optim.schedule", "constant", "--validation.every_steps", "100"]
 
     def run(name: str, steps: int, compiled: str) -> dict:

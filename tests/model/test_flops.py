@@ -1,5 +1,4 @@
-"""Tests for FLOPs per token against hand calculations, for heads that don't add up to the hidden size, and for MoE
-models."""
+"""Tests for FLOPs per token against hand calculations, including MoE models and head dimensions set separately."""
 
 import pytest
 from transformers import AutoConfig

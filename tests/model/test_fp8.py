@@ -11,7 +11,7 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from support.tiny_models import TINY_LLAMA
 
-# torchao isn't in the test requirements, because accelerate imports it in every process if it is installed.
+# torchao isn't in the test requirements, because accelerate would then import it in every process.
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 CONFIG = AutoConfig.for_model(**TINY_LLAMA)
 
@@ -45,7 +45,8 @@ def test_the_initial_weights_are_those_of_every_precision():
 
 @needs_torchao
 def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
-    """e4m3 has 3 mantissa bits, so a product's error is up to 2^-4 and a gradient's a few percent."""
+    """Loss and gradients match bf16. With e4m3's 3 mantissa bits, a product's error is up to 2^-4, and a gradient's a
+    few percent."""
     plain = build_model(CONFIG, seed=3)
     expected, expected_gradients = loss_and_gradients(plain)
     model = build_model(CONFIG, seed=3)

@@ -62,7 +62,7 @@ SLACK = 0.01
 
 
 def least(setup: Setup) -> tuple[float, float]:
-    """Returns the minimum (bytes moved, bytes saved) per token of a micro-batch, with a bf16 residual stream.
+    """Returns the minimum (bytes moved, bytes saved) for a micro-batch, with a bf16 residual stream.
 
     A kernel lies between two matmuls, or between a matmul and attention. It reads its inputs and writes its outputs
     once, in bf16. Each matmul's input is saved for the weight gradient. fp32 values per row (norm statistics,
@@ -119,8 +119,7 @@ def outcomes():
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
-    """Traffic and saved bytes are within the limits. All layers share one graph per direction, so that they compile
-    together."""
+    """Traffic and saved bytes are within the limits. All layers share one graph per direction."""
     bar = BARS[setup.name]
     outcome = outcomes[setup.name]
     assert outcome.error is None, outcome.error
@@ -132,7 +131,7 @@ def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
 
 
 PLANNED = [setup for setup in SETUPS if setup.model == "llama_1b" or os.environ.get("PLANS") == "all"]
-"""Setups whose plan is tested; all of them with PLANS=all."""
+"""Setups whose memory plan is tested. PLANS=all tests all of them."""
 
 
 @pytest.mark.parametrize("setup", PLANNED, ids=lambda setup: setup.name)

@@ -136,7 +136,8 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
 
 
 def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
-    """Each head dimension is tried, because a package may be built without some of them. 100 is padded to 104."""
+    """FlashAttention 3 is tried with the model's head dimension, because a package may be built without it. 100 is
+    padded to 104."""
     gpu["modules"] = {"flash_attn_interface"}
     tried = []
     gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out

@@ -77,7 +77,7 @@ def test_all_configs_are_in_the_table():
 
 
 def test_the_table_of_the_page_is_that_of_the_files():
-    """Sizes, vocabulary, tying and positions in the table of docs/shapes.md match the config files."""
+    """Sizes, vocabulary, weight tying and positions in the table of docs/shapes.md match the config files."""
     page = (ROOT / "docs/shapes.md").read_text().partition("\n## ")[0]
     rows = {
         cells[1].strip("` "): [cell.strip() for cell in cells[2:-1]] for cells in map(split_row, page.splitlines())

@@ -1,4 +1,4 @@
-"""Tests for memory predictions: components against real tensors, the peak against a measurement, and comparisons."""
+"""Tests for memory predictions, compared with real tensors, a measured peak and each other."""
 
 import json
 
@@ -63,7 +63,7 @@ def test_sizes_are_those_of_the_model(model_config):
 
 
 def test_layers_of_two_sizes_are_counted_each_as_it_is_and_traced_as_those_with_experts():
-    """A model with a dense first layer, like DeepSeek-V3, counts each layer's size and traces its MoE layers."""
+    """With a dense first layer, as in DeepSeek-V3, each layer's size is counted and an MoE layer is traced."""
     dense_first = load_model_config("model_configs/deepseek_v3_4m.json")
     sizes, model = sizes_of(dense_first), build_meta_model(dense_first)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
@@ -148,8 +148,7 @@ def test_what_costs_memory_and_what_saves_it(model_config, model_file):
 
 
 def test_a_memory_budget_keeps_less_and_repeats_more(model_config, model_file):
-    """A lower memory budget saves less and recomputes more, at the same micro-batch size, which affects the compiler's
-    choice."""
+    """A lower memory budget saves less and recomputes more. The compiler's choice depends on the micro-batch size."""
     kept, repeated = [], []
     for setting in ("none", MemoryBudget(memory_budget=0.5), MemoryBudget(memory_budget=0.1), "full"):
         config = run_config(model_file, activation_checkpointing=setting, compile="regional")

@@ -103,7 +103,7 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
 
 
 def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
-    """The same command finds that everything is done."""
+    """A second call of the same command finds that everything is done."""
     folder, _ = trained
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
@@ -146,7 +146,7 @@ def test_files_of_others_are_left_alone(tmp_path, text, place):
 
 
 def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
-    """The same command resumes an interruption after the tokenizer or during training."""
+    """The same command continues after an interruption, whether after the tokenizer or in training."""
     (tmp_path / "novel.txt").write_text(text)
     command = ("--text", "novel.txt", "--minutes", "0.1")
     asked = read_own_text(command)

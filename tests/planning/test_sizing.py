@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_not_chosen():
 
 
 def test_a_speed_that_depends_on_the_shape_is_heeded():
-    """If small models are slow, the time goes into a larger one."""
+    """If small models train slowly, a larger one is chosen."""
 
     def flops(shape):
         return 1e15 * (shape.layer_parameters / 1e8)

@@ -44,7 +44,7 @@ def test_gradient_norms_outside_of_a_tenth_to_ten_are_told():
 
 
 def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
-    """An entropy of log 8 / log 64 = 0.5 of the maximum means that always the same 8 of 64 experts are chosen."""
+    """An entropy of log 8 / log 64 = 0.5 of the maximum means that the same 8 of 64 experts are always chosen."""
     config = load_model_config("model_configs/deepseek_v3_500m.json")
 
     def trained(*entropies):
@@ -69,7 +69,7 @@ ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda 
     [(4.0, 4.0, []), (6.0, 6.0, ["the loss falls"]), (4.0, 4.001, ["resumed exactly"])],
 )
 def test_a_part_that_fails_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
-    """A failed check is reported by name, using recorded runs of 12 steps and a resumed run."""
+    """A failed check is reported by name. Recorded runs replace training: 12 steps, and a run resumed halfway."""
     config = read_run_config(recipe)
     planned = derive(config, 1).learning_rate
 

@@ -148,7 +148,7 @@ def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
 
 def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    # Long lines, because the Ray processes don't use the small partition size. They are removed later.
+    # Long lines give several partitions even in Ray processes, which don't use the small size. They are filtered out.
     lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
     for name in ("e.jsonl", "f.jsonl"):
         write_jsonl(tmp_path / name, lines)

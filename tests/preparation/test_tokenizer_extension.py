@@ -1,5 +1,4 @@
-"""Tests for tokenizer extension: old IDs are unchanged, and new text needs fewer tokens. Also tests training
-options."""
+"""Tests for tokenizer extension: old IDs are unchanged, and new text needs fewer tokens."""
 
 import dataclasses
 import itertools

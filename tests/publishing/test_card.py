@@ -56,7 +56,7 @@ def test_metadata_survives_the_hubs_own_reader(run):
 
 
 def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
-    """Repeated steps count their energy twice, and steps after the checkpoint don't count."""
+    """The energy includes repeated steps, but no steps after the checkpoint."""
     change_recipe(run, energy={"carbon_grams_per_kwh": 400.0})
     add_event(run, event="start", step=6, energy="measured by NVML", parameters=106_816)
     for step, joules in ((7, 3.6e6), (8, 1.8e6), (9, 9e9)):

@@ -59,8 +59,7 @@ def test_every_file_changed_by_a_byte_missing_or_added_is_named(folder):
 
 
 def test_no_byte_of_the_provenance_can_change_unseen(published, tmp_path):
-    """A change to any byte is detected. Tests every seventh byte, without the other files, which would be slow to
-    hash."""
+    """A change to any byte is detected. To save time, only every seventh byte is tested, without the other files."""
     provenance = tmp_path / "provenance.json"
     content = (published["main"] / "provenance.json").read_bytes()
     for position in range(0, len(content), 7):

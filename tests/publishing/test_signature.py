@@ -73,7 +73,7 @@ def test_whatever_is_changed_is_named(folder, keys):
 def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
     path, verifier = folder / "model.sig", load_key("--public_key", keys / "mine.pub")
     content = path.read_bytes()
-    # Every byte of the signature at the end, and some bytes of the long signed content.
+    # all bytes of the signature, at the end, and a sample of the long signed content
     for position in [*range(0, len(content) - 200, 17), *range(len(content) - 200, len(content))]:
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         (problem,) = signature_problems(folder, verifier)

@@ -30,7 +30,7 @@ SOON = 120.0
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder which says that this process is training."""
+    """A run folder that is locked by this process, as if it were training."""
     folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
     with folder_lock(folder / ".lock"):
         yield folder

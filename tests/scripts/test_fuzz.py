@@ -33,7 +33,7 @@ from support.tiny_models import TINY_LLAMA
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}
 SAMPLE = 8
-"""Interval between the cases that make test runs."""
+"""Step between the case numbers that make test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
 
 
 def test_what_the_cases_start_from_is_right(material):
-    """All cases run without mutations. Otherwise, a different error could pass for the expected one."""
+    """Without mutations, all cases succeed. Otherwise, a different error could pass for the expected one."""
     for model_type in ARCHITECTURES:
         path = material.folder / f"{model_type}.json"
         path.write_text(json.dumps(model_of(material, model_type)))

@@ -181,7 +181,7 @@ def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
     ],
 )
 def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
-    """All GPUs are used under each strategy, with one GPU's batch size per GPU, and the MFU is over all of them."""
+    """Each strategy is measured on all GPUs, with the same batch size per GPU, and the MFU covers all of them."""
     held = {}
 
     def hold(contestants, *_, **__):

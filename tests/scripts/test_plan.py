@@ -187,8 +187,8 @@ def test_inner_dimensions_stay_in_a_machine_and_outer_ones_cross_the_network():
     ],
 )
 def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machines, per_machine, gbits, published):
-    """Planned bandwidths are 65% to 95% of those of nccl-tests, which uses all-reduces of gigabytes. A step's are
-    smaller."""
+    """Planned bandwidths are below those of nccl-tests, whose all-reduces of gigabytes are larger than a step's. A
+    step's reach 65% to 85% of its GB/s."""
     gpu = GPUS[name]
     if gbits:
         gpu = replace(gpu, network_bytes_per_second=gbits * 1e9 / 8)
@@ -470,8 +470,8 @@ def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
-    """The plan for 1.1B on 8 GPUs in docs/memory.md and the recipe is current. Update the recipe's with `python
-    plan.py ... --comment`."""
+    """The plan for 1.1B on 8 GPUs is current in docs/memory.md and in the recipe, where `python plan.py ... --comment`
+    writes it."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
     page = (ROOT / "docs/memory.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]

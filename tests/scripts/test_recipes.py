@@ -122,7 +122,7 @@ HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (
 """The comment printed by `plan.py --comment`, with its wrapped lines joined."""
 ALL = os.environ.get("PLANS") == "all"
 TRACED = {"llama_125m", "long_context_demo", "moe_5m"}
-"""Recipes whose memory plan is always tested, because a trace takes seconds. PLANS=all tests the others."""
+"""Recipes whose memory plan is always tested. The others need PLANS=all, because a trace takes seconds."""
 USES_AUTOCAST = {"single": True, "ddp": True, "fsdp2": False, "hsdp": False}
 """{strategy: True if the forward pass uses fp32 weights under autocast, False if it uses bf16 weights}"""
 

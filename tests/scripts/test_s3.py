@@ -30,7 +30,7 @@ def store():
 
 
 def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
-    """A run with an S3 output runs on machines with empty disks: a second start is rejected, and a killed run resumes
+    """A run that writes to S3 works on machines with empty disks: a second start is rejected, and a killed run resumes
     exactly."""
     run_script("train.py", recipe, "--output", tmp_path / "whole")
     values = yaml.safe_load(recipe.read_text()) | {"output": "s3://mine/runs/demo"}
@@ -74,8 +74,8 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_copy(store, recipe, tmp_path):
-    """If the server dies during a copy, training continues with a warning, the copy never looks complete, and later
-    finishes."""
+    """If the server dies during a copy, training continues with a warning. The copy never looks complete before
+    it is."""
     gateway = Gateway(store, dies_at="/optimizer.safetensors")
     run = tmp_path / "killed"
     settings = ("--config", recipe, "--output", run, "--checkpoint.mirror", "s3://mine", "--budget.steps", 10**6)

@@ -104,8 +104,7 @@ def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path
 
 
 def test_a_time_limit_before_the_first_process_requeues(cluster, repository, recipe, tmp_path):
-    """A job that reaches its time limit before its first process is requeued. SLURM only signals existing
-    processes."""
+    """A time limit before the first process starts requeues the job. SLURM only signals existing processes."""
     job = submit(cluster, repository, "one_node", recipe, tmp_path / "run", *LONG)
     wait_for(lambda: f"{job}.0" in cluster.ask("squeue", "-h", "--steps", "-o", "%i"), cluster)
     cluster.ask("scancel", "--batch", "--signal=USR1", job)

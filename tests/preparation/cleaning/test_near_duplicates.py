@@ -235,7 +235,7 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""Kills during the first pass, at its end, during the search, before and during the second pass, and before the
+"""Kill moments: in the first pass, at its end, in the search, before and in the second pass, and before the
 manifest."""
 
 

@@ -1,5 +1,4 @@
-"""Tests for published filters: each rule is broken alone, good and bad documents of each type are judged, and results
-match datatrove where definitions are equal."""
+"""Tests for published filters: each rule alone, good and bad documents of each type, and agreement with datatrove."""
 
 import re
 from functools import cache
