@@ -66,9 +66,7 @@ def trainer_alone(tmp_path):
     return copy
 
 
-def test_little_is_loaded_after_two_steps_and_without_the_tools_a_run_resumes_mirrors_and_exports(
-    trainer_alone, recipe, tmp_path
-):
+def test_a_run_without_the_tools_resumes_mirrors_exports_and_loads_little(trainer_alone, recipe, tmp_path):
     def run(folder, *words):
         done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ from torch.utils.file_baton import FileBaton
 from pretrain.deepspeed_build import CACHE, prepare_extensions_folder
 
 
-def test_a_lock_that_nobody_holds_is_removed_and_a_held_one_stays(tmp_path, monkeypatch):
+def test_an_unheld_lock_is_removed_and_a_held_one_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("killed", "building"):
         (tmp_path / name).mkdir()

@@ -20,7 +20,7 @@ def status_of(error: Exception) -> int:
     return ended.value.code
 
 
-def test_every_problem_is_told(capsys):
+def test_every_problem_is_printed(capsys):
     assert status_of(InputError("a: is bad; fix it", "b: is worse; remove it")) == 2
     assert capsys.readouterr().err == "a: is bad; fix it\nb: is worse; remove it\n"
 
@@ -30,7 +30,7 @@ def test_a_file_that_this_user_may_not_open_is_named(capsys):
     assert capsys.readouterr().err.startswith("data/docs/train-00000.bin: Permission denied; give this user access")
 
 
-def test_an_operation_that_is_not_permitted_is_no_input_error():
+def test_a_forbidden_operation_is_not_an_input_error():
     with pytest.raises(PermissionError):
         or_exit(lambda: (_ for _ in ()).throw(PermissionError(1, os.strerror(1))))
 
@@ -39,13 +39,13 @@ def test_the_value_is_passed_on():
     assert or_exit(lambda: 3) == 3
 
 
-def test_a_path_that_the_system_refuses_is_named_in_short(capsys):
+def test_a_path_rejected_by_the_os_is_shortened(capsys):
     assert status_of(OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000)) == 2
     error = capsys.readouterr().err
     assert "File name too long; give a shorter name" in error and len(error) < 400
 
 
-def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_path):
+def test_distributed_processes_exit_without_interpreter_cleanup(tmp_path):
     """Distributed processes exit without the interpreter's cleanup, in which gloo's threads sometimes abort."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -88,7 +88,7 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train.py", "runs.py"])
-def test_a_python_without_the_packages_is_told_of_the_environment(script):
+def test_a_python_without_the_packages_gets_a_hint(script):
     """Without the packages, as with the system's Python, scripts say how to activate the environment. -S hides the
     installed packages."""
     result = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
@@ -97,7 +97,7 @@ def test_a_python_without_the_packages_is_told_of_the_environment(script):
     assert "Traceback" not in result.stderr
 
 
-def test_the_first_process_of_a_machine_reports_first_and_the_others_if_nobody_ends_them(monkeypatch, capsys):
+def test_local_rank_0_reports_errors_first(monkeypatch, capsys):
     """Local rank 0 reports errors first. The launcher then ends the other ranks, which wait before reporting."""
     waited = []
     monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)

@@ -216,32 +216,32 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
     return tuple(found)
 
 
-def test_an_architecture_of_ones_own_trains_as_the_one_it_copies(runs):
+def test_a_custom_architecture_trains_like_its_original(runs):
     own, plain = (events(folder, "train")[0] for folder in runs)
     assert own["loss"] == plain["loss"]
     assert json.loads((runs[0] / "final/config.json").read_text())["model_type"] == "mine"
     assert (runs[0] / "final/mine.py").exists()
 
 
-def test_a_schedule_of_ones_own_sets_the_learning_rate(runs):
+def test_a_custom_schedule_sets_the_learning_rate(runs):
     assert [event["learning_rate"] for event in events(runs[0], "train")] == [0.01, 0.005]
 
 
-def test_an_optimizer_of_ones_own_updates_the_weights(runs):
+def test_a_custom_optimizer_updates_the_weights(runs):
     assert "SGD" in (runs[0] / "train.log").read_text()
 
 
-def test_a_loss_term_of_ones_own_has_gradients(runs):
+def test_a_custom_loss_term_has_gradients(runs):
     own, plain = (events(folder, "train")[0] for folder in runs)
     assert own["grad_norm"] != plain["grad_norm"]
 
 
-def test_a_tracker_of_ones_own_gets_the_metrics(runs):
+def test_a_custom_tracker_gets_the_metrics(runs):
     lines = (runs[0] / "list.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines if "train/loss" in line] == ["1", "2"]
 
 
-def test_what_the_page_registers_trains(extended, runs, shards, tmp_path):
+def test_extensions_on_the_page_train(extended, runs, shards, tmp_path):
     recipe = runs[1].with_suffix(".yaml")
     words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
     given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
@@ -268,7 +268,7 @@ def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
     assert [*manifest["options"]["extensions"]] == ["from_the_page.py"]
 
 
-def test_a_strategy_of_ones_own_trains(extended, shards, runs, tmp_path):
+def test_a_custom_strategy_trains(extended, shards, runs, tmp_path):
     recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/mine.yaml")

@@ -118,7 +118,7 @@ def test_strategies_train_alike(extended, tmp_path, strategy):
         assert figures == pytest.approx(expected[step], rel=5e-5)
 
 
-def test_a_resume_with_another_file_says_so(extended, tmp_path):
+def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
     told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
@@ -168,14 +168,14 @@ class Plain(loss_terms.LossTerm):
         return seen.hidden_BTD.sum(-1)
 
 
-def test_what_needs_whole_sequences_is_refused_under_cp(monkeypatch):
+def test_terms_that_need_whole_sequences_are_rejected_under_cp(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
     monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(cp=2))
     (problem,) = loss_terms.term_problems(Loss(terms={"plain": None}), "auto")
     assert "cp" in problem and "fsdp2" in problem
 
 
-def test_an_embedding_that_the_class_does_not_ask_for_is_refused():
+def test_an_undeclared_use_of_the_embedding_is_rejected():
     nothing = torch.zeros(1, 3)
     seen = loss_terms.Seen(nothing, nothing, nothing, nothing, 0, torch.nn.Linear(1, 1), None, {})
     with pytest.raises(InputError, match="embeds = True"):
@@ -194,7 +194,7 @@ def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypat
         terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
 
 
-def test_logits_of_a_term_are_capped_as_the_models_are():
+def test_a_terms_logits_are_capped_like_the_models():
     head = torch.nn.Linear(4, 8, bias=False)
     nothing = torch.zeros(1, 3)
     hidden = 50 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))

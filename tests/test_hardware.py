@@ -57,7 +57,7 @@ def new_cpu(monkeypatch, fresh):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
 
 
-def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
+def test_bf16_is_native_without_limits(new_cpu, monkeypatch):
     monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
     assert missing_bf16("cpu") is None and resolve_precision("auto") == "bf16"
     assert emulation_of_bf16(CPU) is None
@@ -74,7 +74,7 @@ def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
     ],
     ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
 )
-def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capability, launched, precision):
+def test_auto_is_fp16_on_gpus_without_bf16_units(fresh, monkeypatch, capability, launched, precision):
     """auto is fp16 only on GPUs with fp16 but no bf16 units, and only under strategies that scale the loss."""
     monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
     monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
@@ -85,43 +85,43 @@ def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capabi
 
 
 @pytest.mark.parametrize("limit", [*ONEDNN_ISAS_WITHOUT_BF16, "AVX2"])
-def test_onednns_limit_takes_bf16_away(new_cpu, monkeypatch, limit):
+def test_onednns_limit_disables_bf16(new_cpu, monkeypatch, limit):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert missing_bf16("cpu") == f"ONEDNN_MAX_CPU_ISA={limit} disables this CPU's bf16 instructions"
 
 
 @pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
-def test_a_limit_above_bf16_does_not(new_cpu, monkeypatch, limit):
+def test_a_limit_above_bf16_does_not_disable_it(new_cpu, monkeypatch, limit):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its old name, which oneDNN reads only if the new one isn't set
     assert missing_bf16("cpu") is None
 
 
-def test_the_older_name_of_the_limit_counts_alone(new_cpu, monkeypatch):
+def test_the_older_name_of_the_limit_works_alone(new_cpu, monkeypatch):
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     assert "DNNL_MAX_CPU_ISA=AVX2" in missing_bf16("cpu")
 
 
-def test_torchs_own_limit_takes_bf16_away(new_cpu, monkeypatch):
+def test_torchs_own_limit_disables_bf16(new_cpu, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert missing_bf16("cpu") == "ATEN_CPU_CAPABILITY=avx2 disables this CPU's AVX-512"
 
 
-def test_an_old_cpu_has_none(new_cpu, monkeypatch):
+def test_an_old_cpu_has_no_bf16(new_cpu, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert missing_bf16("cpu") == "this CPU has no bf16 instructions"
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_an_arm_cpu_is_asked_by_torchs_own_check(new_cpu, monkeypatch, native):
+def test_arm_cpus_use_torchs_own_check(new_cpu, monkeypatch, native):
     monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     assert (missing_bf16("cpu") is None) == native
 
 
-def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
+def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
     monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
     rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
     monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
@@ -133,7 +133,7 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
     assert emulation_of_bf16(CPU) is None, "emulation must not be reported if it is faster"
 
 
-def test_the_variables_make_an_old_cpu_of_this_one():
+def test_environment_variables_simulate_an_old_cpu():
     """Environment variables can simulate an old CPU. Libraries read them on import, so this runs in a new process."""
     code = """
 import torch
@@ -153,7 +153,7 @@ print(emulation_of_bf16(torch.device("cpu")))
     assert "its matmuls run at 0." in found[1] and "GFLOP/s)" in found[1]
 
 
-def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):
+def test_the_peak_depends_on_the_precision(new_cpu, monkeypatch):
     asked = []
     monkeypatch.setattr(
         hardware, "measured_matrix_flops", lambda dtype, device, size: asked.append((dtype, size)) or 1e11
@@ -188,7 +188,7 @@ def model(tmp_path_factory, tokenizer):
     return folder
 
 
-def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
+def test_the_driver_and_torchs_cuda_version_are_named(machine, monkeypatch):
     with pytest.raises(InputError, match=r"driver 470\.57\.02.* is built for CUDA 13\.0"):
         device_type()
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -201,14 +201,14 @@ def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")])
-def test_the_cpu_on_purpose(machine, monkeypatch, name, value):
+def test_the_cpu_can_be_chosen_explicitly(machine, monkeypatch, name, value):
     with pytest.raises(InputError, match=rf"anyway, set .*{name}"):
         device_type()
     monkeypatch.setenv(name, value)
     assert device_type() == "cpu"
 
 
-def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
+def test_accelerates_cpu_setting_is_respected_with_a_gpu(monkeypatch):
     """Everything uses the CPU if accelerate is set to train on it, even with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_type() == "cuda"
@@ -227,7 +227,7 @@ def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
         "evaluate.py --model MODEL --interactive",
     ],
 )
-def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):
+def test_no_script_uses_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):
     (machine / "text.txt").write_text("Once upon a time there was a text. " * 3000)
     places = {"RECIPE": recipe, "MODEL": model, "TEXT": machine / "text.txt", "OUTPUT": machine / "own"}
     words = [str(places.get(word, word)) for word in command.split()]
@@ -239,19 +239,19 @@ def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, m
     assert ended.value.code == 2 and len(errors) == 1 and "470.57.02" in errors[0] and "CUDA 13.0" in errors[0]
 
 
-def test_devices_that_are_not_there_are_named(machine, monkeypatch):
+def test_missing_devices_are_named(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: does it name a GPU here"):
         device_type()
 
 
-def test_a_machine_without_a_gpu_takes_its_cpu(machine):
+def test_a_machine_without_a_gpu_uses_its_cpu(machine):
     (machine / "version").unlink()
     assert device_type() == "cpu"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
+def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
     """Processes divide the cores, even with a GPU. With accelerate's OMP_NUM_THREADS=1, an offloaded AdamW would use
     one thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
@@ -274,7 +274,7 @@ def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
     assert threads == [8]
 
 
-def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
+def test_the_device_is_described_with_driver_and_memory(machine, monkeypatch):
     answers = {"get_device_name": "NVIDIA H100 80GB HBM3", "get_device_capability": (9, 0), "device_count": 8}
     answers["get_device_properties"] = SimpleNamespace(total_memory=85_045_149_696)
     for name, answer in answers.items():
@@ -294,7 +294,7 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
     assert torch.equal(torch.rand(4), wanted)
 
 
-def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
+def test_deterministic_runs_use_deterministic_kernels(recipe):
     """Deterministic runs set torch's flags before the first step. They are global, so this runs in a new process."""
     program = (
         "import os, sys, torch, runpy\n"
@@ -320,7 +320,7 @@ def eight_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "16")
 
 
-def test_a_machine_that_lacks_nothing_is_not_warned_about(eight_gpus):
+def test_a_complete_machine_gives_no_warning(eight_gpus):
     assert environment_warnings(GPU) == environment_warnings(CPU) == []
 
 
@@ -334,7 +334,7 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     ("cores", "on_machine", "message"),
     [(1, 64, "each process has 1, and needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
-def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
+def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, on_machine, message):
     """A process that may use only 4 of 64 cores has them to itself. If all 16 are available, eight processes share
     them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
@@ -343,7 +343,7 @@ def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, core
     assert found == [] if message is None else message in found[0]
 
 
-def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch):
+def test_infiniband_that_nccl_cannot_use_gives_a_warning(eight_gpus, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
     assert "only 65.5 kB of memory can be locked" in environment_warnings(GPU)[0]
 

@@ -30,7 +30,7 @@ def launched(strategy, processes, recipe):
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [(None, 1), ("single", 1), ("ddp", 2)])
-def test_control_c_ends_with_the_last_words_of_the_run(strategy, processes, recipe, tmp_path):
+def test_control_c_ends_with_the_runs_last_output(strategy, processes, recipe, tmp_path):
     command = launched(strategy, processes, recipe) if strategy else ["train.py", recipe]
     with InTerminal(*command, *LONG) as typed:
         typed.read_until("tok/s")  # printed in the live line; no step is logged
@@ -54,7 +54,7 @@ def test_the_exit_status_is_that_of_the_run(strategy, processes, recipe):
 
 
 @pytest.mark.parametrize("to", ["launcher", "process"])
-def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
+def test_sigusr1_saves_and_ends_despite_allowed_restarts(to, recipe, tmp_path):
     run = tmp_path / "run"
     command = launched("ddp", 2, recipe)
     with start_script(*command, *LONG, "--logging.every_steps", 1, stderr=subprocess.PIPE) as launcher:
@@ -95,7 +95,7 @@ def test_a_process_that_was_killed_has_crashed(capsys):
     assert "SIGKILL" in capsys.readouterr().err
 
 
-def test_a_supervised_run_is_started_again_as_long_as_it_crashes(tmp_path, monkeypatch, capsys):
+def test_a_supervised_run_is_restarted_after_crashes(tmp_path, monkeypatch, capsys):
     """A supervised run restarts after a crash, a kill or an unreachable server, but not after bad input, divergence or
     a normal end."""
     monkeypatch.setattr(launch, "SHORTEST_PAUSE_SECONDS", 0.01)

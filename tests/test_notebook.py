@@ -13,7 +13,7 @@ from support.project import ROOT, events
 NOTEBOOK = ROOT / "docs/first_hour.ipynb"
 
 
-def test_a_notebook_is_shipped_without_what_it_printed():
+def test_the_notebook_is_shipped_without_output():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert set(notebook.metadata) == {"kernelspec", "language_info"} and set(notebook.metadata.kernelspec) == {

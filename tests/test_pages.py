@@ -259,7 +259,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, demo, text_files, tmp_
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_commands_are_told_from_what_they_print():
+def test_commands_are_separated_from_their_output():
     text = "# Page\n\n    python a.py \\\n        --b 1   # why\n    step 0 · loss 7\n\npython c.py\n\n"
     text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n"
     text += "```\ngit clone URL\nCloning\n```\n"
@@ -286,12 +286,12 @@ def test_commands_are_told_from_what_they_print():
         ("python plan.py --config recipes/demo.yaml --gpu cpu --gpus 0", "--gpus"),
     ],
 )
-def test_a_command_that_does_not_work_is_seen(text, problem, monkeypatch):
+def test_a_broken_command_is_detected(text, problem, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert problem in check(Command("page.md", 1, "Page", text), ROOT)
 
 
-def test_a_run_that_is_refused_is_seen(demo):
+def test_a_rejected_run_is_detected(demo):
     """A rejected command is reported. A successful one leaves its output files."""
     wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
     assert "exit status 2" in wrong and "data/none" in wrong

@@ -26,7 +26,7 @@ def hold_in_a_child(path) -> int:
     return child
 
 
-def test_a_killed_holders_lock_is_taken_over_at_once(tmp_path):
+def test_a_killed_processs_lock_is_taken_over_at_once(tmp_path):
     child = hold_in_a_child(tmp_path / ".lock")
     with pytest.raises(InputError, match=rf"process {child} on .* is using it"), folder_lock(tmp_path / ".lock"):
         pytest.fail("a held lock must be respected")
@@ -63,7 +63,7 @@ def test_a_lock_of_another_machine(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_nonsense_in_the_file_is_no_holder(tmp_path):
+def test_an_invalid_lock_file_is_ignored(tmp_path):
     (tmp_path / ".lock").write_text("nonsense")
     with folder_lock(tmp_path / ".lock"):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()

@@ -81,7 +81,7 @@ def test_one_name_is_a_list_of_one(recipe):
     assert config.benchmarks.tasks == ["base"] and config.publish.language == ["en", "de"]
 
 
-def test_what_yaml_1_1_would_misread(recipe):
+def test_values_that_yaml_1_1_would_misread(recipe):
     recipe.write_text(RECIPE + "seed: 0123\n")
     assert read_run_config(recipe).seed == 123, "leading zeros must not make a number octal"
     assert "got 'off'" in problems_of(recipe, ("precision", "off"))[0], "off must not be read as false"
@@ -175,7 +175,7 @@ def test_a_model_without_a_file_is_refused(recipe, override, message):
     assert message in problem
 
 
-def test_the_origin_of_a_changed_model_is_told(recipe):
+def test_the_origin_of_a_changed_model_is_printed(recipe):
     lines = explain(
         read_command_line(["--config", str(recipe), "--model.num_hidden_layers", "8"], "usage")
     ).splitlines()
@@ -191,7 +191,7 @@ def test_a_group_in_two_places_is_refused(recipe):
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
-def test_a_mistake_in_a_number_or_auto_is_told_once(recipe, key):
+def test_a_mistake_in_a_number_or_auto_is_reported_once(recipe, key):
     (problem,) = problems_of(recipe, (key, "often"))
     assert problem.startswith(f"--{key}: Input should be a valid ") and problem.endswith(", or auto (got 'often')")
 
@@ -254,7 +254,7 @@ def help_of(*argv, capsys):
     return capsys.readouterr().out, stop.value.code
 
 
-def test_nothing_asked_is_answered_in_a_few_lines(capsys):
+def test_without_arguments_a_short_usage_is_printed(capsys):
     text, code = help_of(capsys=capsys)
     lines = [line for line in text.splitlines() if line]
     assert code == 2 and len(lines) <= 6 and sum("  python train.py" in line for line in lines) == 3
@@ -279,7 +279,7 @@ def test_a_setting_that_moved_is_refused_with_its_new_place(recipe):
     assert problem.startswith("--optim.muon.adamw_learning_rate: is now optim.group_learning_rates: {embedding")
 
 
-def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
+def test_help_shows_defaults_that_need_their_section(capsys):
     left_out = {
         f"{name}.{key}"
         for name, field in RunConfig.model_fields.items()

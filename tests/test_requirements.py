@@ -65,7 +65,7 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
     assert not [name for name, pythons in allowed.items() if f"{version}.0" not in SpecifierSet(pythons)]
 
 
-def test_what_tests_of_options_need_is_installed_with_the_other_tools():
+def test_packages_of_optional_tests_are_in_the_dev_requirements():
     """Packages that optional tests need are in requirements-dev.txt. Without them, the tests would be skipped."""
     assert {"optuna", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
     assert OPTUNA in FILES["requirements-dev.txt"]
@@ -78,7 +78,7 @@ def is_pure(requirement: Requirement) -> bool:
 
 
 @pytest.mark.parametrize("version", ["2, 7", "3, 10", "3, 15"])
-def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, version):
+def test_make_rejects_a_python_without_wheels(tmp_path, version):
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     stand_in = tmp_path / "python"
@@ -102,12 +102,12 @@ def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, versi
     assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "requirements.txt", "python"}
 
 
-def test_the_pages_name_the_pythons_that_make_takes():
+def test_the_pages_name_the_supported_python_versions():
     for page in ("README.md", "CONTRIBUTING.md", "docs/first_hour.md"):
         assert f"Python {SUPPORTED[0]} to {SUPPORTED[-1]}" in (ROOT / page).read_text()
 
 
-def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
+def test_compiled_packages_are_separate_and_their_build_requirements_come_first():
     assert packages("requirements-flash-attn.txt") == {"flash-attn"}
     assert not any("flash-attn" in packages(name) for name in FILES if name != "requirements-flash-attn.txt")
     before = packages("requirements.txt") | packages("requirements-gpu.txt")
@@ -124,6 +124,6 @@ def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
         ("model/attention.py", "requirements-flash-attn.txt", "flash-attn"),
     ],
 )
-def test_a_missing_package_is_asked_for_by_the_file_that_has_it(module, file, package):
+def test_messages_for_missing_packages_name_the_right_file(module, file, package):
     assert file in (ROOT / "pretrain" / module).read_text() and package in packages(file)
     assert file in (ROOT / "docs/gpu_setup.md").read_text()

@@ -76,7 +76,7 @@ def test_every_guide_is_two_clicks_away():
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_what_the_code_draws(name, tmp_path):
+def test_figures_match_the_code(name, tmp_path):
     """Each figure matches the code that draws it. Update figures with python -m docs.figures."""
     draw(tmp_path, [name])
     assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/images/{name}.svg").read_text()

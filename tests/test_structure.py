@@ -57,7 +57,7 @@ def test_scripts_import_the_package_and_never_the_other_way_round():
         assert not names & ({Path(other).stem for other in SCRIPTS} - {"evaluate"}), script
 
 
-def test_architectures_know_nothing_of_distribution():
+def test_architectures_do_not_import_distributed_code():
     for path in (ROOT / "pretrain/model/architectures").glob("[a-z]*.py"):
         assert {name.split(".")[0] for name in imports_at_top(path)} <= {"torch", "transformers", "math", "typing"}
         assert "torch.distributed" not in path.read_text()
@@ -103,7 +103,7 @@ def test_every_setting_is_read_somewhere():
         ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "on_spike")),
     ],
 )
-def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):
+def test_an_unused_setting_is_detected(module, reader, unread):
     """An unused setting is found, even if its name, like `device`, is also an attribute of other objects."""
     modules = {path: path.read_text() for path in [*MODULES, *ROOT.glob("*.py")]}
     assert reader in modules[ROOT / module]
@@ -212,7 +212,7 @@ def test_packages_import_one_way():
     assert cycles_in(arrows) == []
 
 
-def test_a_cycle_and_a_step_back_would_be_seen():
+def test_an_import_cycle_is_detected():
     assert cycles_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
     assert "pretrain.config" in imports_anywhere(ROOT / "pretrain/recipe.py")
     assert "pretrain.data.foreign_shards" in imports_anywhere(ROOT / "pretrain/data/shards.py")  # inside a function

@@ -11,7 +11,7 @@ from support.project import run_script
 from support.terminals import lines_that_remain, watched
 
 
-def test_colors_are_for_terminals_whose_user_wants_them(monkeypatch):
+def test_colors_are_used_only_in_terminals_that_want_them(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert colored("bad", "red", screen) == "\x1b[31mbad\x1b[0m"
     assert colored("bad", "red", io.StringIO()) == "bad", "files must not be colored"
@@ -45,7 +45,7 @@ def test_text_of_a_model_does_not_steer_the_terminal():
     assert printable("a\x1b[2J\tb\nc\r\x07é") == "a\\x1b[2J\tb\nc\\r\\x07é"
 
 
-def test_what_is_said_stands_above_the_live_line(monkeypatch):
+def test_messages_are_printed_above_the_live_line(monkeypatch):
     screen = watched(monkeypatch, 100)
     line = LiveLine()
     line.show("step 1")
@@ -88,7 +88,7 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
         ["plan.py", "--config", "/no/such", "--gpus", "1", "--model", "/no/such"],
     ],
 )
-def test_a_script_says_that_it_loads_before_it_imports_torch(arguments, tmp_path):
+def test_scripts_print_a_line_before_importing_torch(arguments, tmp_path):
     """The first line is printed before torch is imported, here with a torch that can't be."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     if arguments[0] == "plan.py":

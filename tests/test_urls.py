@@ -88,7 +88,7 @@ def test_documents_in_memory_are_prepared_as_those_in_files(tmp_path, run, memor
     assert content_of(tmp_path / "urls") == content_of(tmp_path / "files")
 
 
-def test_documents_of_a_server_that_breaks_off_are_read_whole(tmp_path, run, served, monkeypatch):
+def test_interrupted_downloads_are_completed(tmp_path, run, served, monkeypatch):
     monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
     folder, url, handler = served
     write_documents(folder)
@@ -118,7 +118,7 @@ def test_secrets_of_a_url_are_shown_nowhere(tmp_path, run, served):
     assert f"{url}/a.jsonl, line 6" in str(refused.value) and "canary" not in str(refused.value)
 
 
-def test_what_cannot_be_reached_is_named(tmp_path, run, memory, served):
+def test_unreachable_inputs_are_named(tmp_path, run, memory, served):
     _, url, _ = served
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     cases = {
@@ -159,7 +159,7 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
         run("--input", tmp_path / "a.jsonl", *there)
 
 
-def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, monkeypatch):
+def test_uploading_to_an_output_url_resumes_after_a_failure(tmp_path, run, memory, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     given = ("--input", tmp_path / "a.jsonl", "--shard_tokens", 1000)
     there = ("--output", "memory://bucket/tokens", "--staging", tmp_path / "staging")

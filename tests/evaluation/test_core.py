@@ -96,7 +96,7 @@ def right_by_hand(model, tokenizer, task, data, number):
 
 
 @torch.no_grad()
-def test_core_equals_a_calculation_by_hand(model_folder, bundle):
+def test_core_equals_a_hand_calculation(model_folder, bundle):
     """CORE equals a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
     scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
@@ -188,7 +188,7 @@ def small_tasks(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_bits_per_byte_equal_a_calculation_by_hand(model_folder, small_tasks):
+def test_bits_per_byte_equal_a_hand_calculation(model_folder, small_tasks):
     folder, items = small_tasks
     scores = score_tasks(model_folder, select_tasks(["small"], folder), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}

@@ -55,7 +55,7 @@ def test_the_session_continues_after_wrong_lines(model):
     assert "the newest checkpoint" in output
 
 
-def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
+def test_ctrl_c_stops_generation_and_ctrl_d_the_session(model):
     terminal, end = pty.openpty()
     process = start_script(
         "evaluate.py", "--model", model, "--interactive", "--max_new_tokens", 450,

@@ -71,7 +71,7 @@ def test_documents_are_reordered_within_themselves(special):
 
 
 @pytest.mark.parametrize(("options", "kinds"), [({"rate": 0}, {"plain"}), ({"rate": 1, "spm_rate": 1}, {"SPM"})])
-def test_rates_are_kept(special, options, kinds):
+def test_documents_are_transformed_at_the_given_rates(special, options, kinds):
     transformation = made(special, **options)
     ids = np.array([END_OF_DOCUMENT, *range(10, 40), END_OF_DOCUMENT, 7, 8])
     assert {original(documents_of(transformation(ids, key))[0], transformation)[1] for key in range(50)} == kinds

@@ -9,7 +9,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 SIZES |= {"num_hidden_layers": 4, "sliding_window": 16, "vocab_size": "auto"}
 
 
-def test_it_trains_packed_with_documents_and_loads_from_pretrained(recipe, tmp_path):
+def test_it_trains_on_packed_documents_and_loads_with_from_pretrained(recipe, tmp_path):
     sizes = [word for name, value in SIZES.items() for word in (f"--model.{name}", value)]
     told = run_script(
         "train.py", "--config", recipe, "--model", ROOT / "examples/modern", "--trust_remote_code", *sizes

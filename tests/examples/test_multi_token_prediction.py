@@ -66,7 +66,7 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_nothing():
+def test_a_step_never_synchronizes():
     model = build_model(AutoConfig.for_model(**TINY_LLAMA), seed=1, attention="groundwork_sdpa")
     terms = made(model)
     ids = torch.arange(24)[None] % 9
@@ -76,7 +76,7 @@ def test_a_step_waits_for_nothing():
         terms.add(ids, ids, hidden, model.get_output_embeddings(), model.get_input_embeddings(), positions).backward()
 
 
-def test_initial_values_depend_on_the_seed_alone():
+def test_initial_values_depend_only_on_the_seed():
     model = build_model(AutoConfig.for_model(**TINY_LLAMA), seed=1)
     first = made(model).trained.state_dict()
     torch.manual_seed(123)
@@ -122,7 +122,7 @@ class Trained(loss_terms.LossTerm):
         return seen.hidden_BTD.sum(-1)
 
 
-def test_parameters_without_a_rate_by_width_are_refused(monkeypatch):
+def test_terms_with_unscaled_parameters_are_rejected_with_mup(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "trained", Trained)
     (problem,) = loss_terms.term_problems(Loss(terms={"trained": None}), "auto", scales_width=True)
     assert "parametrization" in problem

@@ -83,7 +83,7 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     assert (sweep / "ladder.png").stat().st_size > 10_000
 
 
-def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
+def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     for width in WIDTHS[:3]:
         write_ladder_run(tmp_path / f"three/{width}", width)
     asked = ["parameters=1M,tokens=20M"]
@@ -107,7 +107,7 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     assert "differ in the tokenizer" in mixed and "differ in optim.schedule" in mixed
 
 
-def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path, capsys):
+def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
     """The report warns if a larger model had fewer training steps than a smaller one."""
     sizes = [
         write_ladder_run(tmp_path / f"runs/{width}", width, batch=batch)[:2]

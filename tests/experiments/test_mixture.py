@@ -35,7 +35,7 @@ def test_candidates_are_mixtures_and_the_recipes_own_comes_first():
     assert weights.max(axis=0).min() > 0.4, "every source must dominate some candidate"
 
 
-def test_the_proposal_is_near_the_best_and_says_what_it_gains():
+def test_the_proposal_is_near_the_optimum_and_reports_its_gain():
     weights = candidate_weights(OWN, 24)
     noise = np.exp(0.002 * np.random.default_rng(2).standard_normal((24, 3)))
     found = propose(weights, losses_of(weights) * noise)
@@ -47,7 +47,7 @@ def test_the_proposal_is_near_the_best_and_says_what_it_gains():
     assert found.losses == pytest.approx(losses_of(found.weights[None])[0], rel=0.02)
 
 
-def test_where_weights_do_not_matter_nothing_is_claimed():
+def test_no_gain_is_claimed_if_weights_do_not_matter():
     weights, random = candidate_weights(OWN, 16), np.random.default_rng(4)
     claims = [propose(weights, 3 * np.exp(0.01 * random.standard_normal((16, 3)))) for _ in range(5)]
     assert sum(found.gain_interval[0] > 0 for found in claims) <= 1

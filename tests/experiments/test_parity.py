@@ -55,7 +55,7 @@ def test_distances_are_absolute_or_relative():
     assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
 
 
-def test_every_precision_that_can_be_asked_for_has_a_tolerance():
+def test_every_precision_has_a_tolerance():
     literal = RunConfig.model_fields["precision"].annotation
     assert set(parity.TOLERANCES) == set(get_args(literal)) - {"auto"}
     refused = run_script("runs.py", "parity", "--config", "r.yaml", "--precision", "fp4", check=False).stderr
@@ -64,7 +64,7 @@ def test_every_precision_that_can_be_asked_for_has_a_tolerance():
     assert parity.TOLERANCES["bf16"][0] < bound < 0.1 and norm is None
 
 
-def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
+def test_the_distance_is_the_maximum_over_steps_and_infinite_for_a_missing_step():
     assert largest_distance({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
     assert largest_distance({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
 
@@ -77,7 +77,7 @@ def test_refusals_are_read_from_the_log_of_the_launch():
     )
 
 
-def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, capsys):
+def test_only_strategies_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, capsys):
     near = StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))
     far = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
     refused = StrategyOutcome(None, ("optim.name: adamw_8bit does not run under tp", "model: too small"))
@@ -103,7 +103,7 @@ def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, ca
     assert status == 1 and "Nothing was compared." in out
 
 
-def test_a_norm_that_was_not_finite_is_read_as_nan(tmp_path):
+def test_a_non_finite_norm_is_read_as_nan(tmp_path):
     lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert math.isnan(read_curve(tmp_path).grad_norm[1])
@@ -130,7 +130,7 @@ def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_can_be_cut_short(recipe):
+def test_every_recipe_can_be_shortened(recipe):
     overrides = run_overrides(recipe, [], 20, "fp32")
     assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
     assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
@@ -151,7 +151,7 @@ def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):
     assert refused.returncode == 2 and "optim.nam: unknown key; did you mean name?" in refused.stderr
 
 
-def test_strategies_are_the_files_there_are():
+def test_every_accelerate_config_is_a_strategy():
     names = strategy_names()
     assert names[0] == "single" and len(names) == len(set(names))
     assert set(names) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
@@ -213,7 +213,7 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
     assert (tmp_path / "1").read_text() not in ("", "0")
 
 
-def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path, capsys, monkeypatch):
+def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
     """Real runs of a strategy and a mesh match the single-process curve.
 
     With STRATEGIES=all, all meshes of four processes are compared. The strategy is launched as if its processes shared
@@ -253,7 +253,7 @@ def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path
     assert not report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path)["fsdp2"]["same"]
 
 
-def test_all_products_of_four_processes_and_one_of_them():
+def test_all_meshes_of_four_processes():
     names = parity.products_asked_for("all", 4, has_experts=False)
     assert len(names) == len(set(names)) == 14, "two dimensions of size 2 or one of size 4, without pure replication"
     assert {"dp_shard4", "pp2-tp2", "dp_replicate2-cp2"} <= set(names)
@@ -276,14 +276,14 @@ def test_all_products_of_four_processes_and_one_of_them():
         ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
     ],
 )
-def test_products_that_cannot_be_are_refused_with_what_can(mesh, message):
+def test_impossible_meshes_are_rejected_with_the_possible_ones(mesh, message):
     with pytest.raises(InputError) as raised:
         parity.products_asked_for(mesh, 4, has_experts=True)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])
-def test_a_strategy_that_was_launched_as_another_has_failed(strategy, ranks, tmp_path, monkeypatch, capsys):
+def test_a_run_under_the_wrong_strategy_fails(strategy, ranks, tmp_path, monkeypatch, capsys):
     """A run launched under the wrong strategy fails, because its losses would prove nothing."""
     run = tmp_path / "fsdp2"
     run.mkdir()

@@ -31,7 +31,7 @@ def fit(law, points, noise=0.0, seed=0):
     return fit_scaling_law(sizes, tokens, loss_of(law, sizes, tokens) * factors)
 
 
-def test_many_exact_runs_give_the_law_that_made_them():
+def test_many_exact_runs_recover_the_law():
     """With many exact runs, the fit recovers the law even if the priors are wrong."""
     found = fit(OTHERS[1], GRID)
     assert found.coefficients["alpha"] == pytest.approx(0.5, abs=0.02)
@@ -51,7 +51,7 @@ def test_four_sizes_predict_a_fifth_with_four_times_the_compute(law):
         assert min(found.prior_shares.values()) > 0.5, "four sizes at a constant ratio can't separate alpha from beta"
 
 
-def test_an_interval_of_ninety_per_cent_holds_nine_of_ten_runs():
+def test_ninety_percent_intervals_contain_nine_of_ten_runs():
     held, runs, random = 0, 30, np.random.default_rng(7)
     for seed in range(runs):
         law = (HOFFMANN, *OTHERS)[seed % 3]
@@ -70,7 +70,7 @@ def test_an_outlier_moves_the_law_little():
     assert found.residuals[7] == pytest.approx(np.log(1.2), abs=0.015)
 
 
-def test_refits_descend_to_where_nothing_is_lower():
+def test_fits_reach_a_minimum():
     """No small random step away from the optimum lowers the objective, and a fit is the same alone and in a batch."""
     random = np.random.default_rng(3)
     n, d = random.standard_normal((2, 6))
@@ -84,7 +84,7 @@ def test_refits_descend_to_where_nothing_is_lower():
     assert np.allclose(alone[0], found[0], atol=1e-4)
 
 
-def test_a_law_is_the_same_from_its_json():
+def test_a_law_survives_a_json_round_trip():
     found = fit(HOFFMANN, LADDER)
     again = law_of(law_values(found))
     assert again.interval(1e8, 2e9) == pytest.approx(found.interval(1e8, 2e9), rel=1e-4)

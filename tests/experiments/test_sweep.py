@@ -39,7 +39,7 @@ def request(*vary, **changes):
     return SweepRequest(axes=tuple(read_axes(vary)), **given | changes)
 
 
-def test_values_are_split_outside_brackets_alone():
+def test_values_are_split_only_outside_brackets():
     (axis,) = read_axes(["data.train=[{shards: a, weight: 1}, {shards: b}],[{shards: c}]"])
     assert axis.values == ("[{shards: a, weight: 1}, {shards: b}]", "[{shards: c}]")
     (axis,) = read_axes(["optim.learning_rate=1e-4..1e-2"])
@@ -60,7 +60,7 @@ def test_values_are_split_outside_brackets_alone():
         ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "give only one of them"),
     ],
 )
-def test_what_cannot_be_swept_is_said(arguments, problem):
+def test_invalid_sweeps_are_rejected(arguments, problem):
     vary = arguments.pop("vary")
     try:
         found = request_problems(request(*vary, **arguments))
@@ -108,7 +108,7 @@ def finished_run(folder, loss):
         ([], "best"),
     ],
 )
-def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
+def test_the_verdict_depends_on_the_spread_of_the_seeds(second, said, tmp_path):
     """A difference between settings is compared with the spread across seeds, here 0.1."""
 
     def point(losses):
@@ -135,13 +135,13 @@ def finished_point(folder, loss, **settings):
     ],
     ids=["smallest", "largest", "a larger one diverged", "none at all", "no numbers", "one value"],
 )
-def test_a_best_value_at_the_end_of_what_was_tried_is_said(rates, said, tmp_path):
+def test_a_best_value_at_the_end_of_the_range_is_reported(rates, said, tmp_path):
     results = [finished_point(tmp_path, loss, rate=rate) for rate, loss in rates.items()]
     lines = at_the_edge(request(f"rate={','.join(rates)}", output=tmp_path), results)
     assert [line[: len(said or "")] for line in lines] == ([said] if said else [])
 
 
-def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
+def test_a_search_learns_from_earlier_trials_and_is_deterministic(tmp_path):
     pytest.importorskip("optuna")
     asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
 
@@ -179,7 +179,7 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
 
 
-def test_trackers_show_the_runs_of_a_sweep_as_a_group_each_by_its_folder(recipe, tmp_path):
+def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")
     tracking = config_of_run(config, asked, 1, tmp_path / "rates/runs/a").tracking

@@ -51,7 +51,7 @@ def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, re
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="four launches of two processes; in make test-faults")
-def test_where_one_process_reads_for_all_kills_nan_and_a_failing_disk_do_what_they_do_elsewhere(recipe, tmp_path):
+def test_faults_have_the_same_effect_if_one_process_reads_for_all(recipe, tmp_path):
     kills = [
         {"where": "forward", "step": 6, "micro_step": 2, "what": "SIGKILL"},
         {"where": "backward", "step": 10, "what": "SIGKILL", "rank": 0},

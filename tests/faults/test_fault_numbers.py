@@ -115,7 +115,7 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     tell("20", "a spike over three steps, the rate halved; started again from before it", "the same to the last bit")
 
 
-def test_out_of_memory_ends_with_what_to_change(recipe, tmp_path):
+def test_out_of_memory_errors_suggest_settings(recipe, tmp_path):
     fault = {"where": "forward", "step": 2, "what": "memory"}
     run = tmp_path / "run"
     ended = launch_with_faults(tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, faults=[fault])

@@ -70,7 +70,7 @@ def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
         tell("4, 17, 18", injected, outcome, run.recovery([number]))
 
 
-def test_a_long_step_of_short_micro_steps_is_no_hang(recipe, tmp_path):
+def test_a_long_step_of_short_micro_steps_is_not_a_hang(recipe, tmp_path):
     """A step may exceed the timeout (2.5 s) if none of its four micro-steps (1 s each) does."""
     settings = ["--config", recipe, "--output", tmp_path / "run", "--budget.steps", 2, "--validation.sequences", 1]
     slow = [{"where": "forward", "step": 2, "what": "sleep", "seconds": 1.0, "always": True}]

@@ -37,7 +37,7 @@ def faults_told() -> dict[str, set[int]]:
     return told
 
 
-def test_rows_name_the_tests_that_inject_their_faults():
+def test_rows_and_tests_name_the_same_faults():
     """A test named in a row injects one of the row's faults, and a test that injects a fault is named in its row."""
     told = faults_told()
     assert sum(map(bool, told.values())) > 10
@@ -63,7 +63,7 @@ def texts_in(source: str) -> list[str]:
     return found
 
 
-def test_every_message_in_the_tables_is_one_of_the_programs():
+def test_every_message_in_the_tables_is_in_the_code():
     page = PAGE.partition("## Messages")[2].partition("\n## ")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     texts = [

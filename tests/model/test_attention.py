@@ -45,7 +45,7 @@ def test_layout_by_hand():
     assert ids[1, 0] == EOD and ids[0, 0] == 7, "the batch must not be modified"
 
 
-def test_layout_has_one_size_for_few_documents_and_room_for_any_number():
+def test_layout_has_a_fixed_size_and_fits_any_number_of_documents():
     rng = np.random.default_rng(0)
     few = rng.integers(1, 1000, (4, 512), dtype=np.uint16)
     many = few.copy()
@@ -206,7 +206,7 @@ def test_whole_windows_in_blocks_of_queries_equal_torchs_kernel(length):
 @pytest.mark.parametrize("name", ["groundwork_fa2", "groundwork_fa3"])
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("mistral", {"sliding_window": 4})])
 @pytest.mark.parametrize("has_documents", [True, False])
-def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, has_documents):
+def test_flash_packages_get_arguments_equivalent_to_sdpa(name, model_type, changes, has_documents):
     """The arguments passed to the flash packages give the same results as SDPA. Stand-ins are used because the
     packages need a GPU."""
     input_ids, targets = packed_batch()
@@ -223,7 +223,7 @@ def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, h
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("cu_seq_lens", [None, torch.tensor([0, 8], dtype=torch.int32)])
-def test_flash_packages_are_told_to_add_in_one_order(monkeypatch, is_deterministic, cu_seq_lens):
+def test_flash_packages_are_told_to_be_deterministic(monkeypatch, is_deterministic, cu_seq_lens):
     def attend(*arguments, deterministic, **settings):
         told.append(deterministic)
         return arguments[0]
@@ -234,7 +234,7 @@ def test_flash_packages_are_told_to_add_in_one_order(monkeypatch, is_determinist
     assert told == [is_deterministic]
 
 
-def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys():
+def test_flash_packages_get_soft_caps_and_values_narrower_than_keys():
     query, key, value = (torch.randn(1, 2, 8, width) for width in (16, 16, 12))
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
     function = AttentionInterface()["groundwork_fa2"]
@@ -252,7 +252,7 @@ def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys()
 
 
 @pytest.mark.parametrize(("batch", "length", "share"), [(3, 512, 0.01), (2, 600, 0.004), (1, 100, 0.05), (2, 1024, 0)])
-def test_flex_attentions_blocks_are_those_of_torch_without_its_tokens_times_tokens(batch, length, share):
+def test_flex_block_masks_match_torch_without_allocating_a_dense_mask(batch, length, share):
     ids = (np.random.default_rng(length).random((batch, length)) >= share).astype(np.int64)
     layout = document_layout(ids, EOD)
     sizes = []
@@ -389,7 +389,7 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
     assert not cpu_attention.as_products(dtype, 64), "eager mode must not use matmuls"
 
 
-def test_room_for_probabilities_is_enough_for_any_segments():
+def test_the_probability_buffer_fits_any_segments():
     generator = torch.Generator().manual_seed(5)
     for length, dtype in itertools.product((64, 128, 200, 1500), (torch.float32, torch.bfloat16)):
         query = torch.empty(2, 3, length, 8, dtype=dtype)
@@ -455,7 +455,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_of_all_pairs_of_positions_are_never_in_memory(length, share, dtype):
+def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
     """The full (T, T) attention matrix is never allocated on a CPU, in forward or backward."""
     query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
     cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
@@ -518,9 +518,7 @@ def gpu(monkeypatch):
         ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
     ],
 )
-def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(
-    gpu, requested, device_type, dtype, message
-):
+def test_unavailable_attention_is_rejected_with_the_available_ones(gpu, requested, device_type, dtype, message):
     with pytest.raises(InputError) as error:
         choose_attention(requested, device_type=device_type, dtype=dtype)
     assert message in str(error.value)
@@ -548,7 +546,7 @@ FLASH = ("varlen", "flash_attention_2", "flash_attention_3")
 @pytest.mark.parametrize(
     ("capability", "runs"), [((7, 0), ()), ((7, 5), ()), ((8, 6), FLASH), ((9, 0), FLASH), ((10, 0), FLASH[:2])]
 )
-def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, capability, runs):
+def test_flash_attention_needs_a_gpu_with_its_kernels(gpu, monkeypatch, capability, runs):
     """A GPU without kernels for the package, such as a T4, is rejected."""
     gpu.append(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
@@ -575,7 +573,7 @@ def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, cap
         ((12, 1), 200, "dense mask"),
     ],
 )
-def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, width, taken):
+def test_sdpa_uses_the_kernel_available_on_the_gpu(gpu, monkeypatch, capability, width, taken):
     gpu.append(capability)
     seen = []
     monkeypatch.setattr(attention_module, "_varlen", lambda query, *rest: seen.append("varlen") or query)
@@ -607,7 +605,7 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
     torch.testing.assert_close(found, wanted)
 
 
-def test_grouped_heads_are_repeated_where_varlen_does_not_take_them(monkeypatch):
+def test_grouped_heads_are_repeated_if_varlen_does_not_support_them(monkeypatch):
     """Key-value heads are repeated on torch 2.11."""
 
     def varlen_attn(query_NHE, key_NHE, value_NHE, *segments, scale, window_size):
@@ -668,7 +666,7 @@ def test_inductor_reads_slices_tokens_first(kind):
 
 
 @pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
-def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, capability, in_kernel):
+def test_grouped_queries_are_passed_only_to_kernels_that_support_them(gpu, monkeypatch, capability, in_kernel):
     """Grouped queries are passed to SDPA only if its kernel supports them. Otherwise torch would allocate (T, T)
     matrices."""
     gpu.append(capability)
@@ -688,7 +686,7 @@ def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, 
     assert seen == {"heads": 2 if in_kernel else 4, "enable_gqa": in_kernel}
 
 
-def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
+def test_choosing_the_kernel_does_not_break_a_compiled_graph(gpu):
     def scaled(x):
         return x * (2 if attention_module.has_flash_kernels(x.device.index, 64) else 3)
 
@@ -699,7 +697,7 @@ def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
     assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [3.0] * 4
 
 
-def test_unsupported_attention_is_refused_not_ignored():
+def test_unsupported_attention_is_rejected():
     x = torch.randn(1, 2, 8, 16)
     with pytest.raises(InputError, match="uses softcap"):
         sdpa(torch.nn.Identity(), x, x, x, None, softcap=50.0)

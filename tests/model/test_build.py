@@ -73,7 +73,7 @@ def test_counts_by_hand():
     assert count_parameters(tiny("gpt2")) - count_non_embedding_parameters(tiny("gpt2")) == 64 * 32
 
 
-def test_a_configuration_that_changes_is_counted_anew():
+def test_a_changed_config_is_counted_again():
     config = tiny("llama")
     before = count_parameters(config), matrix_parameters(config), active_parameters(config)
     config.num_hidden_layers += 1
@@ -102,7 +102,7 @@ def test_embedding_names_follow_the_owner_and_include_a_tied_head():
 # --- initial weights
 
 
-def test_initial_weights_depend_on_config_and_seed_alone(config):
+def test_initial_weights_depend_only_on_config_and_seed(config):
     torch.manual_seed(1)
     first = digest(build_model(config, seed=7))
     torch.manual_seed(2)
@@ -129,7 +129,7 @@ def test_a_built_model_is_fp32_tied_and_finite_and_runs(config):
     assert abs(loss.item() - math.log(128)) < 0.5
 
 
-def test_initial_weights_and_buffers_are_distributed_as_by_the_library(config):
+def test_initial_weights_and_buffers_have_the_librarys_distribution(config):
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config)
     ours = build_model(config, seed=0)
@@ -186,12 +186,12 @@ def test_units_together_are_the_whole_model(model_type):
     assert filled == {id(parameter) for parameter in model.parameters()} != set()
 
 
-def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
+def test_a_model_that_cannot_be_built_in_units_is_rejected():
     with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias outside its layers, in transformer"):
         units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
 
 
-def test_weights_that_a_checkpoint_gives_are_not_drawn_and_buffers_are(config, monkeypatch):
+def test_weights_from_a_checkpoint_are_not_initialized_but_buffers_are(config, monkeypatch):
     whole = build_model(config, seed=7)
     drawn = []
     monkeypatch.setitem(init.TORCH_INIT_FUNCTIONS, "normal_", lambda tensor, **_: drawn.append(tensor))
@@ -205,7 +205,7 @@ def test_weights_that_a_checkpoint_gives_are_not_drawn_and_buffers_are(config, m
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in resumed.named_buffers())
 
 
-def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
+def test_existing_weights_are_initialized_in_place_to_the_same_values(config):
     whole = build_model(config, seed=7)
     existing = AutoModelForCausalLM.from_config(config)
     initialize_module(existing, "", seed=7)
@@ -219,12 +219,12 @@ def test_an_architecture_that_forgets_a_parameter_is_refused():
         initialize_module(model, "model.norm", seed=7)
 
 
-def test_an_unknown_attention_is_refused_with_what_works():
+def test_an_unknown_attention_is_rejected_with_the_alternatives():
     with pytest.raises(InputError, match=r"attention fast cannot be used with this model here.*only possible.*eager"):
         build_model(tiny("llama"), seed=0, attention="fast")
 
 
-def test_the_attention_asked_for_is_the_one_that_runs():
+def test_the_requested_attention_is_used():
     assert build_model(tiny("llama"), seed=0, attention="eager").config._attn_implementation == "eager"
     assert build_model(tiny("llama"), seed=0).config._attn_implementation == "sdpa"
 
@@ -233,7 +233,7 @@ def test_the_attention_asked_for_is_the_one_that_runs():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_residual_stream_is_bf16_under_bf16_autocast_alone(kind):
+def test_the_residual_stream_is_bf16_only_under_bf16_autocast(kind):
     """The residual stream is bf16 only under bf16 autocast. In GPT-2, both embeddings must be bf16."""
     model = build_model(tiny(kind), seed=0).eval()
     seen = []
@@ -404,7 +404,7 @@ def test_impossible_shapes_are_named_by_the_keys_of_the_class(tmp_path):
     assert problem.endswith("n_embd 33 is not a multiple of n_head 4; nearest: 32 or 36")
 
 
-def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
+def test_errors_of_the_config_class_are_input_errors(tmp_path):
     (problem,) = problems_of(tmp_path, {**LLAMA, "hidden_size": 34, "head_dim": 8})
     assert "The hidden size (34) is not a multiple of the number of attention heads (4)" in problem
 
@@ -434,7 +434,7 @@ def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
         load_model_config(str(tmp_path))
 
 
-def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
+def test_a_folder_with_custom_code_is_rejected(tmp_path):
     keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")

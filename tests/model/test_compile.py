@@ -118,7 +118,7 @@ def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
         ),
     ],
 )
-def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, device_type, missing, message):
+def test_compiler_requirements_are_checked_before_the_start(monkeypatch, device_type, missing, message):
     there = {"g++", "gcc", "clang", "triton"} - set(missing)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -131,7 +131,7 @@ def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, devi
     assert compiler_problems("none", device_type) == []
 
 
-def test_a_plan_refuses_layers_that_nothing_can_compile(monkeypatch, recipe):
+def test_a_plan_rejects_compilation_without_a_compiler(monkeypatch, recipe):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(InputError, match="compile: regional needs a C"):
         derive(read_run_config(recipe, [("compile", "regional")]), ranks=1)
@@ -179,7 +179,7 @@ def test_checkpoints_move_between_whole_compiled_models_and_uncompiled_ones(reci
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
-def test_gelu_without_tanh_is_gelu(name, dtype, tolerance):
+def test_the_sigmoid_formula_equals_tanh_gelu(name, dtype, tolerance):
     """The sigmoid formula matches fp64, with one rounding in bf16.
 
     The fp32 tolerance is 1e-5 because of the tail, where the argument of the exponential is large.
@@ -267,7 +267,7 @@ def test_a_memory_budget_needs_compiled_layers(compile_mode):
     assert "(dropout: 0.2)" in problem
 
 
-def test_compiled_layers_of_gpt2_compute_what_they_did_before():
+def test_compiled_gpt2_layers_match_eager_layers():
     torch.manual_seed(0)
     model = tiny_gpt2(layers=2).eval()
     ids = torch.randint(0, 64, (2, 16))

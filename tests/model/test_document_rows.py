@@ -106,7 +106,7 @@ def hidden_states(model, ids: torch.Tensor, attention: str = "eager", documents:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_document_reaches_another_and_each_is_as_it_is_alone(model_type, ids):
+def test_documents_do_not_affect_each_other_and_match_separate_passes(model_type, ids):
     config = config_of(model_type)
     attention = probe(config, attention="auto", window=WindowSpec(64, document_mask=True)).attention
     assert classes_in_rows(attention)
@@ -176,7 +176,7 @@ def test_every_token_has_one_cell_and_padding_is_bounded(lengths):
         first += count * length
 
 
-def test_a_mixer_that_gets_another_shape_is_refused(ids):
+def test_a_mixer_with_an_unexpected_shape_is_rejected(ids):
     mixer = torch.nn.Linear(4, 4)
     mixer.current_documents = type("Current", (), {})()
     mixer.current_documents.rows = DocumentRows.of(document_layout(ids.numpy().copy(), END)["cu_seq_lens_q"], (2, 64))
@@ -184,7 +184,7 @@ def test_a_mixer_that_gets_another_shape_is_refused(ids):
         in_rows(mixer, torch.zeros(2, 32, 4))
 
 
-def test_flops_and_memory_of_a_hybrid_count_its_kinds_of_layers():
+def test_flops_and_memory_of_a_hybrid_count_each_layer_type():
     config = config_of("lfm2")
     by_length = flops_per_token(config, 2048) - flops_per_token(config, 1024)
     assert by_length == 12 * 1 * 32 * 1024  # one of the three layers has attention

@@ -21,7 +21,7 @@ def test_qwen3(tied):
     assert active_parameters(config) == matrices + (0 if tied else HEAD)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_meets():
+def test_moe_models_count_the_active_experts():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     config = AutoConfig.for_model("qwen3_moe", **SIZES, **experts, tie_word_embeddings=False)
     layer = QUERY_AND_OUTPUT + KEY_AND_VALUE + 2 * (3 * 64 * 48) + 64 * 8  # two experts, and the router for all eight

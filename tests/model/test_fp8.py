@@ -44,7 +44,7 @@ def test_the_initial_weights_are_those_of_every_precision():
 
 
 @needs_torchao
-def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
+def test_loss_and_gradients_match_bf16_within_fp8_rounding():
     """Loss and gradients match bf16. With e4m3's 3 mantissa bits, a product's error is up to 2^-4, and a gradient's a
     few percent."""
     plain = build_model(CONFIG, seed=3)
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
         assert (gradient - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
 
 
-def test_machines_without_fp8_say_so(monkeypatch):
+def test_machines_without_fp8_are_rejected(monkeypatch):
     capability = [(8, 6)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[-1])
     for device_type in ("cpu", "cuda"):

@@ -22,7 +22,7 @@ def kernels_of():
 
 
 @pytest.mark.parametrize("name", ["softmax of the loss", "softmax of capped logits"])
-def test_the_losss_softmax_reads_a_chunk_twice(kernels_of, name):
+def test_the_loss_kernel_reads_a_chunk_twice(kernels_of, name):
     """One pass computes maximum and sum, the other writes the gradient. Traffic is 6 bytes per logit in bf16."""
     (kernel,) = kernels_of(name)
     assert kernel["loops"] == 2 and set(kernel["bytes"]) == ARCHITECTURES

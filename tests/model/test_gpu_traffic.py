@@ -118,7 +118,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
+def test_traffic_and_saved_bytes_are_within_the_limits(outcomes, setup):
     """Traffic and saved bytes are within the limits. All layers share one graph per direction."""
     bar = BARS[setup.name]
     outcome = outcomes[setup.name]
@@ -135,7 +135,7 @@ PLANNED = [setup for setup in SETUPS if setup.model == "llama_1b" or os.environ.
 
 
 @pytest.mark.parametrize("setup", PLANNED, ids=lambda setup: setup.name)
-def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
+def test_a_plan_predicts_the_bytes_that_a_compiled_layer_saves(outcomes, setup):
     model_config = AutoConfig.for_model(**setup.model_config(), num_hidden_layers=2)
     if setup.strategy == "tp":
         model_config = sliced(model_config, TP_RANKS, splits_experts=True)
@@ -147,7 +147,7 @@ def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
     assert planned == pytest.approx(kept, rel=0.05)
 
 
-def test_what_is_over_the_least_is_explained():
+def test_limits_above_the_minimum_are_explained():
     """Each limit above 1.1 is explained in the table of docs/measurements_memory.md."""
     _, _, table = (ROOT / "docs/measurements_memory.md").read_text().partition("| model | strategies | bytes moved |")
     explained = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[2:]]

@@ -66,7 +66,7 @@ def gpu(monkeypatch):
         ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask of torch {torch.__version__}"),
     ],
 )
-def test_what_is_used(gpu, attention, capability, dtype, window, used):
+def test_kernels_in_use_are_reported(gpu, attention, capability, dtype, window, used):
     gpu |= {"capability": capability, "modules": {"flash_attn", "triton"}}
     here = {"dtype": dtype, "window": window, "model_config": LLAMA}
     plain = kernels_used("auto", attention, "none", **here)
@@ -95,7 +95,7 @@ def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capabili
     assert [line for line in told if line.startswith("varlen")] == ([f"varlen: {reason}"] if reason else [])
 
 
-def test_nothing_faster_is_passed_over_in_silence(gpu):
+def test_unused_faster_kernels_are_reported(gpu):
     def told(compile_mode="regional", dtype=BF16, window=PACKED, attention="groundwork_sdpa"):
         here = {"dtype": dtype, "window": window, "model_config": LLAMA}
         return "; ".join(kernels_not_used("auto", attention, compile_mode, **here))
@@ -123,7 +123,7 @@ def test_versions_are_those_of_packages_with_other_names():
     assert kernels.version_of("yaml")[0].isdigit() and kernels.version_of("no_such_module") == "(not installed)"
 
 
-def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
+def test_auto_uses_flash_attention_3_if_results_match(gpu):
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     gpu["modules"] = {"flash_attn_interface", "triton"}
     gpu["flash 3"] = lambda out: out * 1.004  # within bf16 rounding
@@ -156,7 +156,7 @@ def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
     ],
     ids=["not installed", "A100", "another version", "wrong"],
 )
-def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu, change, reason):
+def test_auto_keeps_torchs_kernel_if_flash_attention_3_does_not_work(gpu, change, reason):
     gpu |= {"modules": {"flash_attn_interface", "triton"}, "flash 3": lambda out: out} | change
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     assert reason in prefer_flash_3("auto", "groundwork_sdpa", **here)

@@ -83,7 +83,7 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("backend", [backend for backend in LOSS_BACKENDS if backend != "torch"])
-def test_capped_logits_have_the_loss_and_gradients_of_the_formula_in_fp64(backend, z_loss):
+def test_capped_logits_match_the_formula_in_fp64(backend, z_loss):
     """Capped logits match fp64. The cap is below half of the largest logits, so that tanh is far from linear."""
     hidden, weight, bias, targets = inputs(with_bias=True)
     loss, cross_entropy = next_token_loss(
@@ -168,7 +168,7 @@ def test_weight_gradient_over_many_chunks_is_summed_in_fp32():
     assert grad[0, 0].item() == pytest.approx(1 / V - 1, rel=2**-8)
 
 
-def test_no_gradient_is_computed_where_none_is_needed():
+def test_no_gradient_is_computed_if_none_is_needed():
     hidden, weight, _, targets = inputs()
     with torch.no_grad():
         loss, _ = next_token_loss(hidden, weight, targets)
@@ -187,7 +187,7 @@ def test_second_backward_over_a_kept_graph_is_right():
         assert torch.equal(twice, 2 * once)
 
 
-def test_compiles_whole_and_equals_eager():
+def test_the_loss_compiles_as_one_graph_and_equals_eager():
     hidden, weight, _, targets = inputs()
 
     def double(hidden, weight, targets):
@@ -210,7 +210,7 @@ def test_custom_op_keeps_torchs_rules():
         torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
 
 
-def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
+def test_the_loss_is_compiled_once_for_training_and_validation():
     """Validation, which needs no gradients, doesn't recompile the loss."""
     hidden, weight, _, targets = inputs()
     torch.compiler.reset()
@@ -327,7 +327,7 @@ def test_model_loss_is_the_models_own(model_type):
         torch.testing.assert_close(parameter.grad, wanted_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_losses_of_tokens_are_recorded_without_gradients_and_inside_alone():
+def test_token_losses_are_recorded_without_gradients_and_only_inside_the_context():
     module = LanguageModelLoss(tiny_model("llama"))
     batch = torch.randint(0, V, (2, 12)), torch.randint(0, V, (2, 12))
     with recording_losses(torch.nn.Sequential(module)) as recorded:

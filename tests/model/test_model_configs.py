@@ -76,7 +76,7 @@ def test_all_configs_are_in_the_table():
     assert {path.stem for path in CONFIGS} == set(PARAMETERS)
 
 
-def test_the_table_of_the_page_is_that_of_the_files():
+def test_the_table_on_the_page_matches_the_files():
     """Sizes, vocabulary, weight tying and positions in the table of docs/shapes.md match the config files."""
     page = (ROOT / "docs/shapes.md").read_text().partition("\n## ")[0]
     rows = {

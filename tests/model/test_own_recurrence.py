@@ -130,7 +130,7 @@ def own(recipe, tmp_path):
     return recipe
 
 
-def test_it_keeps_documents_apart_resumes_and_loads_again(own, tmp_path):
+def test_it_separates_documents_resumes_and_loads(own, tmp_path):
     unbroken = tmp_path / "run"
     told = run_script("train.py", "--config", own).stdout
     assert "GatedRecurrence with each document in a separate row" in told

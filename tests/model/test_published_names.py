@@ -57,7 +57,7 @@ def test_experts_are_published_one_by_one():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_cannot_be_taken_apart_alone_keeps_its_names(fails, monkeypatch):
+def test_tensors_that_cannot_be_converted_alone_keep_their_names(fails, monkeypatch):
     """Names are kept if the library merges several tensors into one, or fails to convert a single tensor."""
 
     def taken_apart(names, tensors):

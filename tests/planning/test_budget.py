@@ -42,7 +42,7 @@ def test_more_hours_buy_a_larger_model_and_no_more_than_is_given(quick_traces):
         assert run.batch % (8 * run.shape.sequence_length) == 0
 
 
-def test_flops_are_spent_whatever_the_gpus(quick_traces):
+def test_a_flops_budget_does_not_depend_on_the_gpus(quick_traces):
     for gpus in (1, 8):
         run = choose_run(budget(gpus=gpus, flops=1e19))
         assert run.tokens * run.work.flops_per_token == pytest.approx(1e19, rel=0.01)

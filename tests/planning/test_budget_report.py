@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
     assert router_losses(Loss(**values["loss"]), build_meta_model(config)).balance == 0.01
 
 
-def test_data_that_is_too_little_is_said(made):
+def test_insufficient_data_is_reported(made):
     text, printed = made(asked(2e8, replace(PLACE, is_prepared=True)))
     assert "beyond 5 the model memorizes the text" in printed
     assert "not all of the time" in printed
@@ -95,7 +95,7 @@ def ladder_of_law(path: Path, sizes) -> Path:
     return path
 
 
-def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
+def test_a_ladder_predicts_the_loss(made, tmp_path):
     expect = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
     _, printed = made(asked(json=True, write=None), expect)
     found = json.loads(printed)

@@ -45,7 +45,7 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
     assert "\n".join(refused(*written)).count("already exists") == 2
 
 
-def test_everything_wrong_is_said_at_once(refused):
+def test_all_problems_are_reported_at_once(refused):
     said = refused(
         "--hours", "1", "--flops", "1e19", "--dollars", "-3", "--gpu", "cpu", "--family", "lama", "--vocabulary",
         "tokenizers/none", "--data", "data/none", "--write", "x.txt", "--optimizer", "sgd", "--config", "a.yaml",

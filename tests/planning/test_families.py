@@ -10,7 +10,7 @@ from pretrain_tools.planning.families import FAMILIES, Shape
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_counts_are_those_of_the_model_that_the_json_makes(family, tmp_path):
+def test_counts_match_the_model_built_from_the_json(family, tmp_path):
     for layers, width in (family.rungs[0], family.rungs[2], family.rungs[9]):
         shape = Shape(layers, width, 1024, family)
         path = tmp_path / "model.json"

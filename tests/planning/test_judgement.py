@@ -119,7 +119,7 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
 
 
-def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch):
+def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeypatch):
     def fails(*_):
         raise TypeError("no such argument\nsecond line")
 
@@ -130,7 +130,7 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch
     assert small_memory(*read(), torch.device("cpu")) == said
 
 
-def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
+def test_the_estimated_time_uses_the_measured_peak(read, monkeypatch):
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (1e9, "measured"))
     config, run = read()
     seconds = run.flops_per_token * run.total_tokens / (0.4 * 1e9)
@@ -142,7 +142,7 @@ def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     assert "unknown (unknown peak of X)" in judgement_module.time_here(config, run, torch.device("cpu"))
 
 
-def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):
+def test_the_start_command_is_the_checked_one_without_check(read, monkeypatch):
     config, _ = read()
     words = ["--config", "a b.yaml", "--check", "--verbose", "--optim.learning_rate", "1e-3"]
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -158,7 +158,7 @@ def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeyp
     assert launch_command(config, words) == f"python {plain}"
 
 
-def test_a_check_without_data_judges_the_rest(recipe):
+def test_a_check_without_data_checks_everything_else(recipe):
     asked = ("train.py", "--config", recipe, "--check", "--data.train", f"[{{shards: {recipe.parent}/none}}]")
     checked = run_script(*asked, check=False)
     assert checked.returncode == 2
@@ -170,7 +170,7 @@ def test_a_check_without_data_judges_the_rest(recipe):
     assert "none: no such folder" in worse.stderr and "averaging.kind is none" in worse.stderr
 
 
-def test_the_check_says_it_through_the_script(recipe):
+def test_the_script_prints_the_warnings(recipe):
     out = run_script("train.py", "--config", recipe, "--check").stdout
     assert "warning: batch: 256 tokens per step leave 12 steps" in out
     assert "\ntime on this machine: about " in out

@@ -62,7 +62,7 @@ def test_sizes_are_those_of_the_model(model_config):
     assert sizes.largest == sizes.embedding
 
 
-def test_layers_of_two_sizes_are_counted_each_as_it_is_and_traced_as_those_with_experts():
+def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
     """With a dense first layer, as in DeepSeek-V3, each layer's size is counted and an MoE layer is traced."""
     dense_first = load_model_config("model_configs/deepseek_v3_4m.json")
     sizes, model = sizes_of(dense_first), build_meta_model(dense_first)
@@ -138,7 +138,7 @@ def test_compiled_layers_keep_less(model_config, model_file):
     assert 0.4 * eager.activations < compiled.activations < 0.9 * eager.activations
 
 
-def test_what_costs_memory_and_what_saves_it(model_config, model_file):
+def test_settings_that_cost_or_save_memory(model_config, model_file):
     plain = need(run_config(model_file), model_config)
     assert need(run_config(model_file, attention="eager"), model_config).total > plain.total
     full = need(run_config(model_file, activation_checkpointing="full"), model_config)
@@ -168,7 +168,7 @@ def test_the_loss_of_a_gpu_has_no_softmax_in_fp32_where_it_is_compiled(model_con
         assert need(config, model_config).activations > chunked.activations
 
 
-def test_strategies_divide_what_they_say(model_config, model_file):
+def test_strategies_shard_the_documented_states(model_config, model_file):
     """Bytes per parameter match Rajbhandari et al., table 1, here with fp32 gradients and 2 processes."""
     total, config = sizes_of(model_config).total, run_config(model_file)
 
@@ -183,7 +183,7 @@ def test_strategies_divide_what_they_say(model_config, model_file):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero3"])
-def test_gradients_that_are_reduced_once_are_whole_between_micro_steps(model_config, model_file, name):
+def test_gradients_reduced_once_are_unsharded_between_micro_steps(model_config, model_file, name):
     """With no_sync, the full fp32 gradients are in memory during the last backward pass."""
     batch = {"tokens_per_step": 128 * 8 * 8, "sequences_per_micro_batch": 8}
     often, once = (
@@ -262,7 +262,7 @@ def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     assert "does not fit" in half and full.endswith("fits") and "does not" not in full
 
 
-def test_what_terms_of_the_loss_train_is_counted(model_config, model_file):
+def test_parameters_of_loss_terms_are_counted(model_config, model_file):
     load_extensions([str(ROOT / "examples/multi_token_prediction.py")])
     plain = run_config(model_file, budget={"steps": 4})
     with_term = run_config(model_file, budget={"steps": 4}, loss={"terms": {"multi_token_prediction": {"depths": 2}}})

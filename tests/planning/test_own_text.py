@@ -135,7 +135,7 @@ def test_a_changed_text_is_refused(tmp_path, trained):
 @pytest.mark.parametrize(
     "place", ["recipes/novel.yaml", "model_configs/novel.json", "runs/novel/notes", "data/novel/notes"]
 )
-def test_files_of_others_are_left_alone(tmp_path, text, place):
+def test_existing_files_are_not_overwritten(tmp_path, text, place):
     (tmp_path / "novel.txt").write_text(text)
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text("mine: 1\n")
@@ -232,7 +232,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     assert "was made by another command" in refused(tmp_path, "mine", "--minutes", MINUTES)
 
 
-def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
+def test_several_processes_need_prepared_data(trained, monkeypatch):
     folder, _ = trained
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "2")

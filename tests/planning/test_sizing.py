@@ -61,7 +61,7 @@ def test_epochs_budget_and_steps_stay_in_bounds(flops, tokens):
         assert chosen.steps >= 300, "a run must have hundreds of steps"
 
 
-def test_a_small_text_gets_a_small_model_whatever_the_time():
+def test_a_small_text_gets_a_small_model_for_any_time():
     assert sizing(1e20, 300_000).shape.parameters < 5e6
     assert sizing(1e20, 10**10).shape.parameters > 1e8
 
@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_not_chosen():
     assert sizing(1e20, 10**10, most_parameters=1).shape == Shape(*LADDER[0], 1024)
 
 
-def test_a_speed_that_depends_on_the_shape_is_heeded():
+def test_the_choice_uses_a_shape_dependent_speed():
     """If small models train slowly, a larger one is chosen."""
 
     def flops(shape):

@@ -34,7 +34,7 @@ def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
     assert memory_problem(40e6, 10e6) is None, "a difference of a few megabytes must be ignored"
 
 
-def test_gradient_norms_outside_of_a_tenth_to_ten_are_told():
+def test_unusual_gradient_norms_are_reported():
     def told(*norms):
         return unusual_norms([{"grad_norm": norm} for norm in norms])
 
@@ -68,7 +68,7 @@ ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda 
     ("last_loss", "resumed_loss", "failed"),
     [(4.0, 4.0, []), (6.0, 6.0, ["the loss falls"]), (4.0, 4.001, ["resumed exactly"])],
 )
-def test_a_part_that_fails_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
+def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
     """A failed check is reported by name. Recorded runs replace training: 12 steps, and a run resumed halfway."""
     config = read_run_config(recipe)
     planned = derive(config, 1).learning_rate

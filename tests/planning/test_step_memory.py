@@ -24,7 +24,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch):
+def test_a_plan_predicts_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch):
     seen = [outcomes[f"{setup.name}, rank {rank}"] for rank in setup.looked_at]
     assert all(outcome.error is None for outcome in seen), [outcome.error for outcome in seen]
     needed = max(max(outcome.result.values()) for outcome in seen)

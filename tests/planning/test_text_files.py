@@ -76,7 +76,7 @@ def test_a_file_that_is_named_is_text_or_refused(mine):
     )
 
 
-def test_a_pattern_takes_what_it_matches(mine):
+def test_a_pattern_selects_matching_files(mine):
     files = find_text_files(["mine/*.txt"], ["mine/[!aBc]*"])
     assert names(files) == ["a.txt"] and files.left_out.startswith("1 of 2 files left out: 1 not text in UTF-8: ")
     assert names(find_text_files(["mine/*.txt", "mine/*.md"], ["mine/[!aBc]*"])) == ["a.txt", "c.md"]
@@ -99,7 +99,7 @@ def test_what_is_excluded_is_not_counted_and_must_exist(mine):
     ]
 
 
-def test_what_holds_no_text_is_refused(mine):
+def test_input_without_text_is_rejected(mine):
     (mine / "empty").mkdir()
     assert refusal("mine/empty", "mine/*.pdf", "none") == [
         "--text mine/empty: is a folder without files",
@@ -119,7 +119,7 @@ def test_file_names_that_are_not_utf8(mine):
     files.left_out.encode()
 
 
-def test_more_files_than_a_command_line_holds_are_refused(mine, monkeypatch):
+def test_too_many_files_for_a_command_line_are_rejected(mine, monkeypatch):
     monkeypatch.setattr("pretrain_tools.planning.text_files.MOST_EXCLUDED", 3)
     assert "files left out" in refusal("mine")[0] and "--exclude their folders" in refusal("mine")[0]
     assert MOST_EXCLUDED < 10_000

@@ -67,13 +67,13 @@ def test_a_slow_rank_and_who_waits_for_it():
     assert "outside any operator: Python, a lock or a sleep" in asleep
 
 
-def test_one_odd_step_accuses_nobody():
+def test_a_single_odd_step_is_ignored():
     odd = rank(1)
     odd.steps[2].seconds, odd.steps[2].idle = 9.0, 8.0
     assert found(rank(0), odd) == {}
 
 
-def test_a_rank_that_gets_no_core_is_not_slow_but_its_machine_busy():
+def test_a_rank_without_a_core_means_a_busy_machine():
     ranks = [rank(0, wait=40), rank(1, forward=80, starved=45)]
     (name, text), *more = found(*ranks).items()
     assert name == "busy machine" and not more
@@ -119,7 +119,7 @@ def test_lines_of_every_micro_step():
     assert "the GPU is idle 12 ms per step" in gpu["synchronizing line"] and len(gpu) == 1
 
 
-def test_a_gpu_that_the_host_keeps_waiting():
+def test_a_gpu_waiting_for_the_host():
     (text,) = found(rank(0, idle=40, launched=4000), rank(1, idle=40, launched=4000), on_device=True).values()
     assert "idle 30% of the step (40 ms of 135 ms): the CPU is too slow to launch 4,000 kernels per step" in text
     assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "Python time must not be reported on a CPU"
@@ -147,14 +147,14 @@ def test_kernels_of_a_gpu():
     assert text.startswith("pointwise kernels and copies take 50% of the GPU's work (45 ms per step)")
 
 
-def test_the_costliest_comes_first_and_a_busy_machine_before_it():
+def test_causes_are_sorted_by_cost_after_a_busy_machine():
     ranks = [rank(0, wait=90, starved=20), rank(1, forward=70, data=61, starved=0)]
     assert list(found(*ranks, read_bytes=1)) == ["waiting for data", "slow rank"]
     ranks = [rank(0, wait=90, starved=40), rank(1, forward=70, data=61, starved=0)]
     assert next(iter(found(*ranks, read_bytes=1))) == "busy machine"
 
 
-def test_of_many_ranks_the_slowest_are_shown():
+def test_only_the_slowest_ranks_are_shown():
     ranks = [rank(number, forward=40 + number / 10) for number in range(200)]
     text = report_text(Evidence(ranks, 2, False), [], "title")
     assert "rank 199" in text and "rank 183 " not in text and f"and {200 - RANKS_SHOWN} faster ones" in text

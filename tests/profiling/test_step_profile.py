@@ -81,7 +81,7 @@ def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     )
 
 
-def test_a_healthy_run_is_said_to_be_one(train, tmp_path):
+def test_a_healthy_run_is_reported_as_healthy(train, tmp_path):
     ended = train("--profile", STEPS)
     assert causes_of(ended, tmp_path / "run") == {}
     report = report_of(tmp_path / "run")
@@ -131,7 +131,7 @@ def session(tmp_path, monkeypatch):
     return step_to, said
 
 
-def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back(session):
+def test_a_profile_starts_after_warm_up_and_is_canceled_by_a_rollback(session):
     step_to, said = session
     for step in range(1, 5):
         step_to(step)

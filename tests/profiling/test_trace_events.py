@@ -65,7 +65,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
     assert in_ms(record.phases) == {"data": 10, "forward": 30, "backward": 40, "update": 10, "between": 10}
 
 
-def test_what_pythons_operators_wait_for_is_no_work():
+def test_waiting_inside_operators_is_not_compute():
     """Waiting inside an operator isn't counted as compute. An operator on a sharded tensor dispatches itself again,
     after communicating."""
     events = [
@@ -77,13 +77,13 @@ def test_what_pythons_operators_wait_for_is_no_work():
     assert in_ms({"busy": record.busy, "blocked": record.blocked}) == {"busy": 7, "blocked": 18}
 
 
-def test_compiled_code_works_between_what_it_calls():
+def test_compiled_code_computes_between_its_calls():
     name = "## Call CompiledFxGraph abc ##"
     (record,) = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
     assert in_ms(record.kernels) == {"matmuls": 10, "pointwise and others": 10}
 
 
-def test_on_a_gpu_its_timeline_counts():
+def test_on_a_gpu_the_gpu_timeline_is_used():
     events = [
         *marks(*PHASES),
         event("aten::mm", 10, 11), event("cudaLaunchKernel", 10.2, 10.4, correlation=1),
@@ -121,5 +121,5 @@ def test_on_a_gpu_its_timeline_counts():
         ("aten::comm", "pointwise and others"),
     ],
 )
-def test_kernels_are_told_by_their_names(name, kind):
+def test_kernels_are_classified_by_name(name, kind):
     assert kernel_kind(name) == kind

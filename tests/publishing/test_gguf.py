@@ -131,7 +131,7 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
         ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, "rope_parameters has partial_rotary_factor"),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokenizer, changes, said):
+def test_models_that_llama_cpp_computes_differently_are_rejected(tmp_path, own_tokenizer, changes, said):
     folder = write_model(tmp_path / "model", own_tokenizer, MODELS["llama"], seed=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -153,7 +153,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokeniz
         ([r"\S+|\s+"], False, None),
     ],
 )
-def test_a_tokenizer_is_known_by_how_it_cuts_text(pre_tokenizer, ignore_merges, name):
+def test_a_tokenizer_is_identified_by_its_pre_tokenizer(pre_tokenizer, ignore_merges, name):
     def step(given):
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
         return {**split, "pattern": {"Regex": given}} if isinstance(given, str) else given

@@ -62,7 +62,7 @@ def properties(entry) -> dict:
     return {item["name"].removeprefix("groundwork:"): item["value"] for item in entry["properties"]}
 
 
-def test_it_is_valid_and_says_what_the_run_holds(contents):
+def test_it_is_valid_and_matches_the_run(contents):
     model = contents["metadata"]["component"]
     assert (contents["specVersion"], contents["metadata"]["timestamp"]) == ("1.6", "2026-01-01T00:00:00Z")
     assert (model["type"], model["group"], model["version"]) == ("machine-learning-model", "me", "step-8")
@@ -104,7 +104,7 @@ def test_every_file_is_listed_by_its_hash(run, tmp_path):
     assert {"model.safetensors", "README.md", "training_content.md", "config.json"} <= listed.keys()
 
 
-def test_references_are_of_what_is_there_and_of_nothing_twice(contents):
+def test_references_exist_and_are_unique(contents):
     model = contents["metadata"]["component"]
     known = [entry["bom-ref"] for entry in [model, *model["components"], *contents["components"]]]
     assert len(known) == len(set(known))
@@ -112,7 +112,7 @@ def test_references_are_of_what_is_there_and_of_nothing_twice(contents):
     assert depends.keys() | set(depends["model"]) <= set(known) and len(depends["model"]) == 4
 
 
-def test_the_same_run_gives_the_same_bytes_and_another_another_number(run, contents, tmp_path):
+def test_the_same_run_gives_the_same_bytes_and_a_different_run_a_new_serial_number(run, contents, tmp_path):
     assert bill(run, OFFER, tmp_path / "a") == contents
     other = bill(run, Publication("me/other", license="mit"), tmp_path / "b")
     assert other["serialNumber"] != contents["serialNumber"]

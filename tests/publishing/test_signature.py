@@ -52,7 +52,7 @@ def folder(signed, tmp_path):
     return shutil.copytree(signed, tmp_path / "copy")
 
 
-def test_whatever_is_changed_is_named(folder, keys):
+def test_every_change_is_reported(folder, keys):
     def problems():
         return signature_problems(folder, load_key("--public_key", keys / "mine.pub"))
 
@@ -70,7 +70,7 @@ def test_whatever_is_changed_is_named(folder, keys):
         path.write_bytes(content)
 
 
-def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
+def test_a_change_to_any_byte_of_the_signature_is_detected(folder, keys):
     path, verifier = folder / "model.sig", load_key("--public_key", keys / "mine.pub")
     content = path.read_bytes()
     # all bytes of the signature, at the end, and a sample of the long signed content
@@ -80,7 +80,7 @@ def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
         assert problem.startswith("model.sig was changed"), position
 
 
-def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
+def test_a_forged_provenance_is_detected(folder, keys, capsys):
     """A changed file with a matching provenance.json is detected, because only the key's owner can sign it."""
     path = folder / "provenance.json"
     (folder / "README.md").write_text("a better model")
@@ -95,7 +95,7 @@ def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
     assert lines == [f"{folder}: {name} was changed after it was signed" for name in ("README.md", "provenance.json")]
 
 
-def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
+def test_the_signers_key_is_checked(folder, keys, capsys, tmp_path):
     verify = ["--verify", str(folder), "--public_key"]
     assert publish.main([*verify, str(keys / "mine.pub")]) == 0
     assert f"signed by the owner of {keys / 'mine.pub'}" in capsys.readouterr().out
@@ -110,14 +110,14 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
-def test_keys_that_do_not_sign_are_refused(keys, name):
+def test_keys_that_cannot_sign_are_rejected(keys, name):
     with pytest.raises(
         InputError, match=rf"--sign .*{name}: not usable .*give an elliptic-curve private key in PEM without"
     ):
         load_key("--sign", keys / name)
 
 
-def test_the_missing_package_is_asked_for(monkeypatch, tmp_path):
+def test_a_missing_package_is_reported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(InputError, match=r"--public_key: needs model-signing .* pip install model-signing pyOpenSSL"):
         load_key("--public_key", tmp_path / "key.pub")

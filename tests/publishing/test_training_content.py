@@ -81,7 +81,7 @@ def test_it_has_the_templates_sections_in_their_order(facts):
     assert found == HEADINGS
 
 
-def test_it_says_what_the_records_say(facts):
+def test_it_contains_the_recorded_facts(facts):
     text = training_content(offered(facts, languages=("en", "de")))
     general = section(text, HEADINGS[3])
     assert "1 billion to 10 trillion tokens: 2.05B different tokens" in general
@@ -97,7 +97,7 @@ def test_it_says_what_the_records_say(facts):
 
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
-def test_what_no_record_says_is_left_to_the_provider(facts, heading):
+def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
     """Facts that no record contains are left for the provider to fill in."""
     assert FILL in section(training_content(offered(facts)), heading)
 
@@ -116,7 +116,7 @@ def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
     assert words in section(training_content(offered(facts)), "When it is required")
 
 
-def test_a_run_of_an_earlier_version_says_that_it_recorded_nothing(tmp_path):
+def test_missing_records_of_earlier_versions_are_reported(tmp_path):
     text = training_content(read_facts(write_run(tmp_path / "x"), 8))
     assert "No filter of documents is recorded" in text and "| docs | **To be filled in by the provider**" in text
     assert "No dataset of the Hugging Face Hub was used" not in text

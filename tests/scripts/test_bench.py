@@ -63,7 +63,7 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
     assert fast.steps_file.stat().st_size == size, "the process must be paused"
 
 
-def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tmp_path):
+def test_a_contestant_that_dies_is_reported_with_its_output_and_the_others_end(tmp_path):
     well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
     bad.command = ["-c", "raise SystemExit('no such model')"]
     with pytest.raises(InputError, match="bad ended with status 1") as refused:
@@ -71,7 +71,7 @@ def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tm
     assert "no such model" in str(refused.value) and well.process is None
 
 
-def test_contestant_that_dies_in_its_turn_leaves_no_other_behind(tmp_path):
+def test_all_contestants_end_if_one_dies_in_its_turn(tmp_path):
     bad, well = contestant(tmp_path, "bad", 0.02), contestant(tmp_path, "well", 0.02)
     bad.command[1] = bad.command[1].replace("1_000_000", "8")
     with pytest.raises(InputError, match="bad ended with status 0"):
@@ -89,7 +89,7 @@ def test_table_has_medians_and_ratios_to_the_first():
     assert {row.count("|") for row in rows} == {9}
 
 
-def test_ratio_is_taken_within_rounds_whatever_the_machine_did_between_them():
+def test_the_ratio_is_computed_within_rounds():
     first, second = (Contestant(name, [], Path("x"), 1) for name in ("groundwork", "other"))
     # The machine is half as fast in the second round, and slows down between the turns of the third.
     first.turns, second.turns = [[110.0, 110.0], [55.0], [110.0]], [[100.0], [50.0, 50.0, 20.0], [50.0]]
@@ -182,7 +182,7 @@ class Forked(WarmPopen):
         super().__init__(*arguments, env=env | {"HF_HUB_OFFLINE": "1"}, **settings)
 
 
-def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch, capsys):
+def test_gpu_bench_lists_all_combinations_or_the_reason(monkeypatch, capsys):
     """The table contains all combinations that run, and explains why others don't. On a CPU, flex_attention has no
     backward pass."""
     monkeypatch.setattr(contest.subprocess, "Popen", Forked)
@@ -209,7 +209,7 @@ def test_gpu_bench_says_that_there_is_no_gpu():
     assert "torch finds none here" in run_script("bench/gpu.py").stdout
 
 
-def test_gpu_bench_refuses_names_that_there_are_not():
+def test_gpu_bench_rejects_unknown_names():
     with pytest.raises(InputError) as refused:
         gpu.parse_arguments(["--shapes", "124M", "--losses", "chunkd", "--reports", "0"])
     assert refused.value.problems == [
@@ -219,7 +219,7 @@ def test_gpu_bench_refuses_names_that_there_are_not():
     ]
 
 
-def test_the_time_to_a_loss_is_found_on_the_line_between_two_measurements():
+def test_the_time_to_a_loss_is_interpolated():
     points = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.5)]
     assert time_to_loss.time_to(points, 3.5) == pytest.approx(15.0)
     assert time_to_loss.time_to(points, 5.0) == 10.0  # at the first measurement, not earlier
@@ -260,14 +260,14 @@ def test_families_of_one_size_have_nearly_the_same_parameters_in_their_layers(tm
     assert max(counts.values()) / min(counts.values()) < 1.06, counts
 
 
-def test_both_ways_of_attention_over_parts_of_a_sequence_compute_the_same():
+def test_both_kinds_of_context_parallelism_give_the_same_results():
     """Both kinds of context parallelism give the same gradients. The benchmark itself checks this."""
     out = launch("ddp", 2, "bench/context.py", "--shapes", "64x4x2x8", "32x2x1x8", "--repeats", "1").stdout
     rows = [line for line in out.splitlines() if re.match(r"\| \d+ \| ", line)]
     assert [row.split(" | ")[:2] for row in rows] == [["| 64", "4 / 2 x 8"], ["| 32", "2 / 1 x 8"]]
 
 
-def test_a_race_to_a_loss_begins_with_a_recipe_that_train_py_takes(tmp_path, shards, monkeypatch):
+def test_time_to_loss_starts_with_a_valid_recipe(tmp_path, shards, monkeypatch):
     started = []
 
     def run(command, **_):

@@ -39,7 +39,7 @@ def test_between_rates_the_loss_is_linear_and_outside_it_is_unknown():
     assert loss_at(points, 1e-4) is None
 
 
-def test_a_sweep_goes_on_until_the_best_rate_has_worse_neighbours():
+def test_a_sweep_continues_until_the_best_rate_has_worse_neighbors():
     points, best = [], 4 * centre(SIZES["1M"])
     while (rate := next_rate("1M", "adamw", points)) is not None:
         points += parabola([rate], best)
@@ -65,7 +65,7 @@ def test_widths_are_swept_outwards():
     assert min(found, key=found.get) == 2**-9 and set(found) == {2.0**-n for n in (5, 6, 7, 8, 9, 10)}
 
 
-def test_the_sizes_are_what_they_say():
+def test_the_sizes_match_their_names():
     for size in SIZES.values():
         parameters = auto_rates.VOCABULARY * size.width + size.width
         parameters += size.layers * (4 * size.width**2 + 3 * size.width * size.intermediate + 2 * size.width)

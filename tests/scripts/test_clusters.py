@@ -43,7 +43,7 @@ def read_launch(script: str, **variables) -> tuple:
     return own, read_command_line(own.training_script_args, "").config
 
 
-def test_skypilot_recovers_what_can_go_on():
+def test_skypilot_restarts_only_resumable_runs():
     task = document("clusters/skypilot.yaml")
     jsonschema.validate(task, SKYPILOT)
     recovery = task["resources"]["job_recovery"]
@@ -81,7 +81,7 @@ def test_kubernetes_starts_all_machines_again_or_none():
 
 
 @pytest.mark.parametrize(("path", "key"), [("skypilot", "use_spots"), ("kubernetes", "failurePolicies")])
-def test_a_misspelt_key_would_be_seen(path, key):
+def test_a_misspelled_key_is_detected(path, key):
     values = document(f"clusters/{path}.yaml")
     (values["resources"] if path == "skypilot" else values["spec"])[key] = True
     with pytest.raises(jsonschema.ValidationError, match=key):
@@ -104,7 +104,7 @@ def test_hugging_face_takes_its_command():
     assert "Job not submitted" in shown.stdout + shown.stderr and "hf_x" not in shown.stdout
 
 
-def test_each_place_has_one_command():
+def test_each_platform_has_one_command():
     firsts = [re.match(r"\S+ \S+ \S+", command)[0] for command in COMMANDS]
     assert firsts == [
         "python -m pretrain.launch", "sbatch slurm/one_node.sbatch ddp", "docker build --tag", "docker run --init",

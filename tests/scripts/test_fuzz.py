@@ -73,7 +73,7 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
     return found
 
 
-def test_what_the_cases_start_from_is_right(material):
+def test_the_unmutated_cases_succeed(material):
     """Without mutations, all cases succeed. Otherwise, a different error could pass for the expected one."""
     for model_type in ARCHITECTURES:
         path = material.folder / f"{model_type}.json"
@@ -111,7 +111,7 @@ def test_mistakes_are_refused_in_words(material, kind):
     ],
     ids=["train", "plan", "runs", "evaluate"],
 )
-def test_mistakes_in_a_process_of_its_own(material, words, named):
+def test_mistakes_are_reported_in_a_new_process(material, words, named):
     """Mistakes are reported in a new process, where no modules have been imported before."""
     recipe = material.folder / "alone.yaml"
     recipe.write_text(yaml.safe_dump(material.recipe))
@@ -122,7 +122,7 @@ def test_mistakes_in_a_process_of_its_own(material, words, named):
     assert named in ended.stderr
 
 
-def test_the_judgement_sees_what_is_wrong():
+def test_the_checker_detects_wrong_results():
     case = Case("train.py", [], ["learning_rate"])
     assert Result(2, "recipe.yaml: optim.learning_rate: must be above 0", 1.0).problem(case) is None
     assert Result(0, "No problems found: this run can start.", 1.0).problem(case) is None

@@ -65,7 +65,7 @@ def test_a_key_without_shape_may_change_when_it_is_named(recipe, tmp_path):
     assert train(recipe, "--model.attention_dropout", "0.1").returncode == 0
 
 
-def test_mistakes_are_told_at_once_with_the_nearest_name(recipe):
+def test_mistakes_are_reported_together_with_the_nearest_name(recipe):
     refused = train(recipe, "--model.num_hiden_layers", "8", "--model.hidden_size", "many", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?" in refused.stderr
@@ -120,7 +120,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
         torch.testing.assert_close(new[name][number].float(), expected, atol=2e-3, rtol=1e-2)
 
 
-def test_plan_and_compare_know_them(shorter, tmp_path):
+def test_plan_and_compare_use_them(shorter, tmp_path):
     plan = run_script("plan.py", "--config", shorter, "--json", *CHANGES)
     planned = json.loads(plan.stdout)
     for name, changes in (("one", CHANGES), ("two", ())):

@@ -86,7 +86,7 @@ def candidate(plan, name):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_mixture_of_experts_is_planned(precision):
+def test_moe_models_are_planned(precision):
     """MoE models can be planned with every precision, although torch only knows the output shapes of grouped matmuls
     in bf16."""
     plan = plan_of(ROOT / "recipes/moe_5m.yaml", ("precision", precision), gpus=2, mfu=0.4)
@@ -95,7 +95,7 @@ def test_a_mixture_of_experts_is_planned(precision):
     assert candidate(plan, "pp").problems == []
 
 
-def test_work_of_a_run_is_arithmetic(plan):
+def test_the_work_of_a_run_equals_a_hand_calculation(plan):
     values = json.loads(plan_json(plan))
     assert values["steps"] == math.ceil(1_000_000 / 8192) == 123 and values["tokens"] == 123 * 8192
     layers, hidden, length = 2, 64, 64
@@ -122,7 +122,7 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
 
 
-def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
+def test_gradients_are_reduced_once_if_that_is_faster_and_fits(recipe):
     """no_sync is chosen if it is faster and fits, here for 16 micro-steps on a slow network."""
     settings = [("batch.sequences_per_micro_batch", "1")]
     plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
@@ -149,7 +149,7 @@ def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
     return Case(run, plan.work, Hardware(gpu, gpus, machines), plan.speed)
 
 
-def test_the_search_finds_what_trying_every_product_finds(recipe, monkeypatch):
+def test_the_search_matches_an_exhaustive_search(recipe, monkeypatch):
     """The search finds a mesh close to the fastest, on two machines of four GPUs with a slow network."""
     use_quick_traces(monkeypatch)
     case = case_of(recipe, ("batch.sequences_per_micro_batch", "1"), ("pipeline.schedule", "1F1B"), gpus=8, machines=2)
@@ -197,7 +197,7 @@ def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machine
     assert 0.65 * published < planned < 0.95 * published
 
 
-def test_products_have_the_names_and_the_launchers_of_their_files():
+def test_meshes_have_the_names_and_configs_of_their_files():
     names = {"fsdp2": Sizes(dp_shard=8), "hsdp": Sizes(dp_replicate=4, dp_shard=2), "tp": Sizes(dp_replicate=2, tp=4)}
     names |= {"fsdp_tp": Sizes(dp_shard=4, tp=2), "cp": Sizes(cp=8), "pp": Sizes(pp=2, dp_replicate=4)}
     names |= {"ep": Sizes(dp_shard=8, ep=4), "mesh": Sizes(dp_replicate=2, cp=4)}
@@ -208,7 +208,7 @@ def test_products_have_the_names_and_the_launchers_of_their_files():
     assert Layout.of(names["hsdp"]).launcher == "accelerate launch"
 
 
-def test_a_command_says_how_groups_are_made_where_the_file_says_otherwise(recipe):
+def test_a_command_sets_group_sizes_that_differ_from_the_file(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "1"), gpus=32, machines=4)
     hardware, config = plan.hardware, plan.config
     hsdp = command_of(candidate(plan, "hsdp"), str(recipe), [], hardware, config)
@@ -227,7 +227,7 @@ def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
     assert chosen.memory.total <= plan.hardware.usable_bytes
 
 
-def test_auto_on_a_t4_is_fp16_under_strategies_that_scale_the_loss_alone(recipe):
+def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
     memory = candidate(auto, "ddp").memory
     assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
@@ -308,7 +308,7 @@ def test_a_plan_where_nothing_fits(recipe):
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
 
 
-def test_disk_counts_what_is_kept(recipe):
+def test_disk_usage_counts_kept_checkpoints(recipe):
     config = read_run_config(recipe)
     from pretrain.model.model_config import load_recipe_model_config
 
@@ -410,7 +410,7 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
         plan_of(recipe, *overrides, gpu=gpu)
 
 
-def test_a_gpu_that_nobody_knows_can_be_described():
+def test_an_unknown_gpu_can_be_described():
     gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
 
@@ -489,7 +489,7 @@ def test_the_page_is_readable_when_piped(recipe, printed):
     assert str(ROOT) not in text
 
 
-def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
+def test_untested_optimizers_are_rejected_with_disk_offload(recipe):
     found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload_nvme")
     assert any(
         problem.startswith("optim.name: muon does not run with its state on a disk") for problem in found.problems
@@ -513,7 +513,7 @@ def test_muon_sends_matrices_to_their_owners_and_back(recipe):
     assert longer["zero1"] == 0
 
 
-def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
+def test_offload_on_one_gpu_rejects_the_same_settings(recipe):
     found = candidate(plan_of(recipe, ("optim.name", "adamw_8bit"), gpus=1, mfu=0.4), "zero3_offload")
     assert found.problems[0].startswith(
         "optim.name: adamw_8bit does not run under zero3_offload; choose adamw or adafactor or muon"
@@ -522,7 +522,7 @@ def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
 
 
 @pytest.mark.parametrize(("share", "parts"), [(1.01, 2), (0.7, 4)])
-def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, parts, monkeypatch):
+def test_the_smallest_cp_size_that_fits_is_chosen(recipe, share, parts, monkeypatch):
     """The smallest cp size that fits in memory is chosen for eight GPUs. With four query heads, it can't be eight."""
     use_quick_traces(monkeypatch)
     settings = (

@@ -43,7 +43,7 @@ def test_shards_have_every_document_in_order_with_its_end_id(tmp_path, run, toke
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
+def test_the_tokenizer_is_copied_to_the_shards(tmp_path, run, tokenizer):
     from transformers import AutoTokenizer
 
     write_jsonl(tmp_path / "a.jsonl", ["one text"])
@@ -183,7 +183,7 @@ def test_a_long_document_goes_through(tmp_path, run, megabytes):
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_all_that_is_wrong_with_the_command_is_told_at_once(tmp_path, run):
+def test_all_problems_with_the_command_are_reported_at_once(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(
             *("--input", f"{tmp_path}/*.jsonl", "--tokenizer", "./none", "--shard_tokens", "0", "--max_tokens", "ten"),

@@ -85,7 +85,7 @@ def publish_run(run, hub, home, *arguments, check=True, **environment):
     )  # fmt: skip
 
 
-def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
+def test_final_and_milestones_are_uploaded_and_load_again(run, hub, home, tmp_path):
     before = fingerprint(run)
     out = publish_run(run, hub, home, "--final", "--milestones")
     repository = hub.repositories["models", "me/tiny"]
@@ -124,7 +124,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
     assert hub.uploads == uploads and len(repository.messages) == 4
 
 
-def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
+def test_a_dry_run_writes_exactly_what_is_uploaded(run, hub, home, tmp_path):
     output = tmp_path / "dry"
     out = publish_run(run, hub, home, "--checkpoint", "4", "--final", "--dry_run", "--output", output, HF_TOKEN="")
     assert "main: step 8, 10 files" in out.stdout and not hub.repositories
@@ -200,7 +200,7 @@ def test_control_c_ends_in_words(run, hub, home):
     assert "Traceback" not in said
 
 
-def test_a_network_that_is_down_is_said_and_the_run_is_intact(run, hub, home):
+def test_a_network_failure_is_reported_and_leaves_the_run_intact(run, hub, home):
     before = fingerprint(run)
     out = publish_run(run, hub, home, check=False, HF_ENDPOINT="http://127.0.0.1:9")
     assert out.returncode == 1
@@ -217,7 +217,7 @@ def test_failures_are_retried(run, hub, home):
     assert TOKEN not in out.stderr
 
 
-def test_what_the_user_must_change_is_said(run, hub, home):
+def test_rejected_requests_say_what_to_change(run, hub, home):
     def refused(*arguments, **environment):
         out = publish_run(run, hub, home, *arguments, check=False, **environment)
         assert out.returncode == 2 and "Traceback" not in out.stderr
@@ -250,7 +250,7 @@ def logged_out(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
 
 
-def test_everything_wrong_is_said_at_once(finished_run, logged_out):
+def test_all_problems_are_reported_at_once(finished_run, logged_out):
     problems = refusal(
         "--run", finished_run, "--repo", "a/b/c", "--language", "english", "--checkpoint", 5, "x", "--dryrun",
         "--attempts", 0, "--output", "somewhere",
@@ -285,7 +285,7 @@ def test_bad_input_is_refused(arguments, words, logged_out):
     assert any(words in problem for problem in refusal(*arguments))
 
 
-def test_a_run_that_is_not_done_offers_its_checkpoint(run, logged_out):
+def test_an_unfinished_run_offers_its_checkpoint(run, logged_out):
     shutil.rmtree(run / "final")
     assert f"--run {run}: has no final/, so training has not finished; give --checkpoint 8" in refusal("--run", run)
 
@@ -314,7 +314,7 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
 
 
-def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
+def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
     run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
     problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
@@ -364,7 +364,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(run):
     assert model.step == 4
 
 
-def test_no_best_where_nothing_was_measured(run, logged_out):
+def test_without_validation_there_is_no_best_checkpoint(run, logged_out):
     for folder in (run / "checkpoints").iterdir():
         (folder / "trainer_state.json").write_text('{"state": {}}')
     problems = refusal("--run", run, "--checkpoint", "best")
@@ -446,13 +446,13 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     assert b"source" in hub.files("me/tiny")["README.md"].content and TOKEN not in (run / "train.log").read_text()
 
 
-def test_a_disk_that_cannot_be_written_is_said(run, hub, home):
+def test_an_unwritable_folder_is_reported(run, hub, home):
     (run / "publish").write_text("a file where a folder should be")
     out = publish_run(run, hub, home, check=False)
     assert out.returncode == 1 and "publish is not writable" in out.stderr and "Traceback" not in out.stderr
 
 
-def test_the_recipes_offer_is_checked_before_training(recipe, monkeypatch):
+def test_publishing_settings_are_checked_before_training(recipe, monkeypatch):
     problems = offer_problems("tiny", None, ["xx-", "en"])
     assert [problem.split()[0] for problem in problems] == ["hub.repository", "publish.license", "publish.language"]
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -103,7 +103,7 @@ def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
     assert check_vocabulary(load_recipe_model_config(source, vocabulary[1]), vocabulary[1]) == []
 
 
-def test_folders_of_one_name_are_prepared_with_one_tokenizer():
+def test_folders_of_the_same_name_have_the_same_tokenizer():
     """Recipes that share a shard folder use the same tokenizer."""
     tokenizers: dict[str, set] = {}
     for name in RECIPES:
@@ -224,7 +224,7 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
 
 
 @pytest.mark.skipif(not ALL, reason="two models of 7B are planned: PLANS=all")
-def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
+def test_the_moe_figures_on_the_page_match_plan_py(monkeypatch):
     command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
     found = plan_on_page(command, ["fsdp2", "ep"], monkeypatch)
     fsdp2, ep = ({each.name: each for each in reversed(found.candidates)}[name] for name in ("fsdp2", "ep"))
@@ -236,14 +236,14 @@ def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
     assert said in (ROOT / "docs/experts.md").read_text().replace("\n", " ") and ep.fits and fsdp2.fits
 
 
-def test_the_smollm_corpus_is_mixed_as_it_is():
+def test_the_smollm_corpus_has_natural_weights():
     """The recipe's weights match the 220B, 28B and 4B tokens of the datasets, so that each is read once."""
     sources = read_run_config(ROOT / "recipes/smollm_corpus.yaml").data.train
     tokens = {"fineweb_edu_dedup": 220, "cosmopedia_v2": 28, "python_edu": 4}
     assert {source.shards.name: round(source.weight * 252) for source in sources} == tokens
 
 
-def test_the_pile_recipe_is_the_one_of_gpt2_at_406m():
+def test_the_pile_recipe_is_the_gpt2_recipe_at_406m():
     config = read_run_config(ROOT / "recipes/pile_406m.yaml")
     model = load_model_config(str(ROOT / config.model.config))
     assert (model.hidden_size, model.num_attention_heads, model.num_hidden_layers) == (1024, 16, 24)

@@ -29,7 +29,7 @@ def store():
         yield server
 
 
-def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
+def test_a_run_in_the_object_store(store, shards, recipe, tmp_path):
     """A run that writes to S3 works on machines with empty disks: a second start is rejected, and a killed run resumes
     exactly."""
     run_script("train.py", recipe, "--output", tmp_path / "whole")

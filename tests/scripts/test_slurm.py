@@ -64,7 +64,7 @@ def submit(cluster, repository, script, recipe, run, *settings) -> str:
     return job.strip()
 
 
-def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path):
+def test_repeated_time_limits_lose_no_step(cluster, repository, recipe, tmp_path):
     """Both scripts resume without losing a step after repeated time limits.
 
     SLURM checks limits only twice a minute, so the test sends the signal itself after the first limit.
@@ -120,7 +120,7 @@ def test_bad_input_ends_a_job_with_its_problems(cluster, recipe, tmp_path):
     assert cluster.job(job)["ExitCode"] == "2:0" and said.count("batch.tokens_per_step: 250 is not") == 1, said
 
 
-def test_the_cluster_is_asked_before_the_queue(cluster):
+def test_the_cluster_rejects_a_job_without_enough_gpus(cluster):
     asked = cluster.ask("sbatch", "--test-only", "slurm/one_node.sbatch", "ddp", "recipes/demo.yaml", check=False)
     assert "Requested node configuration is not available" in asked, (
         "the test cluster must reject a job with eight GPUs"

@@ -96,7 +96,7 @@ def test_golden_losses(recipe, tmp_path, tokenizer):
     assert {step: curve[step] for step in GOLDEN} == pytest.approx(GOLDEN, abs=1e-3)
 
 
-def test_a_run_longer_than_before_goes_on(recipe, tmp_path):
+def test_a_run_can_be_extended(recipe, tmp_path):
     train(recipe, "--optim.schedule", "constant")
     first = losses(tmp_path / "run")
     train(recipe, "--optim.schedule", "constant", "--budget.steps", "14")
@@ -146,7 +146,7 @@ def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
     assert all(abs(one[step] - four[step]) < 1e-5 for step in one)
 
 
-def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
+def test_settings_that_differ_from_the_checkpoint_are_rejected(recipe, tmp_path):
     train(recipe, "--budget.steps", "4")
     recipe.write_text(
         recipe.read_text().replace("seed: 1", "seed: 2").replace("sequence_length: 64", "sequence_length: 32")
@@ -159,7 +159,7 @@ def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
     assert named.returncode == 2, "the change must be rejected even if named, because it would change the data order"
 
 
-def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
+def test_a_damaged_checkpoint_is_skipped(recipe, tmp_path):
     train(recipe)
     whole = losses(tmp_path / "run")
     path = tmp_path / "run/checkpoints/step-00000012/model.safetensors"
@@ -222,7 +222,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
         (["--data.train.0.max_epochs", "0.001"], "used up"),
     ],
 )
-def test_what_cannot_work_is_refused(recipe, tmp_path, overrides, message):
+def test_impossible_settings_are_rejected(recipe, tmp_path, overrides, message):
     refused = train(recipe, *overrides, check=False)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert message in refused.stderr and "Traceback" not in refused.stderr
@@ -321,7 +321,7 @@ def check_problems(recipe, *overrides) -> str:
     return "\n".join(caught.value.problems)
 
 
-def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
+def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
     (tmp_path / "file").touch()
     assert f"output: {tmp_path}/file: {tmp_path}/file is a file" in check_problems(
         recipe, ("output", f"{tmp_path}/file")
@@ -345,7 +345,7 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
-def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
+def test_check_finds_problems_of_optimizer_and_loss(recipe):
     """Problems with the optimizer and the loss are reported together with all others."""
     found = check_problems(
         recipe,
@@ -370,7 +370,7 @@ def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monke
     assert found == "activation_checkpointing: full does not work with llama in transformers; use none"
 
 
-def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recipe, monkeypatch):
+def test_check_finds_a_model_that_cannot_recompute_some_layers(recipe, monkeypatch):
     monkeypatch.setattr(compile, "GradientCheckpointingLayer", torch.nn.Bilinear)
     found = check_problems(recipe, ("activation_checkpointing", "50%"))
     assert found.startswith(
@@ -378,7 +378,7 @@ def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recip
     )
 
 
-def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
+def test_check_reports_strategy_problems_with_all_others(recipe, monkeypatch):
     monkeypatch.setattr(registry, "launched_strategy", lambda: "fsdp2")
     monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
     overrides = [("compile", "full"), ("batch.tokens_per_step", "300")]
@@ -387,6 +387,6 @@ def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["compile", "batch.tokens_per_step"]
 
 
-def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):
+def test_a_started_branch_no_longer_needs_its_trunk(recipe, tmp_path):
     (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
     assert derive(read_run_config(recipe, [("branch_from", "gone@500")]), ranks=1)

@@ -74,7 +74,7 @@ def test_case_punctuation_spaces_and_accents_make_no_difference(copy):
     assert found_in([f"Before it. {copy} After it.", "Nothing."], [ITEM], words=13) == {(0, 0)}
 
 
-def test_a_run_is_thirteen_words_and_no_less():
+def test_a_run_has_at_least_thirteen_words():
     words = ITEM.split()
     for count in (11, 12, 13, 14):
         for first in range(len(words) - count):
