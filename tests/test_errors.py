@@ -72,8 +72,7 @@ def test_distributed_processes_exit_without_interpreter_cleanup(tmp_path):
 
 
 def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
-    """A closed stdout, as in `runs.py documents RUN --step 1 | head`, ends a script quietly, with or without
-    flushing."""
+    """`runs.py documents RUN --step 1 | head` is an example. Output may be flushed line by line or only at the end."""
     for flush in (True, False):
         script = tmp_path / "script.py"
         script.write_text(
@@ -89,8 +88,7 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 
 @pytest.mark.parametrize("script", ["train.py", "runs.py"])
 def test_a_python_without_the_packages_gets_a_hint(script):
-    """Without the packages, as with the system's Python, scripts say how to activate the environment. -S hides the
-    installed packages."""
+    """Python's -S hides the installed packages."""
     result = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "activate the environment with `. .venv/bin/activate`" in result.stderr
@@ -98,7 +96,7 @@ def test_a_python_without_the_packages_gets_a_hint(script):
 
 
 def test_local_rank_0_reports_errors_first(monkeypatch, capsys):
-    """Local rank 0 reports errors first. The launcher then ends the other ranks, which wait before reporting."""
+    """The launcher then ends the other ranks, which wait before they report."""
     waited = []
     monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [10.0])):

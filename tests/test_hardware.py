@@ -75,7 +75,7 @@ def test_bf16_is_native_without_limits(new_cpu, monkeypatch):
     ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
 )
 def test_auto_is_fp16_on_gpus_without_bf16_units(fresh, monkeypatch, capability, launched, precision):
-    """auto is fp16 only on GPUs with fp16 but no bf16 units, and only under strategies that scale the loss."""
+    """auto is never fp16 under strategies that don't scale the loss."""
     monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
     monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -134,7 +134,7 @@ def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
 
 
 def test_environment_variables_simulate_an_old_cpu():
-    """Environment variables can simulate an old CPU. Libraries read them on import, so this runs in a new process."""
+    """Libraries read the variables on import, so the test runs in a new process."""
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
@@ -209,7 +209,6 @@ def test_the_cpu_can_be_chosen_explicitly(machine, monkeypatch, name, value):
 
 
 def test_accelerates_cpu_setting_is_respected_with_a_gpu(monkeypatch):
-    """Everything uses the CPU if accelerate is set to train on it, even with a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_type() == "cuda"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -252,8 +251,7 @@ def test_a_machine_without_a_gpu_uses_its_cpu(machine):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
-    """Processes divide the cores, even with a GPU. With accelerate's OMP_NUM_THREADS=1, an offloaded AdamW would use
-    one thread."""
+    """accelerate sets OMP_NUM_THREADS=1, so an offloaded AdamW would otherwise use one thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -295,7 +293,7 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
 
 
 def test_deterministic_runs_use_deterministic_kernels(recipe):
-    """Deterministic runs set torch's flags before the first step. They are global, so this runs in a new process."""
+    """torch's flags are global, so the run is in a new process."""
     program = (
         "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"

@@ -81,8 +81,7 @@ def test_help_names_its_own_option_too():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_the_first_process_ends_the_launcher(number, code):
-    """A signal during imports, or while waiting for other machines, ends the launcher. Later, torchrun handles
-    signals."""
+    """torchrun handles signals only once its first process has started."""
     waits = "import time; from pretrain.launch import *; hear_signals(alone_ends=True); print(); time.sleep(300)"
     with start_script("-uc", waits, fresh=True, stdout=subprocess.PIPE) as launcher:
         launcher.stdout.readline()

@@ -292,7 +292,7 @@ def test_a_broken_command_is_detected(text, problem, monkeypatch):
 
 
 def test_a_rejected_run_is_detected(demo):
-    """A rejected command is reported. A successful one leaves its output files."""
+    """A run that is accepted leaves its output files."""
     wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
     assert "exit status 2" in wrong and "data/none" in wrong
     assert (demo / "runs/demo/final/model.safetensors").exists() and (demo / "runs/demo/evaluation.json").exists()
@@ -305,7 +305,7 @@ def headings(page) -> dict[str, str]:
 
 
 def test_pages_and_sections_that_messages_name_exist():
-    """Pages and sections named in code, recipes, scripts and other pages exist."""
+    """Checks code, recipes, scripts and other pages."""
     files = [path for ending in ("py", "yaml", "sbatch", "md", "ipynb") for path in ROOT.glob(f"[!.]*/**/*.{ending}")]
     named = set()
     for path in [*ROOT.glob("*.*"), ROOT / "Makefile", *files]:

@@ -39,8 +39,7 @@ def test_a_killed_processs_lock_is_taken_over_at_once(tmp_path):
 
 
 def test_a_lock_of_another_machine(tmp_path):
-    """A lock from another machine is respected while its file is being updated, because its processes aren't
-    visible."""
+    """The lock is respected while its file is updated, because processes on other machines aren't visible."""
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
     with pytest.raises(InputError, match="is still locked by process 7 on elsewhere"), folder_lock(path):

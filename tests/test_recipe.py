@@ -185,7 +185,7 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
 
 
 def test_a_group_in_two_places_is_refused(recipe):
-    """The problem has no setting's path, because it concerns the whole recipe."""
+    """The problem concerns the whole recipe, so it has no setting's path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
     assert problem == f"{recipe}: recipe: group is tracking.group now, but both are given; omit group"
 

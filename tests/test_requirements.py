@@ -49,8 +49,7 @@ def index():
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_every_requirement_has_a_wheel_for_each_python(index, version):
-    """Each requirement has a wheel for every supported Python. Markers such as python_version >= "3.14" are evaluated
-    here, not by pip."""
+    """Markers such as python_version >= "3.14" are evaluated here, not by pip."""
     lines = (line.partition("#")[0].strip() for line in FILES["requirements.txt"].splitlines())
     requirements = [Requirement(line) for line in lines if line]
     python = {"python_version": version, "python_full_version": f"{version}.0"}
@@ -66,7 +65,7 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
 
 
 def test_packages_of_optional_tests_are_in_the_dev_requirements():
-    """Packages that optional tests need are in requirements-dev.txt. Without them, the tests would be skipped."""
+    """Without them, those tests would be skipped."""
     assert {"optuna", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
     assert OPTUNA in FILES["requirements-dev.txt"]
 

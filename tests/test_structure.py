@@ -104,7 +104,7 @@ def test_every_setting_is_read_somewhere():
     ],
 )
 def test_an_unused_setting_is_detected(module, reader, unread):
-    """An unused setting is found, even if its name, like `device`, is also an attribute of other objects."""
+    """A setting's name, such as `device`, may also be an attribute of other objects."""
     modules = {path: path.read_text() for path in [*MODULES, *ROOT.glob("*.py")]}
     assert reader in modules[ROOT / module]
     modules[ROOT / module] = modules[ROOT / module].replace(reader, "None ==" if reader.endswith("==") else "None")

@@ -108,7 +108,6 @@ def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
 
 
 def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
-    """The report warns if a larger model had fewer training steps than a smaller one."""
     sizes = [
         write_ladder_run(tmp_path / f"runs/{width}", width, batch=batch)[:2]
         for width, batch in zip(WIDTHS[:-1], (256, 1024, 1024, 1024), strict=True)

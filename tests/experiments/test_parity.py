@@ -214,11 +214,8 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
 
 
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
-    """Real runs of a strategy and a mesh match the single-process curve.
-
-    With STRATEGIES=all, all meshes of four processes are compared. The strategy is launched as if its processes shared
-    the only GPU.
-    """
+    """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared the only
+    GPU."""
     gpus = iter([1])
     monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))
     everything = os.environ.get("STRATEGIES") == "all"
@@ -284,7 +281,6 @@ def test_impossible_meshes_are_rejected_with_the_possible_ones(mesh, message):
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])
 def test_a_run_under_the_wrong_strategy_fails(strategy, ranks, tmp_path, monkeypatch, capsys):
-    """A run launched under the wrong strategy fails, because its losses would prove nothing."""
     run = tmp_path / "fsdp2"
     run.mkdir()
     (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))

@@ -32,7 +32,7 @@ def fit(law, points, noise=0.0, seed=0):
 
 
 def test_many_exact_runs_recover_the_law():
-    """With many exact runs, the fit recovers the law even if the priors are wrong."""
+    """The law is recovered even if the priors are wrong."""
     found = fit(OTHERS[1], GRID)
     assert found.coefficients["alpha"] == pytest.approx(0.5, abs=0.02)
     assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)

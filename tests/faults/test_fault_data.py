@@ -24,7 +24,7 @@ def copy(shards, tmp_path, recipe):
 
 
 def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path):
-    """A truncated shard is rejected at the start. tests/data/test_shards.py tests other damage."""
+    """tests/data/test_shards.py tests other kinds of damage."""
     shard = copy / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
@@ -35,7 +35,6 @@ def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, recipe, tmp_path):
-    """The rank that reads an ID outside the vocabulary reports the shard folder and the ID."""
     vocabulary = json.loads((copy / "manifest.json").read_text())["vocabulary_size"]
     ids = np.fromfile(copy / "train-00000.bin", np.uint16)
     batches = derive(read_run_config(recipe), ranks=2).batches

@@ -176,7 +176,7 @@ def assert_a_pickle_is_refused(run, file, sealed, canary):
 
 
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Files are synced before the checkpoint is renamed. Unlike SIGKILL, a power failure loses unsynced data."""
+    """A power failure, unlike SIGKILL, loses unsynced data."""
     log, fsync, rename = [], os.fsync, Path.rename
 
     def logged_fsync(file):

@@ -425,8 +425,7 @@ class MatmulShapes(TorchDispatchMode):
 
 
 def test_documents_of_any_length_share_matmul_shapes_in_bf16():
-    """The number of matmul shapes stays small, because oneDNN compiles a kernel per shape. Without padding, there
-    would be about 1,000."""
+    """oneDNN compiles a kernel for each shape. Without padding, there would be about 1,000 shapes."""
     generator = torch.Generator().manual_seed(6)
     query, key, value, out = (torch.zeros(4, 512, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     with MatmulShapes() as shapes:
@@ -456,7 +455,6 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
-    """The full (T, T) attention matrix is never allocated on a CPU, in forward or backward."""
     query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
     cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
     with Largest() as seen:
@@ -466,7 +464,7 @@ def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
 
 
 def test_autocast_reaches_the_operator():
-    """The operator casts its inputs under autocast, which doesn't reach registered operators by itself."""
+    """Autocast doesn't reach registered operators by itself."""
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -547,7 +545,6 @@ FLASH = ("varlen", "flash_attention_2", "flash_attention_3")
     ("capability", "runs"), [((7, 0), ()), ((7, 5), ()), ((8, 6), FLASH), ((9, 0), FLASH), ((10, 0), FLASH[:2])]
 )
 def test_flash_attention_needs_a_gpu_with_its_kernels(gpu, monkeypatch, capability, runs):
-    """A GPU without kernels for the package, such as a T4, is rejected."""
     gpu.append(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     for name in FLASH:
@@ -606,7 +603,7 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
 
 
 def test_grouped_heads_are_repeated_if_varlen_does_not_support_them(monkeypatch):
-    """Key-value heads are repeated on torch 2.11."""
+    """torch 2.11 doesn't support grouped heads in varlen."""
 
     def varlen_attn(query_NHE, key_NHE, value_NHE, *segments, scale, window_size):
         assert query_NHE.shape == key_NHE.shape == value_NHE.shape

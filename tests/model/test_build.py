@@ -234,7 +234,7 @@ def test_the_requested_attention_is_used():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_residual_stream_is_bf16_only_under_bf16_autocast(kind):
-    """The residual stream is bf16 only under bf16 autocast. In GPT-2, both embeddings must be bf16."""
+    """GPT-2 adds two embeddings, which must both be bf16."""
     model = build_model(tiny(kind), seed=0).eval()
     seen = []
     for layer in layers_of(model):

@@ -62,7 +62,7 @@ def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, str
 
 
 def test_ddp_leaves_layers_whole(monkeypatch):
-    """DDP doesn't split the compiled layer. By default, Dynamo would split it at every 25 MB of parameters."""
+    """Dynamo's default would split this layer at every 25 MB of parameters."""
     graphs = []
 
     def count(graph, inputs):
@@ -86,7 +86,7 @@ def test_ddp_leaves_layers_whole(monkeypatch):
 
 
 def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
-    """All ten layers, each with a separate function, are compiled. torch would silently stop after eight."""
+    """torch would silently stop after eight of the ten layers."""
     graphs = []
 
     def count(graph, inputs):

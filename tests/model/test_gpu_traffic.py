@@ -119,7 +119,7 @@ def outcomes():
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
 def test_traffic_and_saved_bytes_are_within_the_limits(outcomes, setup):
-    """Traffic and saved bytes are within the limits. All layers share one graph per direction."""
+    """All layers share one graph per direction."""
     bar = BARS[setup.name]
     outcome = outcomes[setup.name]
     assert outcome.error is None, outcome.error

@@ -86,7 +86,7 @@ def test_kernels_in_use_are_reported(gpu, attention, capability, dtype, window, 
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
-    """The report predicts from the model's config whether `sdpa` falls back to the dense mask."""
+    """The fallback of `sdpa` is predicted from the model's config."""
     gpu |= {"capability": capability}
     model_config = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     here = {"dtype": BF16, "window": PACKED, "model_config": model_config}

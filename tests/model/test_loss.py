@@ -84,7 +84,7 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("backend", [backend for backend in LOSS_BACKENDS if backend != "torch"])
 def test_capped_logits_match_the_formula_in_fp64(backend, z_loss):
-    """Capped logits match fp64. The cap is below half of the largest logits, so that tanh is far from linear."""
+    """The cap is below half of the largest logits, so that tanh is far from linear."""
     hidden, weight, bias, targets = inputs(with_bias=True)
     loss, cross_entropy = next_token_loss(
         hidden, weight, targets, head_bias=bias, z_loss=z_loss, cap=4.0, chunk_tokens=16, backend=backend
@@ -129,7 +129,7 @@ def test_every_backend_records_the_loss_of_each_token(backend):
 
 
 def test_loss_by_hand():
-    """The loss equals a hand calculation with two tokens and two words: -ln 3/4 and -ln 1/2."""
+    """The two tokens have losses of -ln 3/4 and -ln 1/2."""
     hidden = torch.tensor([[[1.0], [0.0]]])
     weight = torch.tensor([[0.0], [1.0986123]])
     loss, _ = next_token_loss(hidden, weight, torch.tensor([[1, 0]]))
@@ -158,7 +158,7 @@ def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(back
 
 
 def test_weight_gradient_over_many_chunks_is_summed_in_fp32():
-    """Weight gradients are accumulated in fp32. A bf16 sum of 1,000 equal terms would stall at 256 times a term."""
+    """A bf16 sum of 1,000 equal terms would stall at 256 times a term."""
     hidden = torch.ones(1, 1000, D)
     weight = torch.zeros(V, D, requires_grad=True)
     targets = torch.zeros(1, 1000, dtype=torch.long)
@@ -211,7 +211,6 @@ def test_custom_op_keeps_torchs_rules():
 
 
 def test_the_loss_is_compiled_once_for_training_and_validation():
-    """Validation, which needs no gradients, doesn't recompile the loss."""
     hidden, weight, _, targets = inputs()
     torch.compiler.reset()
     next_token_loss(hidden, weight, targets, backend="chunked_compiled")[0].backward()

@@ -106,7 +106,7 @@ def test_a_line_goes_through_its_points():
 
 
 def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
-    """The trace matches the tensors that autograd saves, recorded with saved-tensor hooks."""
+    """Hooks record the tensors that autograd saves."""
     act = trace_activations(model_config, ForwardPass(WindowSpec(64, False), torch.float32, autocast=False))
     model = build_model(model_config, seed=0, attention="groundwork_sdpa")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

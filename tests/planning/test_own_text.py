@@ -103,7 +103,6 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
 
 
 def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
-    """A second call of the same command finds that everything is done."""
     folder, _ = trained
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}

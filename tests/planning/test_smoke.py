@@ -69,7 +69,7 @@ ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda 
     [(4.0, 4.0, []), (6.0, 6.0, ["the loss falls"]), (4.0, 4.001, ["resumed exactly"])],
 )
 def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
-    """A failed check is reported by name. Recorded runs replace training: 12 steps, and a run resumed halfway."""
+    """Recorded runs replace training: 12 steps, and a run resumed halfway."""
     config = read_run_config(recipe)
     planned = derive(config, 1).learning_rate
 

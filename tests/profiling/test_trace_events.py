@@ -66,8 +66,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
 
 
 def test_waiting_inside_operators_is_not_compute():
-    """Waiting inside an operator isn't counted as compute. An operator on a sharded tensor dispatches itself again,
-    after communicating."""
+    """An operator on a sharded tensor communicates and then dispatches itself again."""
     events = [
         *marks(*PHASES),
         event("aten::mm", 10, 38), event("_c10d_functional::all_gather_into_tensor", 11, 12),

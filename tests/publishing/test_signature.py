@@ -81,7 +81,7 @@ def test_a_change_to_any_byte_of_the_signature_is_detected(folder, keys):
 
 
 def test_a_forged_provenance_is_detected(folder, keys, capsys):
-    """A changed file with a matching provenance.json is detected, because only the key's owner can sign it."""
+    """A matching provenance.json isn't enough: a valid signature needs the key."""
     path = folder / "provenance.json"
     (folder / "README.md").write_text("a better model")
     contents = json.loads(path.read_text())

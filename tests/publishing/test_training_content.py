@@ -98,7 +98,6 @@ def test_it_contains_the_recorded_facts(facts):
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
 def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
-    """Facts that no record contains are left for the provider to fill in."""
     assert FILL in section(training_content(offered(facts)), heading)
 
 

@@ -302,7 +302,7 @@ def test_scores_equal_the_harness_to_the_last_digit(model_folder, tasks):
 
 
 def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tmp_path, tokenizer, manifest, capsys):
-    """Models in one call don't affect each other. One is a local architecture, loaded without trust_remote_code."""
+    """One of them is a local architecture, loaded without trust_remote_code."""
     deepone = save_tiny(tmp_path / "deepone", tokenizer, manifest, "deepone")
     words = ["--tasks", "tiny_group,tiny_rolling", "--include_path", tasks, "--limit", 5]
     first, second, third = evaluate("--model", model_folder, deepone, model_folder, *words)
@@ -398,7 +398,7 @@ def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
 
 
 def test_an_emulated_precision_gives_a_warning(model_folder, shards):
-    """Emulated bf16 gives a warning on an old CPU, simulated with environment variables, where the default is fp32."""
+    """Environment variables simulate an old CPU, where the default is fp32."""
     asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
     old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
     (_, in_bf16), (_, by_itself) = run_in_turn((*asked, "--precision", "bf16"), asked, **old_cpu)

@@ -74,7 +74,7 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
 
 
 def test_the_unmutated_cases_succeed(material):
-    """Without mutations, all cases succeed. Otherwise, a different error could pass for the expected one."""
+    """Otherwise, a different error could pass for the expected one."""
     for model_type in ARCHITECTURES:
         path = material.folder / f"{model_type}.json"
         path.write_text(json.dumps(model_of(material, model_type)))
@@ -112,7 +112,7 @@ def test_mistakes_are_refused_in_words(material, kind):
     ids=["train", "plan", "runs", "evaluate"],
 )
 def test_mistakes_are_reported_in_a_new_process(material, words, named):
-    """Mistakes are reported in a new process, where no modules have been imported before."""
+    """Other cases run in a worker that has already imported the modules."""
     recipe = material.folder / "alone.yaml"
     recipe.write_text(yaml.safe_dump(material.recipe))
     ended = run_script(

@@ -87,8 +87,7 @@ def candidate(plan, name):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_moe_models_are_planned(precision):
-    """MoE models can be planned with every precision, although torch only knows the output shapes of grouped matmuls
-    in bf16."""
+    """torch knows the output shapes of grouped matmuls only in bf16."""
     plan = plan_of(ROOT / "recipes/moe_5m.yaml", ("precision", precision), gpus=2, mfu=0.4)
     assert candidate(plan, "ddp").fits
     assert candidate(plan, "tp").problems == candidate(plan, "ep").problems == []
@@ -123,7 +122,7 @@ def test_a_command_is_ready_to_paste(plan, recipe):
 
 
 def test_gradients_are_reduced_once_if_that_is_faster_and_fits(recipe):
-    """no_sync is chosen if it is faster and fits, here for 16 micro-steps on a slow network."""
+    """The case has 16 micro-steps and a slow network."""
     settings = [("batch.sequences_per_micro_batch", "1")]
     plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
     asked = candidate(plan_of(recipe, *settings, ("batch.no_sync", "true"), mfu=0.4, gpus=8), "fsdp2")
@@ -150,7 +149,7 @@ def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
 
 
 def test_the_search_matches_an_exhaustive_search(recipe, monkeypatch):
-    """The search finds a mesh close to the fastest, on two machines of four GPUs with a slow network."""
+    """The case has two machines of four GPUs and a network slow enough to matter."""
     use_quick_traces(monkeypatch)
     case = case_of(recipe, ("batch.sequences_per_micro_batch", "1"), ("pipeline.schedule", "1F1B"), gpus=8, machines=2)
     tried = [consider_layout(each, case) for each in products(8, 2) if not each.is_planned]

@@ -104,7 +104,6 @@ def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
 
 
 def test_folders_of_the_same_name_have_the_same_tokenizer():
-    """Recipes that share a shard folder use the same tokenizer."""
     tokenizers: dict[str, set] = {}
     for name in RECIPES:
         for folder, tokenizer in preparations_in((ROOT / f"recipes/{name}.yaml").read_text()).items():
@@ -237,7 +236,7 @@ def test_the_moe_figures_on_the_page_match_plan_py(monkeypatch):
 
 
 def test_the_smollm_corpus_has_natural_weights():
-    """The recipe's weights match the 220B, 28B and 4B tokens of the datasets, so that each is read once."""
+    """The datasets have 220B, 28B and 4B tokens."""
     sources = read_run_config(ROOT / "recipes/smollm_corpus.yaml").data.train
     tokens = {"fineweb_edu_dedup": 220, "cosmopedia_v2": 28, "python_edu": 4}
     assert {source.shards.name: round(source.weight * 252) for source in sources} == tokens

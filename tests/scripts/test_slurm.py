@@ -65,10 +65,7 @@ def submit(cluster, repository, script, recipe, run, *settings) -> str:
 
 
 def test_repeated_time_limits_lose_no_step(cluster, repository, recipe, tmp_path):
-    """Both scripts resume without losing a step after repeated time limits.
-
-    SLURM checks limits only twice a minute, so the test sends the signal itself after the first limit.
-    """
+    """SLURM checks limits only twice a minute, so the test itself sends the signals after the first limit."""
 
     def through_time_limits(script):
         run = tmp_path / script
@@ -104,7 +101,7 @@ def test_repeated_time_limits_lose_no_step(cluster, repository, recipe, tmp_path
 
 
 def test_a_time_limit_before_the_first_process_requeues(cluster, repository, recipe, tmp_path):
-    """A time limit before the first process starts requeues the job. SLURM only signals existing processes."""
+    """SLURM only signals existing processes."""
     job = submit(cluster, repository, "one_node", recipe, tmp_path / "run", *LONG)
     wait_for(lambda: f"{job}.0" in cluster.ask("squeue", "-h", "--steps", "-o", "%i"), cluster)
     cluster.ask("scancel", "--batch", "--signal=USR1", job)

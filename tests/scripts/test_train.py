@@ -121,7 +121,7 @@ def test_control_c_ends_in_words(recipe):
 
 
 def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
-    """A killed single-process run resumes exactly. tests/parallel/test_kill_strategies.py tests several processes."""
+    """tests/parallel/test_kill_strategies.py tests several processes."""
     # With dropout, the random state must also be restored.
     model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
@@ -346,7 +346,6 @@ def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
 def test_check_finds_problems_of_optimizer_and_loss(recipe):
-    """Problems with the optimizer and the loss are reported together with all others."""
     found = check_problems(
         recipe,
         ("optim.name", "adamw_8bit"),

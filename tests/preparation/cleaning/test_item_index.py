@@ -37,7 +37,7 @@ def found_in(documents, items, words=WORDS):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_finds_the_same_runs_as_a_string_search(seed):
-    """The index matches a string search. There are only a few distinct words, so that many runs match."""
+    """There are only a few distinct words, so that many runs match."""
     rng = np.random.default_rng(seed)
     vocabulary = ["a", "Élan", "ΜΕΘΟΔΟΣ", "Gänse", "reason", "mentions"]
 

@@ -241,7 +241,7 @@ manifest."""
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers, run_killed):
-    """A kill at any moment leaves the output unchanged. FAULTS=all tests 20 random moments."""
+    """FAULTS=all tests 20 random moments."""
     write_jsonl(tmp_path / "a.jsonl", documents_with_copies(40)[0])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--near_duplicates", "0.8")
     arguments = (*arguments, "--validation_fraction", 0.2, "--shard_tokens", 9000)
