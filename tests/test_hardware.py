@@ -287,7 +287,9 @@ def test_the_device_is_described_with_driver_and_memory(machine, monkeypatch):
 def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch):
     torch.manual_seed(5)
     wanted = torch.rand(4)
-    monkeypatch.setattr(traceback, "format_stack", lambda: pytest.fail("a stack trace in every micro-step"))
+    monkeypatch.setattr(
+        traceback, "format_stack", lambda: pytest.fail("no stack trace may be created in a micro-step")
+    )
     seed_dropout(5, CPU)
     assert torch.equal(torch.rand(4), wanted)
 

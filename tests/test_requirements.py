@@ -44,7 +44,7 @@ def pip_finds(version: str, *requirements: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def index():
     if pip_finds(SUPPORTED[0], "packaging").returncode:
-        pytest.skip("pip reaches no index here, so wheels for other Pythons are not looked for")
+        pytest.skip("pip can't reach an index, so wheels for other Python versions aren't checked")
 
 
 @pytest.mark.parametrize("version", SUPPORTED)

@@ -522,7 +522,7 @@ def test_unavailable_attention_is_rejected_with_the_available_ones(gpu, requeste
     assert message in str(error.value)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is installed")
 def test_missing_flash_package_is_named(gpu):
     with pytest.raises(InputError, match=r"needs the package flash_attn_interface.*available here: auto,.* varlen"):
         choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)

@@ -204,7 +204,7 @@ def test_gpu_bench_lists_all_combinations_or_the_reason(monkeypatch, capsys):
     assert any("flex_attention has no backward pass on cpu" in line for line in lines)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_gpu_bench_says_that_there_is_no_gpu():
     assert "torch finds none here" in run_script("bench/gpu.py").stdout
 

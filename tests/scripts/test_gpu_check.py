@@ -117,7 +117,7 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     assert "too large" in speeds["speed 7b trainer"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_without_a_gpu_it_says_so():
     ended = run_script("bench/gpu_check.py", check=False)
     assert ended.returncode == 2 and "torch finds none here" in ended.stderr

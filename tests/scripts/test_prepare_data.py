@@ -341,7 +341,7 @@ def test_a_name_that_is_not_utf8_is_recorded_by_its_bytes(tmp_path, run):
     try:
         write_jsonl(tmp_path / "caf\udce9.jsonl", [*texts(20), ""])
     except OSError:
-        pytest.skip("this file system has UTF-8 names only")
+        pytest.skip("this file system supports only UTF-8 names")
     arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
     run(*arguments)
     assert json.loads((tmp_path / "out/manifest.json").read_bytes())["sources"][0]["path"] == "caf\\xe9.jsonl"

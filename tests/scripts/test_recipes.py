@@ -222,7 +222,7 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
     assert found.work.tokens == pytest.approx(tokens * 1e9, rel=0.01)
 
 
-@pytest.mark.skipif(not ALL, reason="two models of 7B are planned: PLANS=all")
+@pytest.mark.skipif(not ALL, reason="plans two 7B models: PLANS=all")
 def test_the_moe_figures_on_the_page_match_plan_py(monkeypatch):
     command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
     found = plan_on_page(command, ["fsdp2", "ep"], monkeypatch)

@@ -37,7 +37,7 @@ runpy.run_path("{ROOT}/train.py", run_name="__main__")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     if missing():
-        pytest.skip(f"no {', '.join(missing())} here, so the real SLURM is not tested: as root, {INSTALL}")
+        pytest.skip(f"no {', '.join(missing())} found, so the real SLURM isn't tested; install as root: {INSTALL}")
     with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

@@ -344,7 +344,7 @@ def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
     assert "init: pretrained, but model: " in found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
 def test_check_finds_problems_of_optimizer_and_loss(recipe):
     found = check_problems(
         recipe,

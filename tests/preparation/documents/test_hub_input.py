@@ -135,7 +135,7 @@ def test_a_model_of_the_hub_is_trained_further(hub, shards, evaluated, tmp_path)
     measured = [event["loss"] for event in events(run, "validation")]
     on_the_hub = evaluated[0]["sources"]["web"]["loss"]
     # the same windows in fp32 on a different number of processes, so only the order of summation differs
-    assert measured[0] == pytest.approx(on_the_hub, abs=1e-4), "training must begin with the weights of the Hub"
+    assert measured[0] == pytest.approx(on_the_hub, abs=1e-4), "training must start from the Hub's weights"
     assert measured[-1] < measured[0] - 0.5
     assert "base_model: owner/base" in (run / "final/README.md").read_text()
     assert "- owner/web" in (run / "final/README.md").read_text()

@@ -383,7 +383,7 @@ def test_a_name_that_is_not_utf8_is_read_and_recorded_by_its_bytes(tmp_path, nam
         WRITERS[name](tmp_path / name)
         (tmp_path / name).rename(path)
     except OSError:
-        pytest.skip("this file system has UTF-8 names only")
+        pytest.skip("this file system supports only UTF-8 names")
     (source,) = find_sources([f"{tmp_path}/*"])
     assert source.name == f"caf\\xe9-{name}" and source.place(1).isprintable()
     assert len([r for r in records_of_parts([path]) if r.text]) == len(TEXTS)
