@@ -1,4 +1,4 @@
-"""The trainer stands alone: it imports no tool, and what is loaded after two steps stays small."""
+"""Tests that the trainer imports none of the tools and loads little code."""
 
 import ast
 import io
@@ -15,12 +15,12 @@ from support.project import ROOT, events, free_port, losses
 
 MOST_MODULES = 75
 MOST_TOKENS = 98_500
-"""Modules of the project, and their tokens of code, that are loaded at the end of a run of two steps."""
+"""Maximum number of the project's modules, and of code tokens in them, loaded by a run of two steps."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 
 
 def tokens_of_code(source: str) -> int:
-    """Counts the tokens of a module without comments, docstrings and what spaces say."""
+    """Returns the number of tokens in a module, without comments, docstrings and whitespace tokens."""
     count, before = 0, tokenize.ENCODING
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         is_docstring = token.type == tokenize.STRING and before in (tokenize.NEWLINE, *NO_CODE[3:])
@@ -35,7 +35,7 @@ def test_code_is_counted_without_comments_and_docstrings():
 
 
 def imports_of(source: str) -> set[str]:
-    """Names every module, and every name of a module, that a file imports anywhere."""
+    """Returns the names of all imported modules and members, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -51,7 +51,9 @@ def test_the_trainer_imports_no_tool_not_even_in_a_function():
         found = imports_of(path.read_text())
         wrong += [f"{path.stem} imports {name}" for name in found if name.startswith("pretrain_tools")]
     assert wrong == []
-    assert "pretrain_tools.runs.status" in imports_of((ROOT / "runs.py").read_text()), "a function's are seen"
+    assert "pretrain_tools.runs.status" in imports_of((ROOT / "runs.py").read_text()), (
+        "imports inside functions must be found"
+    )
 
 
 @pytest.fixture
@@ -64,9 +66,7 @@ def trainer_alone(tmp_path):
     return copy
 
 
-def test_little_is_loaded_after_two_steps_and_without_the_tools_a_run_resumes_mirrors_and_exports(
-    trainer_alone, recipe, tmp_path
-):
+def test_a_run_without_the_tools_resumes_mirrors_exports_and_loads_little(trainer_alone, recipe, tmp_path):
     def run(folder, *words):
         done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A compilation that was killed must not stop the next run; one that goes on must not be disturbed."""
+"""Tests for DeepSpeed's build lock: a killed build doesn't block the next run, and a running one isn't disturbed."""
 
 import os
 
@@ -7,7 +7,7 @@ from torch.utils.file_baton import FileBaton
 from pretrain.deepspeed_build import CACHE, prepare_extensions_folder
 
 
-def test_a_lock_that_nobody_holds_is_removed_and_a_held_one_stays(tmp_path, monkeypatch):
+def test_an_unheld_lock_is_removed_and_a_held_one_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     for name in ("killed", "building"):
         (tmp_path / name).mkdir()
@@ -20,7 +20,7 @@ def test_a_lock_that_nobody_holds_is_removed_and_a_held_one_stays(tmp_path, monk
         assert (tmp_path / "building/lock").exists()
     finally:
         baton.release()
-    assert FileBaton(str(tmp_path / "killed/lock")).try_acquire(), "the next build can start"
+    assert FileBaton(str(tmp_path / "killed/lock")).try_acquire(), "the next build must be able to start"
 
 
 def test_the_folder_is_the_projects_own(monkeypatch, tmp_path):

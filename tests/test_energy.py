@@ -1,4 +1,4 @@
-"""Joules from counters that the test moves, and what is said where there are none."""
+"""Tests for measuring energy with mock counters, and for estimates if there are none."""
 
 import types
 
@@ -19,22 +19,22 @@ def zone(folder, name, microjoules, full=10_000_000):
     return folder / "energy_uj"
 
 
-def test_rapl_adds_processors_and_memory_and_goes_on_when_full(tmp_path):
+def test_rapl_adds_processors_and_memory_and_handles_overflow(tmp_path):
     first = zone(tmp_path / "intel-rapl:0", "package-0", 9_000_000)
     second = zone(tmp_path / "intel-rapl:1", "package-1", 0)
     memory = zone(tmp_path / "intel-rapl:0:1", "dram", 500_000)
-    cores = zone(tmp_path / "intel-rapl:0:0", "core", 0)  # part of the package
+    cores = zone(tmp_path / "intel-rapl:0:0", "core", 0)  # included in the package
     meter = EnergyMeter(CPU, 1, tmp_path)
     assert meter.how == "measured by RAPL" and meter.joules() == 0
     for counter, value in ((first, 1_000_000), (second, 3_000_000), (memory, 750_000), (cores, 9_000_000)):
         counter.write_text(str(value))
-    assert meter.joules() == pytest.approx(2 + 3 + 0.25)  # 9 to 1 over the end at 10
+    assert meter.joules() == pytest.approx(2 + 3 + 0.25)  # wrapped from 9 to 1 at 10
     assert meter.joules() == 0
     first.unlink()
     assert meter.joules() is None
 
 
-def test_without_counters_energy_is_estimated_and_called_so(tmp_path, monkeypatch):
+def test_without_counters_energy_is_marked_as_estimated(tmp_path, monkeypatch):
     clock = iter([100.0, 103.0])
     monkeypatch.setattr(energy, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(energy.os, "cpu_count", lambda: 4)
@@ -45,8 +45,9 @@ def test_without_counters_energy_is_estimated_and_called_so(tmp_path, monkeypatc
     assert meter.joules() == 3 * 3 * 16
 
 
-def test_gpus_are_read_and_else_rated(tmp_path, monkeypatch):
-    """NVML's counters in millijoules, by the GPU's own id and not by its place: CUDA_VISIBLE_DEVICES changes that."""
+def test_gpu_energy_is_measured_or_estimated_from_ratings(tmp_path, monkeypatch):
+    """Energy is read from NVML's counters, in mJ. GPUs are identified by UUID, because CUDA_VISIBLE_DEVICES changes
+    the indices."""
     counts = {b"GPU-a": 5000, b"GPU-b": 0}
     found = []
 
@@ -82,7 +83,7 @@ def test_gpus_are_read_and_else_rated(tmp_path, monkeypatch):
     assert unknown.how is None and unknown.joules() is None
 
 
-def test_co2_is_left_out_where_the_grid_is_unknown():
+def test_co2_is_omitted_if_the_carbon_intensity_is_unknown():
     assert energy_text(3.6e6, "measured by RAPL", 473.0) == "1 kWh, measured by RAPL (473 g of CO2 at 473 g/kWh)"
     assert energy_text(3.6e6, "measured by RAPL", None) == "1 kWh, measured by RAPL"
     assert co2_text(100, 50) == " (5 kg of CO2 at 50 g/kWh)" and co2_text(1e5, 50) == " (5 t of CO2 at 50 g/kWh)"

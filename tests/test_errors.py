@@ -1,4 +1,4 @@
-"""What ends a script with status 2 and without a traceback."""
+"""Tests for errors that end a script with status 2 and no traceback."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ def status_of(error: Exception) -> int:
     return ended.value.code
 
 
-def test_every_problem_is_told(capsys):
+def test_every_problem_is_printed(capsys):
     assert status_of(InputError("a: is bad; fix it", "b: is worse; remove it")) == 2
     assert capsys.readouterr().err == "a: is bad; fix it\nb: is worse; remove it\n"
 
@@ -30,7 +30,7 @@ def test_a_file_that_this_user_may_not_open_is_named(capsys):
     assert capsys.readouterr().err.startswith("data/docs/train-00000.bin: Permission denied; give this user access")
 
 
-def test_an_operation_that_is_not_permitted_is_no_input_error():
+def test_a_forbidden_operation_is_not_an_input_error():
     with pytest.raises(PermissionError):
         or_exit(lambda: (_ for _ in ()).throw(PermissionError(1, os.strerror(1))))
 
@@ -39,14 +39,14 @@ def test_the_value_is_passed_on():
     assert or_exit(lambda: 3) == 3
 
 
-def test_a_path_that_the_system_refuses_is_named_in_short(capsys):
+def test_a_path_rejected_by_the_os_is_shortened(capsys):
     assert status_of(OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000)) == 2
     error = capsys.readouterr().err
     assert "File name too long; use a shorter name" in error and len(error) < 400
 
 
-def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_path):
-    """gloo's threads, destroyed with the interpreter, sometimes abort a process that has done everything."""
+def test_distributed_processes_exit_without_interpreter_cleanup(tmp_path):
+    """Distributed processes exit without the interpreter's cleanup, in which gloo's threads sometimes abort."""
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, sys\n"
@@ -72,7 +72,7 @@ def test_a_process_of_a_group_leaves_without_the_interpreters_destructors(tmp_pa
 
 
 def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
-    """As `runs.py documents RUN --step 1 | head` does; whether the script flushes each line or only at its end."""
+    """`runs.py documents RUN --step 1 | head` is an example. Output may be flushed line by line or only at the end."""
     for flush in (True, False):
         script = tmp_path / "script.py"
         script.write_text(
@@ -87,16 +87,16 @@ def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train.py", "runs.py"])
-def test_a_python_without_the_packages_is_told_of_the_environment(script):
-    """As the system's Python, where .venv is not activated: -S leaves out what is installed."""
+def test_a_python_without_the_packages_gets_a_hint(script):
+    """Python's -S hides the installed packages."""
     result = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert "activate the environment with `. .venv/bin/activate`" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_the_first_process_of_a_machine_reports_first_and_the_others_if_nobody_ends_them(monkeypatch, capsys):
-    """A launcher ends all processes as soon as one has ended, which must not be one that says nothing."""
+def test_local_rank_0_reports_errors_first(monkeypatch, capsys):
+    """The launcher then ends the other ranks, which wait before they report."""
     waited = []
     monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [10.0])):

@@ -1,4 +1,5 @@
-"""Each row of README's table "Extending", followed literally in a copy of the project: the files it names suffice."""
+"""Tests that each row in README's table "Extending", followed literally in a copy of the project, names all necessary
+files."""
 
 import json
 import re
@@ -133,11 +134,11 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
     "an optimizer, schedule, loss term, data transformation, sampler, document format, task, "
     "architecture or tracker": {},
 }
-"""{row: {file: its text if it is new, else (text that is there, text that takes its place)}}."""
+"""{row: {file: text of a new file, or (old text, replacement) pairs}}"""
 
 
 def rows() -> dict[str, list[str]]:
-    """Returns {what to add: paths that the row names, of files or folders}."""
+    """Returns {what to add: files or folders named in the row}."""
     table = (ROOT / "README.md").read_text().partition("## Extending")[2].partition("\n\n[")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
     return {name: re.findall(r"`([\w./]+/[\w./]*)`", how) for name, how, _ in cells[1:]}
@@ -158,7 +159,7 @@ def test_every_row_is_followed():
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory) -> Path:
-    """A copy of the project with everything of EDITS."""
+    """A copy of the project with all EDITS applied."""
     copy = tmp_path_factory.mktemp("extended")
     for name in COPIED:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -182,7 +183,7 @@ def extended(tmp_path_factory) -> Path:
 
 
 def run(project: Path, *command: object) -> str:
-    """Runs a command in the copy; returns what it printed."""
+    """Runs a command in the copy and returns its output."""
     words = [sys.executable, *map(str, command)]
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -191,7 +192,7 @@ def run(project: Path, *command: object) -> str:
 
 @pytest.fixture(scope="module")
 def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
-    """Two runs of two steps: of one's own in everything, and of transformers' Llama without the loss term."""
+    """Two runs of two steps: one with all extensions, and one with transformers' Llama and no loss term."""
     folder = tmp_path_factory.mktemp("runs")
     recipe = {
         "seed": 1,
@@ -215,32 +216,32 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
     return tuple(found)
 
 
-def test_an_architecture_of_ones_own_trains_as_the_one_it_copies(runs):
+def test_a_custom_architecture_trains_like_its_original(runs):
     own, plain = (events(folder, "train")[0] for folder in runs)
     assert own["loss"] == plain["loss"]
     assert json.loads((runs[0] / "final/config.json").read_text())["model_type"] == "mine"
     assert (runs[0] / "final/mine.py").exists()
 
 
-def test_a_schedule_of_ones_own_sets_the_learning_rate(runs):
+def test_a_custom_schedule_sets_the_learning_rate(runs):
     assert [event["learning_rate"] for event in events(runs[0], "train")] == [0.01, 0.005]
 
 
-def test_an_optimizer_of_ones_own_updates_the_weights(runs):
+def test_a_custom_optimizer_updates_the_weights(runs):
     assert "SGD" in (runs[0] / "train.log").read_text()
 
 
-def test_a_loss_term_of_ones_own_has_gradients(runs):
+def test_a_custom_loss_term_has_gradients(runs):
     own, plain = (events(folder, "train")[0] for folder in runs)
     assert own["grad_norm"] != plain["grad_norm"]
 
 
-def test_a_tracker_of_ones_own_gets_the_metrics(runs):
+def test_a_custom_tracker_gets_the_metrics(runs):
     lines = (runs[0] / "list.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines if "train/loss" in line] == ["1", "2"]
 
 
-def test_what_the_page_registers_trains(extended, runs, shards, tmp_path):
+def test_extensions_on_the_page_train(extended, runs, shards, tmp_path):
     recipe = runs[1].with_suffix(".yaml")
     words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
     given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
@@ -248,7 +249,7 @@ def test_what_the_page_registers_trains(extended, runs, shards, tmp_path):
     (tmp_path / "mine_beside.json").write_text(json.dumps(keys))
     run(extended, "train.py", "--config", recipe, *words, *given)
     first, before = (events(folder, "train")[0] for folder in (tmp_path / "run", runs[1]))
-    assert first["loss"] != before["loss"], "other windows"
+    assert first["loss"] != before["loss"], "the custom sampler must choose different windows"
     final = tmp_path / "run/final"
     assert (final / "modeling_mine.py").exists()
     evaluate = ("evaluate.py", "--model", tmp_path / "run", "--tasks", "counting", "--output", tmp_path / "found.json")
@@ -267,7 +268,7 @@ def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
     assert [*manifest["options"]["extensions"]] == ["from_the_page.py"]
 
 
-def test_a_strategy_of_ones_own_trains(extended, shards, runs, tmp_path):
+def test_a_custom_strategy_trains(extended, shards, runs, tmp_path):
     recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/mine.yaml")

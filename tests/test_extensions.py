@@ -1,4 +1,4 @@
-"""Extensions: what a file of one's own registers is a value of the recipe, checked, trained with and recorded."""
+"""Tests for extensions: names registered in a user's file can be used in recipes, are validated and recorded."""
 
 import json
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ class SomeTokens(LossTerm):
 
 @pytest.fixture
 def extended(recipe, tmp_path):
-    """A recipe of four steps that takes optimizer, schedule and a term of the loss from a file."""
+    """A recipe of four steps with an optimizer, a schedule and a loss term from a file."""
     (tmp_path / "ideas.py").write_text(EXTENSION)
     values = yaml.safe_load(recipe.read_text())
     values |= {"extensions": [str(tmp_path / "ideas.py")], "budget": {"steps": 4}, "validation": {"sequences": 4}}
@@ -72,7 +72,7 @@ def extended(recipe, tmp_path):
 
 
 def curve(run):
-    """{step: (loss, term, gradient norm)}."""
+    """Returns {step: [loss, term, gradient norm]}."""
     return {e["step"]: [e["loss"], e["loss_some_tokens"], e["grad_norm"]] for e in events(run, "train")}
 
 
@@ -82,13 +82,13 @@ def test_a_run_uses_logs_and_records_them(extended, tmp_path):
     assert "SGD" in (run / "train.log").read_text()
     assert [event["learning_rate"] for event in events(run, "train")[2:]] == [0.1 / 4, 0.1 / 8]
     with_term = curve(run)
-    assert with_term[4][1] > 2 * with_term[1][1] > 0, "it knows the step"
+    assert with_term[4][1] > 2 * with_term[1][1] > 0, "the term must depend on the step"
     (copy,) = (run / "extensions").iterdir()
     assert copy.read_text() == EXTENSION
     assert copy.stem == f"ideas-{json.loads((run / 'environment.json').read_text())['code']['extension ideas.py']}"
     state = json.loads((run / "checkpoints/step-00000004/trainer_state.json").read_text())
     assert state["settings"]["loss.terms"] == {"some_tokens": {"coefficient": 3.0}}
-    # The gradient is a sum over tokens, however they are divided into micro-batches.
+    # The gradient is a sum over tokens, so it doesn't depend on the micro-batch size.
     run_script(
         "train.py", "--config", extended, "--batch.sequences_per_micro_batch", "4", "--output", tmp_path / "whole"
     )
@@ -118,7 +118,7 @@ def test_strategies_train_alike(extended, tmp_path, strategy):
         assert figures == pytest.approx(expected[step], rel=5e-5)
 
 
-def test_a_resume_with_another_file_says_so(extended, tmp_path):
+def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
     run_script("train.py", "--config", extended, "--checkpoint.stop_at_step", "2", check=False)
     (tmp_path / "ideas.py").write_text(EXTENSION.replace("(1 + seen.step)", "(2 + seen.step)"))
     told = run_script("train.py", "--config", extended, "--loss.terms.some_tokens.coefficient", "1").stdout
@@ -162,20 +162,20 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
 
 
 class Plain(loss_terms.LossTerm):
-    """Needs whole sequences."""
+    """A loss term that needs whole sequences."""
 
     def __call__(self, seen):
         return seen.hidden_BTD.sum(-1)
 
 
-def test_what_needs_whole_sequences_is_refused_under_cp(monkeypatch):
+def test_terms_that_need_whole_sequences_are_rejected_under_cp(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
     monkeypatch.setattr(loss_terms, "launched_sizes", lambda: Sizes(cp=2))
     (problem,) = loss_terms.term_problems(Loss(terms={"plain": None}), "auto")
     assert "cp" in problem and "fsdp2" in problem
 
 
-def test_an_embedding_that_the_class_does_not_ask_for_is_refused():
+def test_an_undeclared_use_of_the_embedding_is_rejected():
     nothing = torch.zeros(1, 3)
     seen = loss_terms.Seen(nothing, nothing, nothing, nothing, 0, torch.nn.Linear(1, 1), None, {})
     with pytest.raises(InputError, match="embeds = True"):
@@ -184,7 +184,7 @@ def test_an_embedding_that_the_class_does_not_ask_for_is_refused():
 
 @pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
 def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypatch):
-    """A value for each component of the hidden states would count as many times too much."""
+    """A loss term must return one value per token. A value per hidden dimension would be summed too often."""
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
     monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
     terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
@@ -194,7 +194,7 @@ def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypat
         terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
 
 
-def test_logits_of_a_term_are_capped_as_the_models_are():
+def test_a_terms_logits_are_capped_like_the_models():
     head = torch.nn.Linear(4, 8, bias=False)
     nothing = torch.zeros(1, 3)
     hidden = 50 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))

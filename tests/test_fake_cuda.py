@@ -1,4 +1,4 @@
-"""Training steps on CUDA without a GPU: all tensors of a kernel are on the device, and the host never waits for it."""
+"""Tests of training steps on a simulated GPU: a kernel's tensors are all on the GPU, and the host never waits."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def outcomes():
     return outcomes_of("support.steps_on_fake_cuda")
 
 
-def test_fake_cuda_refuses_what_a_gpu_refuses_and_what_makes_the_host_wait(outcomes):
+def test_fake_cuda_rejects_mixed_devices_and_synchronization(outcomes):
     errors = {name: outcome.error for name, outcome in outcomes.items() if ": " in name}
     assert {name for name in WAITS if not (errors[f"waits: {name}"] or "").startswith("Waits")} == set()
     assert {name for name in MIXES if "same device" not in (errors[f"mixes: {name}"] or "")} == set()
@@ -19,13 +19,14 @@ def test_fake_cuda_refuses_what_a_gpu_refuses_and_what_makes_the_host_wait(outco
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_runs_on_cuda_and_waits_for_nothing(outcomes, name):
-    """attention, loss, precision, activation_checkpointing, optimizer, document_mask: pairs of them; CUDA=all: all."""
+def test_a_step_runs_on_cuda_without_synchronization(outcomes, name):
+    """A step never waits for the GPU, for pairs of attention, loss, precision, activation_checkpointing, optimizer and
+    document_mask. CUDA=all tests all combinations."""
     assert outcomes[name].error is None, outcomes[name].error
 
 
-def test_scores_of_all_pairs_of_positions_are_never_in_memory(outcomes):
-    """attention, precision, document_mask, dropout; but for eager, which is there to spell them out."""
+def test_full_attention_scores_are_never_allocated(outcomes):
+    """No (T, T) scores are allocated, for any precision, document_mask and dropout, except with eager attention."""
     errors = {name: outcomes[f"scores: {name}"].error for name in SCORES}
     spelt_out = {name for name in SCORES if name.startswith("eager")}
     assert {name: error for name, error in errors.items() if error and name not in spelt_out} == {}
@@ -39,7 +40,7 @@ VARLEN = ["varlen_attn", "varlen_attn_backward"]
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_auto_takes_the_kernel_that_torch_has_for_an_h100(outcomes, name):
+def test_auto_uses_torchs_kernel_for_an_h100(outcomes, name):
     precision, document_mask, width = KERNELS[name]
     in_half = VARLEN if document_mask else CUDNN if width <= 128 else FLASH
     outcome = outcomes[f"kernels: {name}"]
@@ -47,11 +48,12 @@ def test_auto_takes_the_kernel_that_torch_has_for_an_h100(outcomes, name):
     assert outcome.result == (in_half if precision == "bf16" else EFFICIENT)
 
 
-def test_what_the_loop_calls_around_a_step_waits_for_nothing(outcomes):
-    """Batches read ahead, reports exchanged, weights copied for a checkpoint, and compiled layers."""
+def test_the_work_between_steps_does_not_synchronize(outcomes):
+    """Prefetching batches, exchanging reports, copying weights for a checkpoint and compiled layers don't
+    synchronize."""
     assert outcomes["four steps"].error is None, outcomes["four steps"].error
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_chunked_loss_waits_for_nothing_and_adds_the_heads_gradient_up_in_its_product(outcomes, name):
+def test_the_chunked_loss_does_not_synchronize_and_accumulates_the_head_gradient_in_its_matmul(outcomes, name):
     assert outcomes[name].error is None, outcomes[name].error

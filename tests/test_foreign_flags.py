@@ -1,4 +1,5 @@
-"""Flags of other projects: taken where their values mean the same, else the page says what to write."""
+"""Tests for flags of other projects: they are translated if their values mean the same; otherwise, the docs say what
+to use."""
 
 import re
 
@@ -35,13 +36,13 @@ def test_a_flag_of_another_project_is_read_as_ours_with_a_notice(flag, ours, cap
     assert own_name(flag) == ours and capsys.readouterr().err == ""
 
 
-def test_the_values_arrive():
+def test_flag_values_are_translated():
     line = read_command_line(["recipes/demo.yaml", "--lr", "3e-4", "--max_steps=9"], "usage")
     assert line.config.optim.learning_rate == 3e-4 and line.config.budget.steps == 9
     assert line.overridden == {"optim.learning_rate", "budget.steps"}
 
 
-def test_others_are_refused_at_once_and_the_page_is_named():
+def test_other_flags_are_rejected_together_with_the_page():
     words = ["--gradient_accumulation_steps", "4", "--bf16", "--decay_fraction", "0.1", "--chekpoint.keep_last", "1"]
     with pytest.raises(InputError) as caught:
         read_command_line(["recipes/demo.yaml", *words], "usage")
@@ -54,7 +55,7 @@ def test_others_are_refused_at_once_and_the_page_is_named():
     assert "--chekpoint.keep_last: unknown key; did you mean checkpoint?" in typo
 
 
-def test_their_names_lead_to_settings_and_are_none_of_ours():
+def test_foreign_names_map_to_settings_and_are_not_settings_themselves():
     assert set(SETTINGS_ELSEWHERE.values()) <= set(SETTINGS) and not set(SETTINGS_ELSEWHERE) & set(SETTINGS)
 
 
@@ -81,4 +82,4 @@ def test_the_pages_name_settings_and_files_that_exist():
         flags = {flag.partition(".")[0] for flag in re.findall(r"--([\w.]+)", words)}
         assert flags <= {*SETTINGS, *sections, *OWN_FLAGS, "check"}, words
     for path in re.findall(r"(?<![\w./])\w[\w/]*\.(?:py|yaml|sbatch)\b", PAGE):
-        assert (ROOT / path).exists() or path == "sample.py", path  # nanoGPT's
+        assert (ROOT / path).exists() or path == "sample.py", path  # nanoGPT's script

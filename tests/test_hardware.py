@@ -1,4 +1,5 @@
-"""What the device has, as the variables that limit it say; GPUs that torch cannot use are never passed over."""
+"""Tests for hardware detection: limits set in the environment are respected, and unusable GPUs always cause an
+error."""
 
 import json
 import re
@@ -40,7 +41,7 @@ DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13 
 
 @pytest.fixture
 def fresh():
-    """missing_bf16 asks once for each device."""
+    """Clears the cache of missing_bf16."""
     missing_bf16.cache_clear()
     yield
     missing_bf16.cache_clear()
@@ -48,7 +49,7 @@ def fresh():
 
 @pytest.fixture
 def new_cpu(monkeypatch, fresh):
-    """A CPU that has the instructions, with nothing that limits it."""
+    """A CPU with bf16 instructions and no limits set."""
     for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
@@ -56,7 +57,7 @@ def new_cpu(monkeypatch, fresh):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
 
 
-def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
+def test_bf16_is_native_without_limits(new_cpu, monkeypatch):
     monkeypatch.setattr(strategy, "device_type", lambda: "cpu")
     assert missing_bf16("cpu") is None and resolve_precision("auto") == "bf16"
     assert emulation_of_bf16(CPU) is None
@@ -73,8 +74,8 @@ def test_bf16_is_native_where_nothing_limits_it(new_cpu, monkeypatch):
     ],
     ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
 )
-def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capability, launched, precision):
-    """Under strategies that scale the loss."""
+def test_auto_is_fp16_on_gpus_without_bf16_units(fresh, monkeypatch, capability, launched, precision):
+    """auto is never fp16 under strategies that don't scale the loss."""
     monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
     monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -84,43 +85,43 @@ def test_auto_is_fp16_on_gpus_with_units_for_it_alone(fresh, monkeypatch, capabi
 
 
 @pytest.mark.parametrize("limit", [*ONEDNN_ISAS_WITHOUT_BF16, "AVX2"])
-def test_onednns_limit_takes_bf16_away(new_cpu, monkeypatch, limit):
+def test_onednns_limit_disables_bf16(new_cpu, monkeypatch, limit):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     assert missing_bf16("cpu") == f"ONEDNN_MAX_CPU_ISA={limit} disables this CPU's bf16 instructions"
 
 
 @pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
-def test_a_limit_above_bf16_does_not(new_cpu, monkeypatch, limit):
+def test_a_limit_above_bf16_does_not_disable_it(new_cpu, monkeypatch, limit):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its older name, which oneDNN reads where the first is not set
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its old name, which oneDNN reads only if the new one isn't set
     assert missing_bf16("cpu") is None
 
 
-def test_the_older_name_of_the_limit_counts_alone(new_cpu, monkeypatch):
+def test_the_older_name_of_the_limit_works_alone(new_cpu, monkeypatch):
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     assert "DNNL_MAX_CPU_ISA=AVX2" in missing_bf16("cpu")
 
 
-def test_torchs_own_limit_takes_bf16_away(new_cpu, monkeypatch):
+def test_torchs_own_limit_disables_bf16(new_cpu, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert missing_bf16("cpu") == "ATEN_CPU_CAPABILITY=avx2 disables this CPU's AVX-512"
 
 
-def test_an_old_cpu_has_none(new_cpu, monkeypatch):
+def test_an_old_cpu_has_no_bf16(new_cpu, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     assert missing_bf16("cpu") == "this CPU has no bf16 instructions"
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_an_arm_cpu_is_asked_by_torchs_own_check(new_cpu, monkeypatch, native):
+def test_arm_cpus_use_torchs_own_check(new_cpu, monkeypatch, native):
     monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
     assert (missing_bf16("cpu") is None) == native
 
 
-def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
+def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
     monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
     rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
     monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
@@ -129,11 +130,11 @@ def test_emulation_is_told_with_measured_figures(fresh, monkeypatch):
         "fp32 (12 instead of 240 GFLOP/s)"
     )
     rates[torch.bfloat16] = 250e9
-    assert emulation_of_bf16(CPU) is None, "faster all the same"
+    assert emulation_of_bf16(CPU) is None, "emulation must not be reported if it is faster"
 
 
-def test_the_variables_make_an_old_cpu_of_this_one():
-    """In a process of its own: libraries read the variables when they start."""
+def test_environment_variables_simulate_an_old_cpu():
+    """Libraries read the variables on import, so the test runs in a new process."""
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
@@ -152,7 +153,7 @@ print(emulation_of_bf16(torch.device("cpu")))
     assert "its matmuls run at 0." in found[1] and "GFLOP/s)" in found[1]
 
 
-def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):
+def test_the_peak_depends_on_the_precision(new_cpu, monkeypatch):
     asked = []
     monkeypatch.setattr(
         hardware, "measured_matrix_flops", lambda dtype, device, size: asked.append((dtype, size)) or 1e11
@@ -166,7 +167,7 @@ def test_the_peak_is_that_of_the_precision(new_cpu, monkeypatch):
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """With a GPU whose driver is too old for torch."""
+    """A machine with a GPU whose driver is too old for torch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (tmp_path / "version").write_text(DRIVER)
@@ -179,7 +180,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, tokenizer):
-    """A folder with a tokenizer and a model that nobody loads."""
+    """A folder with a tokenizer and a model that is never loaded."""
     folder = tmp_path_factory.mktemp("model")
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
@@ -187,7 +188,7 @@ def model(tmp_path_factory, tokenizer):
     return folder
 
 
-def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
+def test_the_driver_and_torchs_cuda_version_are_named(machine, monkeypatch):
     with pytest.raises(InputError, match=r"driver 470\.57\.02.* is built for CUDA 13\.0"):
         device_type()
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -200,15 +201,14 @@ def test_the_driver_and_what_torch_is_built_for_are_named(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("ACCELERATE_USE_CPU", "true")])
-def test_the_cpu_on_purpose(machine, monkeypatch, name, value):
+def test_the_cpu_can_be_chosen_explicitly(machine, monkeypatch, name, value):
     with pytest.raises(InputError, match=rf"anyway, set .*{name}"):
         device_type()
     monkeypatch.setenv(name, value)
     assert device_type() == "cpu"
 
 
-def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
-    """accelerate then trains on the CPU, whatever else is chosen by the device."""
+def test_accelerates_cpu_setting_is_respected_with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert device_type() == "cuda"
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -226,7 +226,7 @@ def test_accelerates_cpu_is_ours_where_there_is_a_gpu(monkeypatch):
         "evaluate.py --model MODEL --interactive",
     ],
 )
-def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):
+def test_no_script_uses_the_cpu_silently(machine, recipe, model, monkeypatch, capsys, command):
     (machine / "text.txt").write_text("Once upon a time there was a text. " * 3000)
     places = {"RECIPE": recipe, "MODEL": model, "TEXT": machine / "text.txt", "OUTPUT": machine / "own"}
     words = [str(places.get(word, word)) for word in command.split()]
@@ -238,20 +238,20 @@ def test_every_script_refuses_to_take_the_cpu_silently(machine, recipe, model, m
     assert ended.value.code == 2 and len(errors) == 1 and "470.57.02" in errors[0] and "CUDA 13.0" in errors[0]
 
 
-def test_devices_that_are_not_there_are_named(machine, monkeypatch):
+def test_missing_devices_are_named(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: check that the GPU exists"):
         device_type()
 
 
-def test_a_machine_without_a_gpu_takes_its_cpu(machine):
+def test_a_machine_without_a_gpu_uses_its_cpu(machine):
     (machine / "version").unlink()
     assert device_type() == "cpu"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
-    """accelerate sets OMP_NUM_THREADS=1, and an offloaded AdamW would run on one thread."""
+def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
+    """accelerate sets OMP_NUM_THREADS=1, so an offloaded AdamW would otherwise use one thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -264,13 +264,15 @@ def test_processes_share_the_cores_beside_a_gpu_too(monkeypatch, device):
     strategy.Strategy("fp32")
     assert threads == [8]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert hardware.threads_beside(torch.device(device)) == ("8" if device == "cuda" else "1"), "an evaluation's"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
+    assert hardware.threads_beside(torch.device(device)) == ("8" if device == "cuda" else "1"), (
+        "an evaluation next to training on a CPU must use one thread"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # set by the user
     strategy.Strategy("fp32")
     assert threads == [8]
 
 
-def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
+def test_the_device_is_described_with_driver_and_memory(machine, monkeypatch):
     answers = {"get_device_name": "NVIDIA H100 80GB HBM3", "get_device_capability": (9, 0), "device_count": 8}
     answers["get_device_properties"] = SimpleNamespace(total_memory=85_045_149_696)
     for name, answer in answers.items():
@@ -285,13 +287,15 @@ def test_the_device_is_told_with_its_driver_and_memory(machine, monkeypatch):
 def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch):
     torch.manual_seed(5)
     wanted = torch.rand(4)
-    monkeypatch.setattr(traceback, "format_stack", lambda: pytest.fail("a stack trace in every micro-step"))
+    monkeypatch.setattr(
+        traceback, "format_stack", lambda: pytest.fail("no stack trace may be created in a micro-step")
+    )
     seed_dropout(5, CPU)
     assert torch.equal(torch.rand(4), wanted)
 
 
-def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
-    """In a process of its own, since it sets what holds for all of torch; the first step of the run has been taken."""
+def test_deterministic_runs_use_deterministic_kernels(recipe):
+    """torch's flags are global, so the run is in a new process."""
     program = (
         "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
@@ -305,7 +309,7 @@ def test_deterministic_runs_use_kernels_that_add_in_one_order(recipe):
 
 @pytest.fixture
 def eight_gpus(monkeypatch, tmp_path):
-    """Sets the environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
+    """Environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(hardware, "INFINIBAND", tmp_path)
     monkeypatch.setattr(hardware, "available_cores", lambda: 64)
@@ -316,7 +320,7 @@ def eight_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "16")
 
 
-def test_a_machine_that_lacks_nothing_is_not_warned_about(eight_gpus):
+def test_a_complete_machine_gives_no_warning(eight_gpus):
     assert environment_warnings(GPU) == environment_warnings(CPU) == []
 
 
@@ -330,15 +334,16 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     ("cores", "on_machine", "message"),
     [(1, 64, "each process has 1, but needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
-def test_processes_with_few_cores_are_warned_about(eight_gpus, monkeypatch, cores, on_machine, message):
-    """Four of 64 are the process's own, where sixteen of sixteen are shared by eight processes."""
+def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, on_machine, message):
+    """A process that may use only 4 of 64 cores has them to itself. If all 16 are available, eight processes share
+    them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     found = environment_warnings(GPU)
     assert found == [] if message is None else message in found[0]
 
 
-def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch):
+def test_infiniband_that_nccl_cannot_use_gives_a_warning(eight_gpus, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
     assert "can lock only 65.5 kB of memory" in environment_warnings(GPU)[0]
 
@@ -349,6 +354,8 @@ def test_infiniband_that_nccl_cannot_use_is_warned_about(eight_gpus, monkeypatch
     (warning,) = environment_warnings(GPU)
     assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in warning
     packages = warning.partition("apt install ")[2].split()
-    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), "the image has them"
-    monkeypatch.setenv("WORLD_SIZE", "8")  # one machine needs none
+    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), (
+        "the Docker image must contain the suggested packages"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")  # not needed on a single machine
     assert environment_warnings(GPU) == []

@@ -1,4 +1,4 @@
-"""Ctrl-C at a terminal: whoever launched, the prompt comes back last, after the last words of the run."""
+"""Tests for Ctrl-C in a terminal: with every launcher, the prompt returns only after the run's last output."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from support.terminals import CONTROL_C, InTerminal
 LONG = ("--budget.steps", "1000000", "--checkpoint.every_steps", "1000000", "--validation.every_steps", "1000000")
 LONG += ("--logging.every_steps", "1000000")
 SOON = 300
-"""Seconds that no machine, however busy, needs for what takes twenty."""
+"""Timeout in seconds for work that takes twenty, even on a busy machine."""
 
 
 def launched(strategy, processes, recipe):
@@ -30,15 +30,17 @@ def launched(strategy, processes, recipe):
 
 
 @pytest.mark.parametrize(("strategy", "processes"), [(None, 1), ("single", 1), ("ddp", 2)])
-def test_control_c_ends_with_the_last_words_of_the_run(strategy, processes, recipe, tmp_path):
+def test_control_c_ends_with_the_runs_last_output(strategy, processes, recipe, tmp_path):
     command = launched(strategy, processes, recipe) if strategy else ["train.py", recipe]
     with InTerminal(*command, *LONG) as typed:
-        typed.read_until("tok/s")  # in the live line: no step is logged
+        typed.read_until("tok/s")  # printed in the live line; no step is logged
         typed.press(CONTROL_C)
         assert typed.finish() == 130, typed.output
     (end,) = events(tmp_path / "run", "end")
     assert end["code"] == 130 and events(tmp_path / "run", "checkpoint")[-1]["step"] == end["step"]
-    assert "Traceback" not in typed.output and not re.search(r"[IWE]\d{4} ", typed.output), "torchrun's own words"
+    assert "Traceback" not in typed.output and not re.search(r"[IWE]\d{4} ", typed.output), (
+        "torchrun's own log lines must be hidden"
+    )
     last = " ".join(line.strip() for line in typed.screen[-4:])
     assert f"saved at step {end['step']:,}; run the same command to resume" in last, typed.output
 
@@ -46,13 +48,13 @@ def test_control_c_ends_with_the_last_words_of_the_run(strategy, processes, reci
 @pytest.mark.parametrize(("strategy", "processes"), [("single", 1), ("ddp", 2)])
 def test_the_exit_status_is_that_of_the_run(strategy, processes, recipe):
     ended = run_script(*launched(strategy, processes, recipe), "--batch.tokens_per_step", "250", check=False)
-    assert ended.returncode == 2, "and not 1"
-    assert ended.stderr.count("batch.tokens_per_step: 250 is not") == 1, "and no process is started again"
+    assert ended.returncode == 2, "the launcher must not replace the status with 1"
+    assert ended.stderr.count("batch.tokens_per_step: 250 is not") == 1, "no process may be restarted"
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("to", ["launcher", "process"])
-def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
+def test_sigusr1_saves_and_ends_despite_allowed_restarts(to, recipe, tmp_path):
     run = tmp_path / "run"
     command = launched("ddp", 2, recipe)
     with start_script(*command, *LONG, "--logging.every_steps", 1, stderr=subprocess.PIPE) as launcher:
@@ -65,7 +67,7 @@ def test_sigusr1_saves_and_ends_whatever_may_be_restarted(to, recipe, tmp_path):
             os.kill(launcher.pid if to == "launcher" else beat["pid"], signal.SIGUSR1)
             assert launcher.wait(SOON) == 75
         finally:
-            launcher.terminate()  # with its processes
+            launcher.terminate()  # and its processes
         said = launcher.stderr.read()
     (end,) = events(run, "end")
     assert end["code"] == 75 and events(run, "checkpoint")[-1]["step"] == end["step"]
@@ -79,7 +81,7 @@ def test_help_names_its_own_option_too():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_the_first_process_ends_the_launcher(number, code):
-    """While it imports, or waits for other machines: torchrun takes signals over with its first process."""
+    """torchrun handles signals only once its first process has started."""
     waits = "import time; from pretrain.launch import *; hear_signals(alone_ends=True); print(); time.sleep(300)"
     with start_script("-uc", waits, fresh=True, stdout=subprocess.PIPE) as launcher:
         launcher.stdout.readline()
@@ -92,8 +94,9 @@ def test_a_process_that_was_killed_has_crashed(capsys):
     assert "SIGKILL" in capsys.readouterr().err
 
 
-def test_a_supervised_run_is_started_again_as_long_as_it_crashes(tmp_path, monkeypatch, capsys):
-    """A crash, a death and a server out of reach are; bad input, divergence and an end are not."""
+def test_a_supervised_run_is_restarted_after_crashes(tmp_path, monkeypatch, capsys):
+    """A supervised run restarts after a crash, a kill or an unreachable server, but not after bad input, divergence or
+    a normal end."""
     monkeypatch.setattr(launch, "SHORTEST_PAUSE_SECONDS", 0.01)
     lives = tmp_path / "lives"
     run = f"import os, sys; open({str(lives)!r}, 'a').write('.'); n = len(open({str(lives)!r}).read())\n"
@@ -105,4 +108,6 @@ def test_a_supervised_run_is_started_again_as_long_as_it_crashes(tmp_path, monke
     assert capsys.readouterr().err.count("restarting in") == 4 * 3
     monkeypatch.setattr(launch, "HEARD", [signal.SIGTERM])
     lives.unlink()
-    assert supervise([sys.executable, "-S", "-c", run, "0"]) == 1 and len(lives.read_text()) == 1, "told to end"
+    assert supervise([sys.executable, "-S", "-c", run, "0"]) == 1 and len(lives.read_text()) == 1, (
+        "a run that was told to end must not be restarted"
+    )

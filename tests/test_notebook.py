@@ -1,4 +1,4 @@
-"""docs/first_hour.ipynb runs from top to bottom."""
+"""Tests that docs/first_hour.ipynb runs from top to bottom."""
 
 import re
 
@@ -13,7 +13,7 @@ from support.project import ROOT, events
 NOTEBOOK = ROOT / "docs/first_hour.ipynb"
 
 
-def test_a_notebook_is_shipped_without_what_it_printed():
+def test_the_notebook_is_shipped_without_output():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert set(notebook.metadata) == {"kernelspec", "language_info"} and set(notebook.metadata.kernelspec) == {
@@ -25,7 +25,7 @@ def test_a_notebook_is_shipped_without_what_it_printed():
 
 
 def test_a_notebook_runs_from_top_to_bottom(tmp_path, text_files, monkeypatch):
-    """Its scripts as in support/clone.py, its own cells in a kernel of their own; then a cell that fails."""
+    """The notebook runs with the smaller budgets of support/clone.py, and a failing cell raises an error."""
     clone = make_clone(tmp_path / "groundwork")
     (clone / "docs").mkdir()
     for name, value in environment_in(clone).items():
@@ -45,7 +45,7 @@ def test_a_notebook_runs_from_top_to_bottom(tmp_path, text_files, monkeypatch):
     run = clone / "runs/first_hour"
     assert events(run, "end")[-1]["code"] == 0 and events(run, "validation")
     outputs = [output for cell in notebook.cells[:-1] for output in cell.get("outputs", [])]
-    assert any("image/png" in output.get("data", {}) for output in outputs), "the curve"
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the loss curve must be shown"
     printed = "".join(output.get("text", "") for output in outputs)
     assert "already complete" not in printed
     for part in ("tokenizers/first_hour: ", "data/first_hour: prepared", "done: ", "    def read(self", " parameters"):

@@ -1,4 +1,4 @@
-"""Recipes, command lines and records of runs with the names that settings had before."""
+"""Tests for recipes, command lines and run records with old setting names."""
 
 import pytest
 import yaml
@@ -51,7 +51,7 @@ def test_both_names_of_a_setting_are_refused(recipe):
         read_run_config(recipe)
 
 
-def test_the_record_of_an_old_run_has_the_names_of_today(tmp_path):
+def test_records_of_old_runs_are_read_with_new_names(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(OLD))
     assert read_config(tmp_path)["benchmarks"] == {"every_steps": 5, "where": "blocking"}
     assert current_path("evaluation.tasks.0") == "benchmarks.tasks.0" and current_path("guards") == "guards"

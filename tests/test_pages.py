@@ -1,7 +1,7 @@
-"""Every command of README.md and docs/ works as it stands, in the order in which a reader meets it.
+"""Tests that every command in README.md and docs/ works, in reading order.
 
-Commands run in a clone, typed into a shell, with their budgets cut (support/clone.py). What a test has no time or no
-machine for is read by the script's own parser, and the files that it names are there. What needs more is listed.
+Commands run in a shell in a clone, with smaller budgets (support/clone.py). Commands that take too long or need other
+machines are only parsed by their script, and their files must exist. All others are listed with a reason.
 """
 
 import json
@@ -47,7 +47,7 @@ NOT_RUN = {
     r"^llama-completion ": "llama.cpp's own: tests/publishing/test_gguf.py",
     r"^(docker (build|run --init)|sky jobs|kubectl apply|hf jobs|sbatch) ": "needs other machines: test_clusters.py",
 }
-"""{pattern: reason}; targets of make and files that are named have to be there."""
+"""{pattern: reason}. Make targets and files in these commands must exist."""
 ONLY_READ = {
     r"(fsdp2|hsdp|pp|tp|ep|cp)\.yaml": "trains in tests/parallel",
     r"-m pretrain\.launch": "tests/test_launch.py",
@@ -76,16 +76,16 @@ ONLY_READ = {
 }
 """{pattern: reason}"""
 PLANNED: set[str] = set()
-"""Commands of plan.py that have run: they need no run and change nothing."""
+"""plan.py commands that have already run, and whose result can't change."""
 RUN = r"^(python|accelerate launch|torchrun|make demo$|groundwork-)"
-"""What a test may run. Whatever else a page says is listed above or a failure."""
+"""Commands that may run. Any other command must be listed above, or the test fails."""
 REFUSED = {
-    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py has live ones
+    r"runs\.py (save|stop|abort|anneal) ": "not active",  # tests/runs/test_control.py tests live runs
 }
-"""{pattern: what is answered, with exit status 2}"""
+"""{pattern: expected message}, with exit status 2"""
 STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",
              "recipes/mine.yaml", "recipes/NAME.yaml", "model_configs/mine.json")  # fmt: skip
-"""A reader's own, of which pages speak: here copies of the demo's."""
+"""The reader's own files in the docs, for which the tests use copies of the demo's."""
 DEMOS = {
     "runs": "runs/demo", "data": "data/demo", "recipes": "recipes/demo.yaml",
     "model_configs": "model_configs/llama_demo.json",
@@ -95,7 +95,8 @@ WORDS = {"RANK": "0", "ADDRESS": "127.0.0.1"}
 
 
 def lend_inputs(clone, commands: str, text_files) -> None:
-    """Texts of the reader, and under the name of a dataset or tokenizer a folder, which comes before the Hub."""
+    """Writes the reader's text files, and local folders named like Hub datasets and tokenizers, which take
+    precedence."""
     texts = [path.read_text() for path in sorted(text_files.iterdir())]
     paragraphs = [part for text in texts for part in text.split("\n\n")]
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in paragraphs)
@@ -122,7 +123,7 @@ def lend_inputs(clone, commands: str, text_files) -> None:
 
 
 def write_tasks(clone) -> None:
-    """The task of docs/evaluate.md, and others that have its form under the harness's names."""
+    """Writes the task of docs/evaluate.md, also under the names of some of the harness's tasks."""
     text = "\n".join(page.read_text() for page in PAGES)
     task = yaml.safe_load(re.search(r"```yaml\n(task: my_quiz\n.*?)```", text, re.DOTALL)[1])
     rows = [{"question": str(number), "choices": ["one", "two"], "answer": 0} for number in range(4)]
@@ -134,7 +135,7 @@ def write_tasks(clone) -> None:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, text_files):
-    """A clone after `make demo`, with the reader's texts, and nothing else."""
+    """A clone after `make demo`, with only the reader's text files added."""
     clone = make_clone(tmp_path_factory.mktemp("clone") / "groundwork")
     clone.joinpath("text").symlink_to(text_files)
     result = type_in(clone, "make demo")
@@ -144,7 +145,7 @@ def demo(tmp_path_factory, text_files):
 
 
 def lend_stand_ins(clone, commands: str) -> None:
-    """Makes what the commands take as the reader's own and none of them makes."""
+    """Creates the reader's files that the commands use but don't create."""
     for name in STAND_INS:
         named = name if name != "data/fineweb_edu" else "recipes/llama_125m.yaml"
         source = clone / DEMOS[name.split("/")[0]]
@@ -155,7 +156,7 @@ def lend_stand_ins(clone, commands: str) -> None:
 
 
 def read(words: list[str]) -> None:
-    """Reads a command as its script does, up to where it would look at data. Raises, or exits, if it is refused."""
+    """Parses a command with its script, without reading data. Raises or exits if it is rejected."""
     script = words[0]
     arguments = words[1:]
     problems = []
@@ -166,7 +167,7 @@ def read(words: list[str]) -> None:
     elif script == "prepare_data.py":
         parse_arguments("", arguments)
     elif script == "evaluate.py":
-        runpy.run_path(str(ROOT / script))["read_arguments"](arguments)  # `evaluate` is a library's name as well
+        runpy.run_path(str(ROOT / script))["read_arguments"](arguments)  # `evaluate` is also a library's name
     elif script == "publish.py":
         problems = publish.read_arguments(arguments)[1]
     elif script == "plan.py":
@@ -186,7 +187,7 @@ def read(words: list[str]) -> None:
 
 
 def read_command(words: list[str]) -> None:
-    """Reads a command with its launcher; the files that it names are there."""
+    """Parses a command including its launcher. The files in it must exist."""
     words = [WORDS.get(word, word).replace("$files/", "") for word in words]
     if installed := re.match(r"groundwork-(.*)", words[0]):
         words[:1] = ["python", f"{installed[1].replace('-', '_')}.py"]
@@ -209,7 +210,7 @@ def matches(patterns, command: str) -> bool:
 
 
 def check(command: Command, clone) -> str | None:
-    """Runs or reads a command; returns what went wrong."""
+    """Runs or parses a command. Returns the problem, if any."""
     if matches(NOT_RUN, command.text):
         target = re.match(r"make (\S+)", command.text)
         known = target is None or re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -235,7 +236,7 @@ def check(command: Command, clone) -> str | None:
 
 @pytest.fixture
 def extensions_are_forgotten():
-    """Removes what a page's extensions have registered in this process, which other tests would find."""
+    """Removes a page's extensions from this process, where other tests would find them."""
     yield
     for table in [value for value in vars(registry).values() if isinstance(value, registry.Table)]:
         for name, entry in list(table.data.items()):
@@ -258,7 +259,7 @@ def test_the_commands_of_a_page_work_in_their_order(page, demo, text_files, tmp_
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_commands_are_told_from_what_they_print():
+def test_commands_are_separated_from_their_output():
     text = "# Page\n\n    python a.py \\\n        --b 1   # why\n    step 0 · loss 7\n\npython c.py\n\n"
     text += "```yaml\npython: 1\n```\n## Next\n```bash\n# first\nX=1 anything at all\n```\n"
     text += "```\ngit clone URL\nCloning\n```\n"
@@ -285,26 +286,26 @@ def test_commands_are_told_from_what_they_print():
         ("python plan.py --config recipes/demo.yaml --gpu cpu --gpus 0", "--gpus"),
     ],
 )
-def test_a_command_that_does_not_work_is_seen(text, problem, monkeypatch):
+def test_a_broken_command_is_detected(text, problem, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert problem in check(Command("page.md", 1, "Page", text), ROOT)
 
 
-def test_a_run_that_is_refused_is_seen(demo):
-    """And one that is accepted leaves what it says."""
+def test_a_rejected_run_is_detected(demo):
+    """A run that is accepted leaves its output files."""
     wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
     assert "exit status 2" in wrong and "data/none" in wrong
     assert (demo / "runs/demo/final/model.safetensors").exists() and (demo / "runs/demo/evaluation.json").exists()
 
 
 def headings(page) -> dict[str, str]:
-    """{anchor: heading} of a page, as GitHub makes anchors."""
+    """Returns {anchor: heading} for a page, with anchors as on GitHub."""
     found = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"): heading for heading in found}
 
 
 def test_pages_and_sections_that_messages_name_exist():
-    """In code, recipes, scripts and other pages."""
+    """Checks code, recipes, scripts and other pages."""
     files = [path for ending in ("py", "yaml", "sbatch", "md", "ipynb") for path in ROOT.glob(f"[!.]*/**/*.{ending}")]
     named = set()
     for path in [*ROOT.glob("*.*"), ROOT / "Makefile", *files]:

@@ -1,4 +1,4 @@
-"""`pip install .`: the scripts as commands, in an empty folder, without the checkout."""
+"""Tests for `pip install .`: the installed commands work in an empty folder, without the repository."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from support.project import ROOT
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> dict[str, str]:
-    """Installs the wheel into a folder of its own; returns the environment that finds it."""
+    """Environment in which the installed wheel is found."""
     folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--disable-pip-version-check", "--target", folder, ROOT], check=True)

@@ -1,4 +1,4 @@
-"""A lock dies with its holder, however it dies, and says who holds it."""
+"""Tests for folder locks: a lock ends with its process, and the error message says which process holds it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pretrain.processes import folder_lock
 
 
 def hold_in_a_child(path) -> int:
-    """The id of a process that holds the lock until it is killed."""
+    """Returns the PID of a child process that holds the lock until it is killed."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         with folder_lock(path):
@@ -26,10 +26,10 @@ def hold_in_a_child(path) -> int:
     return child
 
 
-def test_a_killed_holders_lock_is_taken_over_at_once(tmp_path):
+def test_a_killed_processs_lock_is_taken_over_at_once(tmp_path):
     child = hold_in_a_child(tmp_path / ".lock")
     with pytest.raises(InputError, match=rf"process {child} on .* is using it"), folder_lock(tmp_path / ".lock"):
-        pytest.fail("it is held")
+        pytest.fail("a held lock must be respected")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert (tmp_path / ".lock").exists()
@@ -39,11 +39,11 @@ def test_a_killed_holders_lock_is_taken_over_at_once(tmp_path):
 
 
 def test_a_lock_of_another_machine(tmp_path):
-    """Its processes cannot be seen from here: it counts while somebody touches it, where holders do that."""
+    """The lock is respected while its file is updated, because processes on other machines aren't visible."""
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
     with pytest.raises(InputError, match="still locked by process 7 on elsewhere"), folder_lock(path):
-        pytest.fail("nobody knows whether it lives")
+        pytest.fail("the lock must be respected, because the process may be alive")
     ended = threading.Event()
 
     def touch():
@@ -53,7 +53,7 @@ def test_a_lock_of_another_machine(tmp_path):
     toucher = threading.Thread(target=touch)
     toucher.start()
     with pytest.raises(InputError, match="elsewhere"), folder_lock(path, silence_seconds=120.0):
-        pytest.fail("it lives")
+        pytest.fail("the lock must be respected while its file is updated")
     ended.set()
     toucher.join()
     begun = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_lock_of_another_machine(tmp_path):
         assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
-def test_nonsense_in_the_file_is_no_holder(tmp_path):
+def test_an_invalid_lock_file_is_ignored(tmp_path):
     (tmp_path / ".lock").write_text("nonsense")
     with folder_lock(tmp_path / ".lock"):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()

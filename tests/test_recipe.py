@@ -1,4 +1,4 @@
-"""Recipes: what parses, what is refused, and the words it is refused with."""
+"""Tests for recipes: parsing, rejected values and their messages."""
 
 import os
 import subprocess
@@ -61,10 +61,10 @@ def test_activations_are_recomputed_by_a_word_a_share_or_a_budget(recipe):
 
 def test_numbers_with_units_parse(recipe):
     config = read_run_config(recipe, [("budget.tokens", "10B"), ("optim.warmup_steps", "2k")])
-    assert config.data.sequence_length == 2048, "k is 1,024 in lengths and batches"
+    assert config.data.sequence_length == 2048, "k must be 1,024 in lengths and batch sizes"
     assert config.batch.tokens_per_step == 2**19
     assert config.budget.tokens == 10**10
-    assert config.optim.warmup_steps == 2000, "k is 1,000 elsewhere"
+    assert config.optim.warmup_steps == 2000, "k must be 1,000 in other settings"
     assert config.optim.learning_rate == 3e-4
 
 
@@ -81,10 +81,10 @@ def test_one_name_is_a_list_of_one(recipe):
     assert config.benchmarks.tasks == ["base"] and config.publish.language == ["en", "de"]
 
 
-def test_what_yaml_1_1_would_misread(recipe):
+def test_values_that_yaml_1_1_would_misread(recipe):
     recipe.write_text(RECIPE + "seed: 0123\n")
-    assert read_run_config(recipe).seed == 123, "not octal 83"
-    assert "got 'off'" in problems_of(recipe, ("precision", "off"))[0], "not false"
+    assert read_run_config(recipe).seed == 123, "leading zeros must not make a number octal"
+    assert "got 'off'" in problems_of(recipe, ("precision", "off"))[0], "off must not be read as false"
 
 
 def test_all_problems_are_reported_at_once(recipe):
@@ -153,7 +153,7 @@ def test_the_models_file_and_its_changes_come_in_any_order(recipe, tmp_path, las
     replay.write_text(as_yaml(config))
     assert read_run_config(replay) == config
     other_file = read_run_config(replay, [("model", "model_configs/llama_30m.json")])
-    assert other_file.model.changes == {}, "they were of the file that is replaced"
+    assert other_file.model.changes == {}, "changes to the replaced file must be dropped"
     more = read_run_config(replay, [("model.num_hidden_layers", "9")])
     assert more.model.changes == config.model.changes | {"num_hidden_layers": 9}
 
@@ -175,7 +175,7 @@ def test_a_model_without_a_file_is_refused(recipe, override, message):
     assert message in problem
 
 
-def test_the_origin_of_a_changed_model_is_told(recipe):
+def test_the_origin_of_a_changed_model_is_printed(recipe):
     lines = explain(
         read_command_line(["--config", str(recipe), "--model.num_hidden_layers", "8"], "usage")
     ).splitlines()
@@ -185,13 +185,13 @@ def test_the_origin_of_a_changed_model_is_told(recipe):
 
 
 def test_a_group_in_two_places_is_refused(recipe):
-    """A problem of the recipe as a whole, with no path."""
+    """The problem concerns the whole recipe, so it has no setting's path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
     assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
 
 
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
-def test_a_mistake_in_a_number_or_auto_is_told_once(recipe, key):
+def test_a_mistake_in_a_number_or_auto_is_reported_once(recipe, key):
     (problem,) = problems_of(recipe, (key, "often"))
     assert problem.startswith(f"--{key}: Input should be a valid ") and problem.endswith(", or auto (got 'often')")
 
@@ -254,7 +254,7 @@ def help_of(*argv, capsys):
     return capsys.readouterr().out, stop.value.code
 
 
-def test_nothing_asked_is_answered_in_a_few_lines(capsys):
+def test_without_arguments_a_short_usage_is_printed(capsys):
     text, code = help_of(capsys=capsys)
     lines = [line for line in text.splitlines() if line]
     assert code == 2 and len(lines) <= 6 and sum("  python train.py" in line for line in lines) == 3
@@ -265,7 +265,7 @@ def test_help_has_headings_choices_and_every_option(capsys):
     text, code = help_of("--help", capsys=capsys)
     assert code == 0 and "the usage" in text and "\noptim:\n" in text
     assert "--precision {auto,fp32,bf16,fp16,fp8}" in text and "--tracking.project" in text
-    assert "--optim.learning_rate  [null]" in text, "a number is allowed too"
+    assert "--optim.learning_rate  [null]" in text, "a setting with words and numbers must not list choices"
     for flag in ("--check", "--verbose", "--smoke", "--text", *(f"--{path}" for path, _ in fields_of_config())):
         assert flag in text, flag
 
@@ -279,7 +279,7 @@ def test_a_setting_that_moved_is_refused_with_its_new_place(recipe):
     assert problem.startswith("--optim.muon.adamw_learning_rate: is now optim.group_learning_rates: {embedding")
 
 
-def test_help_tells_a_default_that_holds_only_where_its_section_is_given(capsys):
+def test_help_shows_defaults_that_need_their_section(capsys):
     left_out = {
         f"{name}.{key}"
         for name, field in RunConfig.model_fields.items()

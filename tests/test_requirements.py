@@ -1,4 +1,5 @@
-"""Optional packages: a build that fails takes nothing along, and messages name files that have what they say."""
+"""Tests for optional packages: a failed build doesn't affect the others, and messages name the right requirements
+file."""
 
 import json
 import re
@@ -24,13 +25,14 @@ def packages(name) -> set[str]:
 
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
 NOT_ASKED_FOR = ("torch", "deepspeed")
-"""Half a gigabyte, often from a folder or an index of its own; and a source archive for all versions."""
+"""Packages that aren't checked: torch is half a gigabyte and often comes from a separate index, and deepspeed is a
+source archive."""
 
 
 def pip_finds(version: str, *requirements: str) -> subprocess.CompletedProcess:
-    """Looks the packages up as wheels for a Python, without what they require; installs nothing.
+    """Looks up wheels for a Python version, without dependencies and without installing them.
 
-    stdout is pip's report. Which Python a package allows is left to the caller: pip would judge it by its own.
+    stdout contains pip's report. requires-python is ignored, because pip would compare it with its own Python version.
     """
     asked = ("--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--python-version", version)
     asked += ("--ignore-requires-python", "--report", "-")
@@ -42,12 +44,12 @@ def pip_finds(version: str, *requirements: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def index():
     if pip_finds(SUPPORTED[0], "packaging").returncode:
-        pytest.skip("pip reaches no index here, so wheels for other Pythons are not looked for")
+        pytest.skip("pip can't reach an index, so wheels for other Python versions aren't checked")
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
 def test_every_requirement_has_a_wheel_for_each_python(index, version):
-    """Conditions such as python_version >= "3.14" are judged here as well, for the same reason."""
+    """Markers such as python_version >= "3.14" are evaluated here, not by pip."""
     lines = (line.partition("#")[0].strip() for line in FILES["requirements.txt"].splitlines())
     requirements = [Requirement(line) for line in lines if line]
     python = {"python_version": version, "python_full_version": f"{version}.0"}
@@ -62,20 +64,20 @@ def test_every_requirement_has_a_wheel_for_each_python(index, version):
     assert not [name for name, pythons in allowed.items() if f"{version}.0" not in SpecifierSet(pythons)]
 
 
-def test_what_tests_of_options_need_is_installed_with_the_other_tools():
-    """Else they would skip."""
+def test_packages_of_optional_tests_are_in_the_dev_requirements():
+    """Without them, those tests would be skipped."""
     assert {"optuna", "datatrove", "gguf", "model-signing"} <= packages("requirements-dev.txt")
     assert OPTUNA in FILES["requirements-dev.txt"]
 
 
 def is_pure(requirement: Requirement) -> bool:
-    """Whether the version that is installed here is the one that is meant, with one wheel for every Python."""
+    """Returns True if the installed version satisfies the requirement and has one wheel for all Python versions."""
     installed = distribution(requirement.name)
     return installed.version in requirement.specifier and "Tag: py3-none-any" in (installed.read_text("WHEEL") or "")
 
 
 @pytest.mark.parametrize("version", ["2, 7", "3, 10", "3, 15"])
-def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, version):
+def test_make_rejects_a_python_without_wheels(tmp_path, version):
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     stand_in = tmp_path / "python"
@@ -93,20 +95,24 @@ def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, versi
     )
     said = refused.stderr.splitlines()
     assert refused.returncode and f" is {version.replace(', ', '.')}: name another" in said[0], refused
-    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, "and make's own line"
+    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, (
+        "only make's own error line may follow"
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "requirements.txt", "python"}
 
 
-def test_the_pages_name_the_pythons_that_make_takes():
+def test_the_pages_name_the_supported_python_versions():
     for page in ("README.md", "CONTRIBUTING.md", "docs/first_hour.md"):
         assert f"Python {SUPPORTED[0]} to {SUPPORTED[-1]}" in (ROOT / page).read_text()
 
 
-def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
+def test_compiled_packages_are_separate_and_their_build_requirements_come_first():
     assert packages("requirements-flash-attn.txt") == {"flash-attn"}
     assert not any("flash-attn" in packages(name) for name in FILES if name != "requirements-flash-attn.txt")
     before = packages("requirements.txt") | packages("requirements-gpu.txt")
-    assert {"packaging", "wheel", "setuptools", "ninja", "torch"} <= before, "setup.py imports them"
+    assert {"packaging", "wheel", "setuptools", "ninja", "torch"} <= before, (
+        "packages imported by setup.py must be installed first"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,6 +123,6 @@ def test_what_is_compiled_stands_alone_and_its_build_finds_what_it_imports():
         ("model/attention.py", "requirements-flash-attn.txt", "flash-attn"),
     ],
 )
-def test_a_missing_package_is_asked_for_by_the_file_that_has_it(module, file, package):
+def test_messages_for_missing_packages_name_the_right_file(module, file, package):
     assert file in (ROOT / "pretrain" / module).read_text() and package in packages(file)
     assert file in (ROOT / "docs/gpu_setup.md").read_text()

@@ -1,4 +1,4 @@
-"""The documentation as a site: every link leads somewhere, and the reference has every setting and command."""
+"""Tests for the documentation site: all links work, and the reference contains every setting and command."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from support.project import ROOT
 LONG = {
     "first_hour", "shapes", "failures", "design", "performance", "quality", "memory", "faults", "comparison",
 }  # fmt: skip
-"""Tables of models and messages, and results; the archive of measurements has no limit either."""
+"""Pages with long tables or results. The measurement archive has no limit either."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_reference_has_the_events_the_files_of_a_run_and_the_names_of_extens
 
 
 def pages_in(navigation) -> list[str]:
-    """Returns the files of a part of mkdocs.yml's nav."""
+    """Returns the files in a part of mkdocs.yml's nav."""
     if isinstance(navigation, str):
         return [navigation]
     parts = navigation.values() if isinstance(navigation, dict) else navigation
@@ -67,7 +67,7 @@ def pages_in(navigation) -> list[str]:
 
 
 def test_every_guide_is_two_clicks_away():
-    """The tab "Guides" opens its first page, which links to all others."""
+    """Every guide is linked from the first page of the tab "Guides"."""
     (guides,) = [tab for tab in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Guides" in tab]
     first, *others = pages_in(guides)
     linked = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / first).read_text())
@@ -76,8 +76,8 @@ def test_every_guide_is_two_clicks_away():
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_what_the_code_draws(name, tmp_path):
-    """Else: python -m docs.figures."""
+def test_figures_match_the_code(name, tmp_path):
+    """Each figure matches the code that draws it. Update figures with python -m docs.figures."""
     draw(tmp_path, [name])
     assert (tmp_path / f"{name}.svg").read_text() == (ROOT / f"docs/images/{name}.svg").read_text()
 

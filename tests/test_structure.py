@@ -1,4 +1,4 @@
-"""What holds the project together: sizes, import direction, settings that are read, a README that tells the truth."""
+"""Tests for the project's structure: sizes, import order, settings that are used, and paths in the README."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from support.setting_reads import fields_of, settings_read
 SCRIPTS = sorted(path.name for path in ROOT.glob("*.py"))
 MODULES = sorted(ROOT.glob("pretrain*/**/*.py"))
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-# huggingface_hub comes with transformers, which imports it itself.
+# huggingface_hub is a dependency of transformers, which imports it itself.
 LIGHT = {
     "torch",
     "transformers",
@@ -33,7 +33,7 @@ LIGHT |= {"huggingface_hub"}
 
 
 def imports_at_top(path: Path) -> set[str]:
-    """Full names of the modules, and of the names in them, that a file imports when it is imported."""
+    """Returns the full names of modules and members that a file imports at module level."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
@@ -57,14 +57,14 @@ def test_scripts_import_the_package_and_never_the_other_way_round():
         assert not names & ({Path(other).stem for other in SCRIPTS} - {"evaluate"}), script
 
 
-def test_architectures_know_nothing_of_distribution():
+def test_architectures_do_not_import_distributed_code():
     for path in (ROOT / "pretrain/model/architectures").glob("[a-z]*.py"):
         assert {name.split(".")[0] for name in imports_at_top(path)} <= {"torch", "transformers", "math", "typing"}
         assert "torch.distributed" not in path.read_text()
 
 
 def test_training_on_shards_imports_nothing_heavy():
-    """deepspeed, datasets, gigatoken, lm_eval, wandb and matplotlib are imported where they are used."""
+    """deepspeed, datasets, gigatoken, lm_eval, wandb and matplotlib are only imported where they are used."""
     todo, seen = ["train"], set()
     while todo:
         name = todo.pop()
@@ -81,7 +81,7 @@ def test_training_on_shards_imports_nothing_heavy():
 def unread_settings(modules: dict[Path, str]) -> set[tuple[str, str]]:
     read = set().union(*(settings_read(source) for path, source in modules.items() if path.name != "config.py"))
     settings = {(section, field) for section, fields in fields_of().items() for field in fields}
-    merged = {("Data", "train"), ("CurriculumStage", "sequence_length")}  # by Data.mixtures and Data.windows
+    merged = {("Data", "train"), ("CurriculumStage", "sequence_length")}  # read by Data.mixtures and Data.windows
     return settings - read - merged
 
 
@@ -103,8 +103,8 @@ def test_every_setting_is_read_somewhere():
         ("pretrain/training/resuming.py", "guard.on_spike ==", ("Guard", "on_spike")),
     ],
 )
-def test_a_setting_without_its_reader_would_be_seen(module, reader, unread):
-    """`device` is read of many other things, and so are the others."""
+def test_an_unused_setting_is_detected(module, reader, unread):
+    """A setting's name, such as `device`, may also be an attribute of other objects."""
     modules = {path: path.read_text() for path in [*MODULES, *ROOT.glob("*.py")]}
     assert reader in modules[ROOT / module]
     modules[ROOT / module] = modules[ROOT / module].replace(reader, "None ==" if reader.endswith("==") else "None")
@@ -155,16 +155,16 @@ PACKAGES = (
     "pretrain_tools/evaluation",
     "pretrain_tools/experiments",
 )
-"""Folders of both packages in the order of their imports: a package imports from itself and from those before it."""
+"""Both packages' folders in import order: a folder imports only from itself and from those before it."""
 
 
 def package_of(module: str) -> str:
-    """pretrain_tools.publishing.card -> pretrain_tools/publishing"""
+    """Returns a module's folder: pretrain_tools.publishing.card -> pretrain_tools/publishing"""
     return "/".join(module.split(".")[:-1])
 
 
 def modules_by_name() -> dict[str, Path]:
-    """{dotted name: path} of every module; a package's docstring is none, an architecture's registry is."""
+    """Returns {dotted name: path} for all modules, and for the architecture registry, which is in an __init__.py."""
     named = {}
     for path in MODULES:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -176,7 +176,7 @@ def modules_by_name() -> dict[str, Path]:
 
 
 def imports_anywhere(path: Path) -> set[str]:
-    """Modules of the package that a file imports, at the top, in a function or for type checking."""
+    """Returns the package's modules that a file imports at module level, in functions or for type checking."""
     known, found = modules_by_name(), set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
@@ -190,7 +190,8 @@ def imports_anywhere(path: Path) -> set[str]:
 
 
 def cycles_in(arrows: dict[str, set[str]]) -> list[str]:
-    """What is left when all that nobody within needs is taken away, again and again: the modules of cycles."""
+    """Returns the modules that are part of a cycle or import from one, by repeatedly removing those without
+    imports."""
     left = dict(arrows)
     while free := [name for name, needed in left.items() if not needed & left.keys()]:
         for name in free:
@@ -211,17 +212,17 @@ def test_packages_import_one_way():
     assert cycles_in(arrows) == []
 
 
-def test_a_cycle_and_a_step_back_would_be_seen():
+def test_an_import_cycle_is_detected():
     assert cycles_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
     assert "pretrain.config" in imports_anywhere(ROOT / "pretrain/recipe.py")
-    assert "pretrain.data.foreign_shards" in imports_anywhere(ROOT / "pretrain/data/shards.py")  # within a function
+    assert "pretrain.data.foreign_shards" in imports_anywhere(ROOT / "pretrain/data/shards.py")  # inside a function
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_names_its_modules(package):
     said = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text()))
-    assert said, f"{package} does not say what it is for"
-    if package.endswith("architectures"):  # any file put there is an architecture
+    assert said, f"{package} has no docstring"
+    if package.endswith("architectures"):  # every file there is an architecture
         return
     rows = [row.split(":")[0].strip() for row in said.splitlines() if row.startswith("    ")]
     named = [name for row in rows for name in row.split(", ") if not name.endswith("/")]
@@ -244,11 +245,11 @@ COMPARED = {
     "NeMo AutoModel": {"NeMo AutoModel"},
     "run_clm, Trainer": {"run_clm", "Trainer"},
 }
-"""{column of the comparison: names in its sections}"""
+"""{column of the comparison: project names in its sections}"""
 
 
 def test_every_cell_of_the_comparison_has_a_source():
-    """Each row has a section; an empty cell is one that it calls not found."""
+    """Each row has a section with sources, and each empty cell is listed there as not found."""
     page = (ROOT / "docs/comparison.md").read_text()
     rows = page.partition("\n\nAn empty cell")[0].splitlines()
     head, _, *rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows if row.startswith("|")]
@@ -268,7 +269,7 @@ def test_every_cell_of_the_comparison_has_a_source():
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_is_quick(script):
-    """0.2 s at most, where an import of torch alone takes 1.5."""
+    """--help takes at most 0.2 s. Importing torch would take 1.5 s."""
     shown = run_script("-X", "importtime", script, "--help", fresh=True)
     assert "--" in shown.stdout
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
@@ -283,7 +284,7 @@ def test_the_project_speaks_of_itself_only(path):
 
 
 def anchors_of(page: Path) -> set[str]:
-    """What a link may have after #, as GitHub makes it of a heading."""
+    """Returns a page's anchors, as GitHub makes them from headings."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""What is said to a terminal and what to a file."""
+"""Tests for output to terminals and files."""
 
 import io
 import sys
@@ -11,10 +11,10 @@ from support.project import run_script
 from support.terminals import lines_that_remain, watched
 
 
-def test_colors_are_for_terminals_whose_user_wants_them(monkeypatch):
+def test_colors_are_used_only_in_terminals_that_want_them(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert colored("bad", "red", screen) == "\x1b[31mbad\x1b[0m"
-    assert colored("bad", "red", io.StringIO()) == "bad", "a file"
+    assert colored("bad", "red", io.StringIO()) == "bad", "files must not be colored"
     monkeypatch.setenv("NO_COLOR", "1")
     assert colored("bad", "red", screen) == "bad"
     monkeypatch.delenv("NO_COLOR")
@@ -26,7 +26,7 @@ def test_only_a_terminal_has_a_width(monkeypatch):
     screen = watched(monkeypatch, 100)
     assert width_of(screen) == 100 and width_of(io.StringIO()) is None
     monkeypatch.delenv("COLUMNS")
-    assert width_of(screen) == 80, "nothing says how wide it is"
+    assert width_of(screen) == 80, "the default width must be 80"
 
 
 def test_a_wrapped_line_keeps_its_columns():
@@ -45,7 +45,7 @@ def test_text_of_a_model_does_not_steer_the_terminal():
     assert printable("a\x1b[2J\tb\nc\r\x07é") == "a\\x1b[2J\tb\nc\\r\\x07é"
 
 
-def test_what_is_said_stands_above_the_live_line(monkeypatch):
+def test_messages_are_printed_above_the_live_line(monkeypatch):
     screen = watched(monkeypatch, 100)
     line = LiveLine()
     line.show("step 1")
@@ -55,7 +55,7 @@ def test_what_is_said_stands_above_the_live_line(monkeypatch):
     assert screen.getvalue() == f"\r\x1b[Kstep 1\r\r\x1b[K{cut}\r\r\x1b[Ka log line\n\r\x1b[K{cut}\r"
     line.clear()
     line.print_above("done", sys.stdout)
-    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "no line to draw again"
+    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "the live line must not be drawn again"
 
 
 def test_another_librarys_print_begins_its_line_and_no_stream_is_replaced(monkeypatch):
@@ -88,10 +88,10 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
         ["plan.py", "--config", "/no/such", "--gpus", "1", "--model", "/no/such"],
     ],
 )
-def test_a_script_says_that_it_loads_before_it_imports_torch(arguments, tmp_path):
-    """In a process whose torch cannot be imported, the line stands there all the same."""
+def test_scripts_print_a_line_before_importing_torch(arguments, tmp_path):
+    """The torch in this test can't be imported."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     if arguments[0] == "plan.py":
         arguments = ["plan.py", "--config", "recipes/demo.yaml"]
     found = run_script(*arguments, check=False, fresh=True, PYTHONPATH=str(tmp_path))
-    assert found.stderr == "Loading ...\ninterrupted\n" and found.returncode == -2, "and Ctrl-C leaves no traceback"
+    assert found.stderr == "Loading ...\ninterrupted\n" and found.returncode == -2, "Ctrl-C must not cause a traceback"

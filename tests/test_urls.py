@@ -1,4 +1,4 @@
-"""Documents and prepared folders behind URLs: a server on this machine, and fsspec's file system in memory."""
+"""Tests for documents and prepared folders at URLs, with a local server and fsspec's in-memory file system."""
 
 import gzip
 import http.server
@@ -20,7 +20,7 @@ from support.prepared import WRITERS, content_of, make_parts_small, texts, write
 
 @pytest.fixture
 def memory():
-    """fsspec's file system in memory, empty."""
+    """fsspec's in-memory file system, empty."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     system.pseudo_dirs[:] = [""]
@@ -29,7 +29,7 @@ def memory():
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder front to back, without ranges. Each file's first `answer` breaks off in the middle."""
+    """Server without support for ranges, which cuts off the first response for each file if `breaks_off` is set."""
 
     breaks_off = False
     asked: Counter
@@ -48,12 +48,12 @@ class Server(http.server.SimpleHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *arguments):
-        """Says nothing."""
+        """Suppresses the log."""
 
 
 @pytest.fixture
 def served(tmp_path):
-    """(folder, its URL, the handler's class)"""
+    """(folder, its URL, handler class)"""
     folder = tmp_path / "served"
     folder.mkdir()
     handler = type("Handler", (Server,), {"asked": Counter()})
@@ -88,17 +88,17 @@ def test_documents_in_memory_are_prepared_as_those_in_files(tmp_path, run, memor
     assert content_of(tmp_path / "urls") == content_of(tmp_path / "files")
 
 
-def test_documents_of_a_server_that_breaks_off_are_read_whole(tmp_path, run, served, monkeypatch):
+def test_interrupted_downloads_are_completed(tmp_path, run, served, monkeypatch):
     monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
     folder, url, handler = served
     write_documents(folder)
     handler.breaks_off = True
     names = sorted(path.name for path in folder.iterdir())
     run("--input", *(f"{url}/{name}" for name in names), "--output", tmp_path / "urls", "--workers", 1)
-    assert handler.asked["3.jsonl.gz"] > 1, "nothing broke off"
+    assert handler.asked["3.jsonl.gz"] > 1, "the server must have cut off a response"
     run("--input", folder / "*", "--output", tmp_path / "files")
     assert ids_and_documents(tmp_path / "urls") == ids_and_documents(tmp_path / "files")
-    # What lies in the folder, by a pattern; the server's date tells a change.
+    # A pattern lists the folder, and the server's date reveals a change.
     (folder / "4.jsonl").write_bytes(as_line("one"))
     assert [source.name for source in find_sources([f"{url}/*.jsonl"])] == ["4.jsonl"]
     with pytest.raises(InputError, match=r"source 3\.jsonl\.gz has changed"):
@@ -118,7 +118,7 @@ def test_secrets_of_a_url_are_shown_nowhere(tmp_path, run, served):
     assert f"{url}/a.jsonl, line 6" in str(refused.value) and "canary" not in str(refused.value)
 
 
-def test_what_cannot_be_reached_is_named(tmp_path, run, memory, served):
+def test_unreachable_inputs_are_named(tmp_path, run, memory, served):
     _, url, _ = served
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     cases = {
@@ -151,7 +151,7 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
     assert of_memory(memory, "/bucket/tokens") == content_of(tmp_path / "folder")
     assert re.search(r"memory://bucket/tokens: \d+ files copied", told)
     assert "already complete" in run(*given, *there)
-    # Another machine, which has nothing of it, recognises it as well, and copies nothing.
+    # A machine without a local copy also recognizes the folder, and uploads nothing.
     shutil.rmtree(tmp_path / "staging")
     told = run(*given, *there)
     assert "already complete" in told and "0 files copied" in told
@@ -159,7 +159,7 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
         run("--input", tmp_path / "a.jsonl", *there)
 
 
-def test_an_output_url_is_copied_further_after_a_failure(tmp_path, run, memory, monkeypatch):
+def test_uploading_to_an_output_url_resumes_after_a_failure(tmp_path, run, memory, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     given = ("--input", tmp_path / "a.jsonl", "--shard_tokens", 1000)
     there = ("--output", "memory://bucket/tokens", "--staging", tmp_path / "staging")

@@ -1,4 +1,4 @@
-"""A script that is forked from a warm interpreter does what a started one does."""
+"""Tests that a script forked from a warm interpreter behaves like a newly started one."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ sys.exit(7)
 
 
 def environment(**more) -> dict[str, str]:
-    """As it is when a test runs: what other tests import sets variables."""
+    """Returns the current environment, because imports in other tests set variables."""
     return {**os.environ, "HF_HUB_OFFLINE": "1", **more}
 
 
@@ -49,7 +49,7 @@ def test_arguments_environment_files_session_and_status(form, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["raise SystemExit('in words')", "1 / 0", "import os; os.kill(os.getpid(), 9)"])
-def test_ends(end):
+def test_processes_end_with_the_same_status(end):
     warm, cold = (outcome(start, ["-c", end]) for start in (WarmPopen, subprocess.Popen))
     assert warm[0] == cold[0] != 0
     assert warm[2].splitlines()[-1:] == cold[2].splitlines()[-1:]
@@ -67,7 +67,7 @@ def test_threads_exit_functions_and_output_come_before_the_end(end):
     assert warm == cold and warm[1] == "main\nthread\nexit function\n"
 
 
-def test_it_is_forked_gets_signals_and_starts_others_warm():
+def test_it_is_forked_receives_signals_and_forks_its_children():
     program = (
         "import signal, subprocess, sys\n"
         "assert 'deepspeed' in sys.modules\n"
@@ -81,8 +81,8 @@ def test_it_is_forked_gets_signals_and_starts_others_warm():
         assert process.wait(100) == 3
 
 
-def test_it_can_be_signaled_until_its_end_is_known():
-    """A torchrun whose processes end at the same time asks whether one has ended, and signals its group if not."""
+def test_it_can_be_signaled_until_it_is_waited_for():
+    """A process that has ended can still be signaled until it is waited for, as torchrun does with its group."""
     deadline = time.monotonic() + 100
     with WarmPopen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
@@ -95,7 +95,7 @@ def test_it_can_be_signaled_until_its_end_is_known():
         time.sleep(0.01)
 
 
-def test_what_imports_read_gets_a_new_interpreter():
+def test_variables_read_on_import_need_a_new_interpreter():
     command = [sys.executable, "-c", ""]
     assert can_be_forked(command, environment())
     assert not can_be_forked(command, environment(OMP_NUM_THREADS="7"))

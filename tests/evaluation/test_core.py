@@ -1,4 +1,4 @@
-"""CORE and bits per byte match calculations by hand, and incomplete inputs are rejected."""
+"""Tests for CORE and bits per byte: results match hand calculations, and incomplete inputs are rejected."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory, tokenizer, shards):
 def items_of(kind, number):
     draw = random.Random(number)
     some = [" ".join(draw.choices(WORDS, k=draw.randint(1, 3))) for _ in range(6)]
-    some[3] += "!"  # so that no two choices are the same
+    some[3] += "!"  # makes every choice distinct
     if kind == "language_modeling":
         return {"context": f"  {some[0]} {some[1]}: ", "continuation": draw.choice(WORDS)}
     if kind == "schema":
@@ -61,7 +61,8 @@ def bundle(tmp_path_factory):
 
 
 def right_by_hand(model, tokenizer, task, data, number):
-    """As in nanochat's core_eval.py: one forward pass per prompt, losses of the differing tokens."""
+    """Returns True if the model answers an item correctly. As in nanochat's core_eval.py, each prompt takes one
+    forward pass, and only the losses of tokens that differ are compared."""
     between, kind = task.get("continuation_delimiter", " "), task["icl_task_type"]
     others = [item for place, item in enumerate(data) if place != number]
     shots = random.Random(1234 + number).sample(others, task["num_fewshot"][0])
@@ -95,8 +96,8 @@ def right_by_hand(model, tokenizer, task, data, number):
 
 
 @torch.no_grad()
-def test_core_equals_a_calculation_by_hand(model_folder, bundle):
-    """Prompts with ten examples are longer than the model's 128 positions."""
+def test_core_equals_a_hand_calculation(model_folder, bundle):
+    """CORE equals a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
     scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -146,7 +147,7 @@ def test_core_needs_all_its_tasks(bundle, tmp_path):
     text = refused(["core/copa"], small)
     assert "jeopardy has unknown type schemata; did you mean schema?" in text
     assert "Random baseline of unknown must be" in text
-    (problem,) = task_problems(["core"], None)  # as a recipe is checked
+    (problem,) = task_problems(["core"], None)  # how a recipe is validated
     assert problem.startswith("benchmarks.tasks: core: ") and "benchmarks.eval_bundle:" in problem
 
 
@@ -165,7 +166,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def small_tasks(tmp_path_factory):
-    """Stand-ins for the tasks of `small`: with answers, with contexts (winogrande) and with last words (lambada)."""
+    """Stand-ins for the tasks of `small`, including a context task (winogrande) and a last-word task (lambada)."""
     folder = tmp_path_factory.mktemp("small")
     items = [items_of("multiple_choice", number) | {"number": number} for number in range(6)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
@@ -182,7 +183,7 @@ def small_tasks(tmp_path_factory):
     kinds = {
         "winogrande": {"doc_to_text": "gold", "doc_to_target": "{{query}}"},
         "lambada_openai": {"output_type": "loglikelihood", "doc_to_target": "{{' ' + choices[0]}}"},
-        "sciq": {"doc_to_target": "{{choices[gold]}}"},  # the answer itself, not its number
+        "sciq": {"doc_to_target": "{{choices[gold]}}"},  # the answer itself, not its index
     }
     for name in SMALL_TASKS:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **common, **kinds.get(name, {})}))
@@ -190,7 +191,7 @@ def small_tasks(tmp_path_factory):
 
 
 @torch.no_grad()
-def test_bits_per_byte_equal_a_calculation_by_hand(model_folder, small_tasks):
+def test_bits_per_byte_equal_a_hand_calculation(model_folder, small_tasks):
     folder, items = small_tasks
     scores = score_tasks(model_folder, select_tasks(["small"], folder), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}

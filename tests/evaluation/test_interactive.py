@@ -1,4 +1,4 @@
-"""An interactive session with a model, from typed lines to output."""
+"""Tests for an interactive session with a model, from typed lines to output."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_greedy_text_equals_a_prompt_sample_and_more_continues_it(model):
         texts[tokens] = (
             run_script("evaluate.py", "--model", model, *arguments).stdout.split("---")[-2].split("\n", 1)[1]
         )
-    assert said.count(texts[8].rstrip()) == 3, "typed, more, again"
+    assert said.count(texts[8].rstrip()) == 3, "the text must appear for the prompt, :more and :again"
     assert texts[16].rstrip() in said
 
 
@@ -55,7 +55,7 @@ def test_the_session_continues_after_wrong_lines(model):
     assert "the newest checkpoint" in output
 
 
-def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
+def test_ctrl_c_stops_generation_and_ctrl_d_the_session(model):
     terminal, end = pty.openpty()
     process = start_script(
         "evaluate.py", "--model", model, "--interactive", "--max_new_tokens", 450,
@@ -73,7 +73,7 @@ def test_ctrl_c_stops_a_text_and_ctrl_d_the_session(model):
     try:
         read_until(b"> ")
         os.write(terminal, b"def f(\n")
-        read_until(b"def f(")  # the typed text, then the generated text
+        read_until(b"def f(")  # the echoed input, then the generated text
         read_until(b"def f(")
         process.send_signal(signal.SIGINT)
         read_until(b"> ")

@@ -1,4 +1,4 @@
-"""The harness finds the library that evaluate.py shadows, and its tasks exist."""
+"""Tests for importing the `evaluate` library despite evaluate.py, and for lm-evaluation-harness task names."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_evaluate_library_is_found_behind_the_script(monkeypatch, entry):
     monkeypatch.delitem(sys.modules, "evaluate", raising=False)
     import evaluate
 
-    assert Path(evaluate.__file__).resolve() == ROOT / "evaluate.py"  # what a task would get
+    assert Path(evaluate.__file__).resolve() == ROOT / "evaluate.py"  # what a task would import by default
     before = list(sys.path)
     with evaluate_package_importable():
         import evaluate

@@ -1,4 +1,4 @@
-"""The example of distillation: its divergence is that of the library's logits, each document alone."""
+"""Tests for the distillation example: its KL divergence equals one computed from full logits, document by document."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def teacher(tmp_path):
     return model, str(tmp_path / "teacher")
 
 
-def test_it_is_the_divergence_from_the_teacher_within_documents(teacher):
+def test_the_term_is_the_kl_divergence_from_the_teacher_within_documents(teacher):
     model, folder = teacher
     student = build_model(CONFIG, seed=2).eval()
     ids = torch.arange(1, 25).view(2, 12)

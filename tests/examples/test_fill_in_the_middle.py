@@ -1,4 +1,4 @@
-"""The example of fill-in-the-middle: what it does to documents; windows are the same however they are read."""
+"""Tests for the fill-in-the-middle example: document reordering and reproducible windows."""
 
 import shutil
 
@@ -23,7 +23,7 @@ END_OF_DOCUMENT = 0
 
 @pytest.fixture(scope="module")
 def special(tokenizer, tmp_path_factory):
-    """The tiny tokenizer with the three special tokens, as docs/own_data.md adds them."""
+    """The tiny tokenizer with the three special tokens, added as in docs/own_data.md."""
     folder = tmp_path_factory.mktemp("tokenizers") / "fim"
     extended = AutoTokenizer.from_pretrained(tokenizer)
     extended.add_special_tokens({"additional_special_tokens": TOKENS})
@@ -42,7 +42,7 @@ def documents_of(ids):
 
 
 def original(document, transformation):
-    """A document in its old order, and how it was reordered."""
+    """Returns a document in its original order, and the format it was reordered to."""
     before, after, fill = transformation.prefix, transformation.suffix, transformation.middle
     opening = [token for token in document[:1] if token == END_OF_DOCUMENT]
     text = document[len(opening) :]
@@ -61,7 +61,7 @@ def test_documents_are_reordered_within_themselves(special):
     for key in range(300):
         changed = transformation(ids, key)
         assert len(changed) == len(ids) and np.array_equal(changed, transformation(ids, key))
-        complete = documents_of(changed)[:-1]  # the window's end may cut the last one
+        complete = documents_of(changed)[:-1]  # the window may truncate the last document
         for before, after in zip(documents_of(ids), complete, strict=False):
             restored, kind = original(after, transformation)
             assert restored == before
@@ -71,7 +71,7 @@ def test_documents_are_reordered_within_themselves(special):
 
 
 @pytest.mark.parametrize(("options", "kinds"), [({"rate": 0}, {"plain"}), ({"rate": 1, "spm_rate": 1}, {"SPM"})])
-def test_rates_are_kept(special, options, kinds):
+def test_documents_are_transformed_at_the_given_rates(special, options, kinds):
     transformation = made(special, **options)
     ids = np.array([END_OF_DOCUMENT, *range(10, 40), END_OF_DOCUMENT, 7, 8])
     assert {original(documents_of(transformation(ids, key))[0], transformation)[1] for key in range(50)} == kinds
@@ -110,7 +110,7 @@ def test_windows_are_the_same_on_any_number_of_ranks_and_after_a_resume(special,
         assert np.array_equal(whole, step(number, ranks=4, sequences=1))
         assert not np.array_equal(whole, step(number, transformations={}))
     later = batches().changed(skipped=[(8, 4)]).read(2, 0, 0, ranks=1, sequences=4)
-    assert np.array_equal(later, step(3)), "a sample keeps its number where others are left out"
+    assert np.array_equal(later, step(3)), "skipping samples must not change another sample's index"
     first, again = (batches().read(number, 0, 0, ranks=1, sequences=4) for number in (0, 39))
     assert not {row.tobytes() for row in first} & {row.tobytes() for row in again}
 

@@ -1,4 +1,4 @@
-"""The example of a model with its own code: it trains on packed documents and loads without this project's help."""
+"""Tests for the example model with its own code: it trains on packed documents and loads without Groundwork."""
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,7 +9,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 SIZES |= {"num_hidden_layers": 4, "sliding_window": 16, "vocab_size": "auto"}
 
 
-def test_it_trains_packed_with_documents_and_loads_from_pretrained(recipe, tmp_path):
+def test_it_trains_on_packed_documents_and_loads_with_from_pretrained(recipe, tmp_path):
     sizes = [word for name, value in SIZES.items() for word in (f"--model.{name}", value)]
     told = run_script(
         "train.py", "--config", recipe, "--model", ROOT / "examples/modern", "--trust_remote_code", *sizes
@@ -22,10 +22,12 @@ def test_it_trains_packed_with_documents_and_loads_from_pretrained(recipe, tmp_p
     layers = model.model.layers
     assert [layer.sliding_window for layer in layers] == [16, 16, 16, None]
     assert [layer.value_embedding is not None for layer in layers] == [False, True, False, True]
-    assert all(not torch.equal(layer.of_stream.detach(), torch.ones(1)) for layer in layers), "the scalars learn"
+    assert all(not torch.equal(layer.of_stream.detach(), torch.ones(1)) for layer in layers), (
+        "the scalars must change in training"
+    )
     ids = torch.arange(40)[None]
     changed = ids.clone()
     changed[0, 0] = 99
     with torch.no_grad():
         logits = [model(given).logits for given in (ids, changed)]
-    assert not torch.equal(logits[0][0, -1], logits[1][0, -1]), "a full layer sees beyond the window"
+    assert not torch.equal(logits[0][0, -1], logits[1][0, -1]), "a full-attention layer must see beyond the window"

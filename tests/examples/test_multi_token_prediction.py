@@ -1,4 +1,4 @@
-"""The example of multi-token prediction: its loss, and its parameters in checkpoints."""
+"""Tests for the multi-token prediction example: its loss, and its parameters in checkpoints."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_each_depth_predicts_a_later_token_of_its_own_document():
     expected = 0.0
     for start, length in zip(torch.tensor((0, *lengths)).cumsum(0).tolist(), lengths, strict=False):
         own = ids[None, start : start + length]
-        following = ids[start + 1 : start + length + 1]  # the last one begins the next document
+        following = ids[start + 1 : start + length + 1]  # the last target is the first token of the next document
         state = model.base_model(input_ids=own, use_cache=False).last_hidden_state
         for k, depth in enumerate(terms.terms[NAME].trained, start=1):
             if length <= k:
@@ -59,14 +59,14 @@ def test_each_depth_predicts_a_later_token_of_its_own_document():
 
 
 class NothingWaits(TorchDispatchMode):
-    """Fails at operations whose results the host needs, for which it would wait for a GPU."""
+    """Dispatch mode that fails on operations that would synchronize the host with the GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert func._opname not in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal"), func
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_nothing():
+def test_a_step_never_synchronizes():
     model = build_model(AutoConfig.for_model(**TINY_LLAMA), seed=1, attention="groundwork_sdpa")
     terms = made(model)
     ids = torch.arange(24)[None] % 9
@@ -76,7 +76,7 @@ def test_a_step_waits_for_nothing():
         terms.add(ids, ids, hidden, model.get_output_embeddings(), model.get_input_embeddings(), positions).backward()
 
 
-def test_initial_values_depend_on_the_seed_alone():
+def test_initial_values_depend_only_on_the_seed():
     model = build_model(AutoConfig.for_model(**TINY_LLAMA), seed=1)
     first = made(model).trained.state_dict()
     torch.manual_seed(123)
@@ -97,7 +97,8 @@ def with_term(recipe):
 
 
 def test_parameters_are_in_checkpoints_and_not_in_the_model(with_term, tmp_path):
-    """parallel/test_term_strategies.py has the strategies."""
+    """Checkpoints store the loss term's parameters separately from the model. tests/parallel/test_term_strategies.py
+    covers all strategies."""
     run_script("train.py", "--config", with_term)
     run = tmp_path / "run"
     folder = run / "checkpoints/step-00000006"
@@ -105,14 +106,14 @@ def test_parameters_are_in_checkpoints_and_not_in_the_model(with_term, tmp_path)
     key = f"loss_terms.{NAME}.0.projection.weight"
     assert saved.keys() == average.keys() and not torch.equal(saved[key], average[key])
     first, *_, last = (event[f"loss_{NAME}"] for event in events(run, "train"))
-    assert last < first, "the term's own parameters learn"
+    assert last < first, "the loss term's parameters must learn"
     for place in (run / "final", folder):
         _, told = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True)
         assert not any(told.values())
 
 
 class Trained(loss_terms.LossTerm):
-    """Has a parameter."""
+    """A loss term with a parameter."""
 
     def module(self):
         return torch.nn.Linear(1, 1)
@@ -121,7 +122,7 @@ class Trained(loss_terms.LossTerm):
         return seen.hidden_BTD.sum(-1)
 
 
-def test_parameters_without_a_rate_by_width_are_refused(monkeypatch):
+def test_terms_with_unscaled_parameters_are_rejected_with_mup(monkeypatch):
     monkeypatch.setitem(LOSS_TERMS, "trained", Trained)
     (problem,) = loss_terms.term_problems(Loss(terms={"trained": None}), "auto", scales_width=True)
     assert "parametrization" in problem

@@ -1,4 +1,4 @@
-"""runs.py ladder: which runs count, what is predicted and what is refused."""
+"""Tests for runs.py ladder: which runs are used, what is predicted and which requests are rejected."""
 
 import json
 
@@ -22,7 +22,7 @@ def loss_of(parameters, tokens):
 def write_ladder_run(
     folder, width, *, per_parameter=20, off=1.0, seed=1, ended=True, tokenizer="a", batch=None, **optim
 ):
-    """A run as train.py leaves it, of a law's loss; returns (N, tokens, loss)."""
+    """Writes a run folder as train.py would, with the loss from a scaling law. Returns (N, tokens, loss)."""
     folder.mkdir(parents=True)
     model = folder / "model.json"
     model.write_text(json.dumps({**LLAMA, "hidden_size": width, "intermediate_size": 4 * width}))
@@ -53,7 +53,7 @@ def refusal(*folders, predict=()) -> str:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Four sizes, two seeds each, a worse rate at the smallest, and a run that has not ended."""
+    """Four sizes with two seeds each, a run with a worse learning rate at the smallest size, and an unfinished run."""
     folder = tmp_path_factory.mktemp("sweeps") / "sizes"
     for width in WIDTHS[:-1]:
         for seed in (1, 2):
@@ -83,7 +83,7 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     assert (sweep / "ladder.png").stat().st_size > 10_000
 
 
-def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
+def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     for width in WIDTHS[:3]:
         write_ladder_run(tmp_path / f"three/{width}", width)
     asked = ["parameters=1M,tokens=20M"]
@@ -110,8 +110,7 @@ def test_what_would_be_a_guess_is_refused(tmp_path, capsys):
     assert "differ in the tokenizer" in mixed and "differ in optim.schedule" in mixed
 
 
-def test_a_larger_size_with_fewer_steps_is_warned_of(tmp_path, capsys):
-    """As a batch does that follows the tokens by powers of two."""
+def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
     sizes = [
         write_ladder_run(tmp_path / f"runs/{width}", width, batch=batch)[:2]
         for width, batch in zip(WIDTHS[:-1], (256, 1024, 1024, 1024), strict=True)

@@ -1,4 +1,4 @@
-"""runs.py mixture: weights near the best, honest about how sure they are, from real runs."""
+"""Tests for runs.py mixture: near-optimal weights, honest uncertainty, and real runs."""
 
 import json
 import shutil
@@ -14,11 +14,11 @@ from support.recorded_runs import record_instead_of_training
 
 OWN = np.array([0.8, 0.1, 0.1])
 LEARNED = np.array([[1.2, 0.1, 0.3], [0.1, 0.9, 0.1], [0.2, 0.1, 0.6]])
-"""How much each validation source gains from each training source."""
+"""Benefit of each training source (columns) for each validation source (rows)."""
 
 
 def losses_of(weights):
-    """Shape (n, 3): not the form that is fitted, but with less and less gain as well."""
+    """Returns losses, shape (n, 3), from a different formula than the fitted one, with diminishing returns."""
     return 2.0 + np.exp(-2 * np.sqrt(weights) @ LEARNED.T)
 
 
@@ -32,22 +32,22 @@ def test_candidates_are_mixtures_and_the_recipes_own_comes_first():
     assert weights[0] == pytest.approx(OWN, abs=1e-3)
     assert np.allclose(weights.sum(axis=1), 1) and weights.min() > 0.009
     assert (weights == candidate_weights(np.array([8.0, 1.0, 1.0]), 20)).all()
-    assert weights.max(axis=0).min() > 0.4, "every source leads somewhere"
+    assert weights.max(axis=0).min() > 0.4, "every source must dominate some candidate"
 
 
-def test_the_proposal_is_near_the_best_and_says_what_it_gains():
+def test_the_proposal_is_near_the_optimum_and_reports_its_gain():
     weights = candidate_weights(OWN, 24)
     noise = np.exp(0.002 * np.random.default_rng(2).standard_normal((24, 3)))
     found = propose(weights, losses_of(weights) * noise)
     at_best, own = losses_of(best_of_many()[None]).mean(), losses_of(OWN[None]).mean()
     reached = losses_of(found.weights[None]).mean()
-    assert reached - at_best < 0.15 * (own - at_best), "most of what there is to gain"
+    assert reached - at_best < 0.15 * (own - at_best), "the proposal must reach most of the possible gain"
     assert found.gain_interval[0] > 0 and found.gain == pytest.approx(own - reached, abs=0.4 * (own - reached))
     assert found.agreement > 0.9 and found.error < 0.01
     assert found.losses == pytest.approx(losses_of(found.weights[None])[0], rel=0.02)
 
 
-def test_where_weights_do_not_matter_nothing_is_claimed():
+def test_no_gain_is_claimed_if_weights_do_not_matter():
     weights, random = candidate_weights(OWN, 16), np.random.default_rng(4)
     claims = [propose(weights, 3 * np.exp(0.01 * random.standard_normal((16, 3)))) for _ in range(5)]
     assert sum(found.gain_interval[0] > 0 for found in claims) <= 1
@@ -83,7 +83,9 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
     assert [s.weight for s in proposed.data.train] == pytest.approx(found["proposal"]["weights"], abs=1e-4)
     assert proposed.data.train[1].max_epochs == 2 and proposed.budget.steps == 3
     assert sorted(trained) == [f"train={number:03d}" for number in range(6)]
-    assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, "all is found done"
+    assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, (
+        "a second call must not train again"
+    )
     for count, more, problem in (
         (5, [], "too few to fit 2 sources; use at least 6"),
         (7, [], "--vary data.train"),

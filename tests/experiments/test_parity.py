@@ -1,4 +1,4 @@
-"""runs.py parity: what it makes of curves, of refusals and of two real runs; all strategies: test_strategies.py."""
+"""Tests for runs.py parity: curves, rejected strategies, and two real runs."""
 
 import json
 import math
@@ -51,11 +51,11 @@ ChildFailedError: train.py FAILED
 def test_distances_are_absolute_or_relative():
     assert distance(5.25, 5.0, relative=False) == 0.25
     assert distance(1.5, 2.0, relative=True) == 0.25
-    assert distance(math.nan, math.nan, relative=True) == 0, "the same step skipped in both is the same"
+    assert distance(math.nan, math.nan, relative=True) == 0, "a step skipped in both runs counts as equal"
     assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
 
 
-def test_every_precision_that_can_be_asked_for_has_a_tolerance():
+def test_every_precision_has_a_tolerance():
     literal = RunConfig.model_fields["precision"].annotation
     assert set(parity.TOLERANCES) == set(get_args(literal)) - {"auto"}
     refused = run_script("runs.py", "parity", "--config", "r.yaml", "--precision", "fp4", check=False).stderr
@@ -64,7 +64,7 @@ def test_every_precision_that_can_be_asked_for_has_a_tolerance():
     assert parity.TOLERANCES["bf16"][0] < bound < 0.1 and norm is None
 
 
-def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
+def test_the_distance_is_the_maximum_over_steps_and_infinite_for_a_missing_step():
     assert largest_distance({1: 6.0, 2: 5.25}, REFERENCE.loss, relative=False) == 0.25
     assert largest_distance({1: 6.0}, REFERENCE.loss, relative=False) == math.inf
 
@@ -72,10 +72,12 @@ def test_the_largest_is_over_all_steps_and_a_missing_step_is_infinitely_far():
 def test_refusals_are_read_from_the_log_of_the_launch():
     assert refusals(LOG, 1) == LOG.splitlines()[4:6]
     assert refusals(LOG.replace("exitcode  : 2", "exitcode  : 1").replace("exitcode: 2", "exitcode: 1"), 1) == []
-    assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], "one process, no torchrun"
+    assert refusals("model: nothing of the kind\n", 2) == ["model: nothing of the kind"], (
+        "a single process has no torchrun output"
+    )
 
 
-def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, capsys):
+def test_only_strategies_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, capsys):
     near = StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))
     far = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
     refused = StrategyOutcome(None, ("optim.name: adamw_8bit does not run with tp", "model: too small"))
@@ -103,7 +105,7 @@ def test_those_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, ca
     assert status == 1 and "Nothing was compared." in out
 
 
-def test_a_norm_that_was_not_finite_is_read_as_nan(tmp_path):
+def test_a_non_finite_norm_is_read_as_nan(tmp_path):
     lines = [{"event": "start"}, {"event": "train", "step": 1, "loss": 6.5, "grad_norm": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert math.isnan(read_curve(tmp_path).grad_norm[1])
@@ -130,7 +132,7 @@ def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_recipe_can_be_cut_short(recipe):
+def test_every_recipe_can_be_shortened(recipe):
     overrides = run_overrides(recipe, [], 20, "fp32")
     assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
     assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
@@ -141,7 +143,7 @@ def test_settings_can_be_changed_on_the_command_line():
         ROOT / "recipes/demo.yaml", [("optim.name", "adamw"), ("budget.tokens", "9M")], 20, "fp32"
     )
     assert overrides[:2] == ["--optim.name=adamw", "--budget.tokens=9M"]
-    assert overrides.index("--budget") > 1, "the short budget comes later, and counts"
+    assert overrides.index("--budget") > 1, "the short budget must come later, so that it takes precedence"
 
 
 def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):
@@ -151,7 +153,7 @@ def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):
     assert refused.returncode == 2 and "optim.nam: unknown key; did you mean name?" in refused.stderr
 
 
-def test_strategies_are_the_files_there_are():
+def test_every_accelerate_config_is_a_strategy():
     names = strategy_names()
     assert names[0] == "single" and len(names) == len(set(names))
     assert set(names) == {path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml")}
@@ -177,7 +179,7 @@ def test_an_optimizer_that_computes_in_bf16_is_compared_as_bf16(recipe, tmp_path
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
 def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch):
-    """The same update where a device multiplies in bf16 and where it does not, or two that differ."""
+    """An optimizer is listed as computing in bf16 if and only if its update depends on the device's bf16 support."""
     updated = []
     for missing in (None, "no bf16 instructions"):
         monkeypatch.setattr(muon, "missing_bf16", lambda device_type, missing=missing: missing)
@@ -213,12 +215,9 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
     assert (tmp_path / "1").read_text() not in ("", "0")
 
 
-def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path, capsys, monkeypatch):
-    """Real runs: the same curves are found, no other, and what was named has trained.
-
-    A product of two; all products of four processes with STRATEGIES=all. The strategy is launched as if its processes
-    shared the only GPU.
-    """
+def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
+    """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared the only
+    GPU."""
     gpus = iter([1])
     monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))
     everything = os.environ.get("STRATEGIES") == "all"
@@ -240,7 +239,7 @@ def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path
             record = read_json(tmp_path / "out" / name / "strategy.json")
             assert parity.named(Sizes(**record["mesh"])) == name and result["loss"] < 1e-5
     refused = {name for name, result in found.items() if "refused" in result}
-    assert refused == ({"tp4"} if everything else set()), "two key-value heads"
+    assert refused == ({"tp4"} if everything else set()), "tp4 must be rejected: the model has two KV heads"
     names = ("single", "fsdp2")
     curves = {name: read_curve(tmp_path / "out" / name) for name in names}
     for curve in curves.values():
@@ -253,13 +252,13 @@ def test_a_strategy_and_a_product_are_compared_with_one_process(recipe, tmp_path
     assert not report_parity(outcomes, parity.TOLERANCES["fp32"], tmp_path)["fsdp2"]["same"]
 
 
-def test_all_products_of_four_processes_and_one_of_them():
+def test_all_meshes_of_four_processes():
     names = parity.products_asked_for("all", 4, has_experts=False)
-    assert len(names) == len(set(names)) == 14, "four dimensions and sharding, two of them 2 or one 4, but for copies"
+    assert len(names) == len(set(names)) == 14, "two dimensions of size 2 or one of size 4, without pure replication"
     assert {"dp_shard4", "pp2-tp2", "dp_replicate2-cp2"} <= set(names)
     with_experts = parity.products_asked_for("all", 4, has_experts=True)
     assert set(names) < set(with_experts) and "dp_shard4-ep2" in with_experts
-    assert parity.products_asked_for("tp=2", 4, False) == ["dp_shard2-tp2"], "the rest is sharded"
+    assert parity.products_asked_for("tp=2", 4, False) == ["dp_shard2-tp2"], "the other dimension must be sharding"
     assert all(parity.named(parity.sizes_called(name)) == name for name in with_experts)
     assert parity.sizes_called("zero1") is parity.sizes_called("fsdp2") is parity.sizes_called("pp") is None
 
@@ -276,15 +275,14 @@ def test_all_products_of_four_processes_and_one_of_them():
         ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
     ],
 )
-def test_products_that_cannot_be_are_refused_with_what_can(mesh, message):
+def test_impossible_meshes_are_rejected_with_the_possible_ones(mesh, message):
     with pytest.raises(InputError) as raised:
         parity.products_asked_for(mesh, 4, has_experts=True)
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp2", 1), ("single", 1)])
-def test_a_strategy_that_was_launched_as_another_has_failed(strategy, ranks, tmp_path, monkeypatch, capsys):
-    """Its losses are those of `single`, and would prove nothing."""
+def test_a_run_under_the_wrong_strategy_fails(strategy, ranks, tmp_path, monkeypatch, capsys):
     run = tmp_path / "fsdp2"
     run.mkdir()
     (run / "strategy.json").write_text(json.dumps({"strategy": strategy, "ranks": ranks}))

@@ -1,4 +1,4 @@
-"""The law finds the laws that made the losses, and its intervals hold what they say."""
+"""Tests for fitting scaling laws: known laws are recovered, and intervals have their nominal coverage."""
 
 import numpy as np
 import pytest
@@ -31,8 +31,8 @@ def fit(law, points, noise=0.0, seed=0):
     return fit_scaling_law(sizes, tokens, loss_of(law, sizes, tokens) * factors)
 
 
-def test_many_exact_runs_give_the_law_that_made_them():
-    """The priors hardly count, though they are off."""
+def test_many_exact_runs_recover_the_law():
+    """The law is recovered even if the priors are wrong."""
     found = fit(OTHERS[1], GRID)
     assert found.coefficients["alpha"] == pytest.approx(0.5, abs=0.02)
     assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)
@@ -48,17 +48,17 @@ def test_four_sizes_predict_a_fifth_with_four_times_the_compute(law):
     for seed in range(5):
         found = fit(law, LADDER, noise=0.001, seed=seed)
         assert float(found.loss(16e6, 320e6)) == pytest.approx(loss_of(law, 16e6, 320e6), rel=0.0075)
-        assert min(found.prior_shares.values()) > 0.5, "four sizes on a line do not tell alpha from beta"
+        assert min(found.prior_shares.values()) > 0.5, "four sizes at a constant ratio can't separate alpha from beta"
 
 
-def test_an_interval_of_ninety_per_cent_holds_nine_of_ten_runs():
+def test_ninety_percent_intervals_contain_nine_of_ten_runs():
     held, runs, random = 0, 30, np.random.default_rng(7)
     for seed in range(runs):
         law = (HOFFMANN, *OTHERS)[seed % 3]
         low, high = fit(law, LADDER, noise=0.003, seed=seed).interval(16e6, 320e6)
         held += low <= loss_of(law, 16e6, 320e6) * np.exp(0.003 * random.standard_normal()) <= high
-        assert (high - low) / low < 0.06, "and says something"
-    assert held >= 23, "at 0.9 each, fewer than 23 of 30 have a chance of 1 in 125"
+        assert (high - low) / low < 0.06, "the interval must be narrow enough to be useful"
+    assert held >= 23, "at 90% coverage, fewer than 23 of 30 has a probability of 1 in 125"
 
 
 def test_an_outlier_moves_the_law_little():
@@ -70,8 +70,8 @@ def test_an_outlier_moves_the_law_little():
     assert found.residuals[7] == pytest.approx(np.log(1.2), abs=0.015)
 
 
-def test_refits_descend_to_where_nothing_is_lower():
-    """Compared with steps in random directions, of a fit alone and among others."""
+def test_fits_reach_a_minimum():
+    """No small random step away from the optimum lowers the objective, and a fit is the same alone and in a batch."""
     random = np.random.default_rng(3)
     n, d = random.standard_normal((2, 6))
     theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])
@@ -84,7 +84,7 @@ def test_refits_descend_to_where_nothing_is_lower():
     assert np.allclose(alone[0], found[0], atol=1e-4)
 
 
-def test_a_law_is_the_same_from_its_json():
+def test_a_law_survives_a_json_round_trip():
     found = fit(HOFFMANN, LADDER)
     again = law_of(law_values(found))
     assert again.interval(1e8, 2e9) == pytest.approx(found.interval(1e8, 2e9), rel=1e-4)

@@ -1,4 +1,4 @@
-"""runs.py sweep: what is refused, what a kill leaves, what is reported."""
+"""Tests for runs.py sweep: rejected requests, recovery from kills, and reports."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def request(*vary, **changes):
     return SweepRequest(axes=tuple(read_axes(vary)), **given | changes)
 
 
-def test_values_are_split_outside_brackets_alone():
+def test_values_are_split_only_outside_brackets():
     (axis,) = read_axes(["data.train=[{shards: a, weight: 1}, {shards: b}],[{shards: c}]"])
     assert axis.values == ("[{shards: a, weight: 1}, {shards: b}]", "[{shards: c}]")
     (axis,) = read_axes(["optim.learning_rate=1e-4..1e-2"])
@@ -60,7 +60,7 @@ def test_values_are_split_outside_brackets_alone():
         ({"vary": ["a=1,2"], "changes": (("a", "3"),)}, "use only one of them"),
     ],
 )
-def test_what_cannot_be_swept_is_said(arguments, problem):
+def test_invalid_sweeps_are_rejected(arguments, problem):
     vary = arguments.pop("vary")
     try:
         found = request_problems(request(*vary, **arguments))
@@ -93,7 +93,7 @@ def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
     assert device_slots(None) == [{}] and device_slots(2) == [{"OMP_NUM_THREADS": "4"}] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert device_slots(2) == [{}, {}], "as the user has it"
+    assert device_slots(2) == [{}, {}], "the user's OMP_NUM_THREADS must stay unchanged"
 
 
 def finished_run(folder, loss):
@@ -108,8 +108,8 @@ def finished_run(folder, loss):
         ([], "best"),
     ],
 )
-def test_the_best_is_as_sure_as_its_seeds(second, said, tmp_path):
-    """0.110 and 0.109 apart by seed, while the seeds are 0.1 apart."""
+def test_the_verdict_depends_on_the_spread_of_the_seeds(second, said, tmp_path):
+    """A difference between settings is compared with the spread across seeds, here 0.1."""
 
     def point(losses):
         return PointResult({"a": "1"}, 9, [finished_run(tmp_path, loss) for loss in losses])
@@ -141,13 +141,13 @@ def finished_point(folder, loss, **settings):
     ],
     ids=["smallest", "largest", "a larger one diverged", "none at all", "no numbers", "one value"],
 )
-def test_a_best_value_at_the_end_of_what_was_tried_is_said(rates, said, tmp_path):
+def test_a_best_value_at_the_end_of_the_range_is_reported(rates, said, tmp_path):
     results = [finished_point(tmp_path, loss, rate=rate) for rate, loss in rates.items()]
     lines = at_the_edge(request(f"rate={','.join(rates)}", output=tmp_path), results)
     assert [line[: len(said or "")] for line in lines] == ([said] if said else [])
 
 
-def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
+def test_a_search_learns_from_earlier_trials_and_is_deterministic(tmp_path):
     pytest.importorskip("optuna")
     asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
 
@@ -158,7 +158,7 @@ def test_a_search_learns_from_what_it_has_tried_and_repeats_itself(tmp_path):
     tried = []
     for number in range(20):
         settings = pick_settings(asked, tried, set())
-        assert settings == pick_settings(asked, tried, set()), "after a kill the same trial is picked"
+        assert settings == pick_settings(asked, tried, set()), "the same trial must be picked again after a kill"
         tried.append(result(settings, number))
     distances = [result.mean_loss - 3 for result in tried]
     assert statistics.fmean(distances[10:]) < statistics.fmean(distances[:10]) and min(distances) < 0.2
@@ -185,7 +185,7 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
 
 
-def test_trackers_show_the_runs_of_a_sweep_as_a_group_each_by_its_folder(recipe, tmp_path):
+def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")
     tracking = config_of_run(config, asked, 1, tmp_path / "rates/runs/a").tracking
@@ -202,7 +202,7 @@ def wait_for(condition, seconds=120):
 
 
 def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys):
-    """SIGKILL leaves a run behind, which goes on and is found; one of the settings fails."""
+    """A sweep restarted after SIGKILL finds the run that kept training, and reports a setting that fails."""
     output = tmp_path / "sweep"
     arguments = ["--vary", "optim.learning_rate=3e-3,1e-2", "--seeds", "2", "--validation.sequences", "4"]
     with start_script("runs.py", "sweep", "--config", recipe, "--output", output, *arguments) as first:
@@ -216,7 +216,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
         said = second.communicate(timeout=120)[1]
     assert second.returncode == 130 and "run the same command to resume" in said
     done = sweep(recipe, output, *arguments, "--parallel", "2")
-    assert len(events(run, "start")) == 1, "it was not started twice"
+    assert len(events(run, "start")) == 1, "the run must not be started twice"
     values = json.loads((output / "results.json").read_text())
     assert [len(point["runs"]) for point in values["results"]] == [2, 2]
     means = {p["settings"]["optim.learning_rate"]: p["loss"] for p in values["results"]}
@@ -233,9 +233,9 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     assert recipe_of_best["validation"]["sequences"] == 4 and recipe_of_best["checkpoint"]["keep_last"] == 2
     assert "this run can start" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
 
-    # The same command finds all done; another is refused, and leaves it.
+    # The same command finds all runs finished. A different command is rejected and changes nothing.
     plan = json.loads((output / "plan.json").read_text())
-    del plan["plan"]["guard.loss_window"]  # as if the setting were newer than the sweep
+    del plan["plan"]["guard.loss_window"]  # as if the setting had been added after the sweep
     (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
     capsys.readouterr()
@@ -245,7 +245,7 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     other = replace(asked, changes=(*asked.changes, ("optim.weight_decay", "0")))
     assert "optim.weight_decay was 0.1, but is now 0.0" in refusal(other)
 
-    # A run that cannot go on fails alone; its setting is not the best.
+    # A run that can't continue fails alone, and its setting can't be the best.
     damaged = output / f"runs/learning_rate={best},seed=2"
     shutil.rmtree(damaged / "final")
     next(damaged.glob("checkpoints/*/model.safetensors")).write_bytes(b"")

@@ -1,4 +1,4 @@
-"""A preparation with every kind of cleaning, killed anywhere: the same bytes."""
+"""Tests that prepare_data.py with all cleaning steps gives the same bytes after kills at random moments."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from support.prepared import PROSE, content_of, write_jsonl
 from support.project import start_script
 
 KILLS = 20
-# prepare_data.py with small parts and a commit every 20 ms, so that its work is divided as that of a large input is.
+# prepare_data.py with small partitions and a commit every 20 ms, so that the work is divided as for large inputs.
 IN_SMALL_PARTS = """
 from pretrain_tools.preparation import near_duplicate_search
 from pretrain_tools.preparation.documents import byte_stream, formats, sources
@@ -28,7 +28,8 @@ run_script(prepare_data.main)
 
 
 def documents(rng, count):
-    """Prose with notices, near copies, benchmark items and addresses, and texts that filters remove."""
+    """Returns documents with boilerplate, near duplicates, benchmark items, addresses, and text that the filters
+    remove."""
     words = PROSE.replace(".", "").split()
     made = []
     for number in range(count):
@@ -49,7 +50,7 @@ def documents(rng, count):
 @pytest.mark.skipif(not EVERYTHING, reason="two minutes: FAULTS=all; kills at chosen moments are in tests/preparation")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenizer, workers):
-    """20 of the whole command, of its process alone, or of one worker, each at a random time of what is left."""
+    """Twenty kills of the process group, the main process or a worker, at random times, don't change the output."""
     seed = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KILL_SEED={seed}")
     rng = random.Random(seed)
@@ -65,7 +66,7 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
     ]  # fmt: skip
 
     def started(name):
-        """(process, when it began to work): imports are not what is to be killed."""
+        """Starts a run and returns (process, time at which it began to work), so that kills don't hit the imports."""
         process = start_script(*command, "--output", tmp_path / name, fresh=True, start_new_session=True)
         lock = tmp_path / name / ".unfinished/lock"
         while process.poll() is None and not (lock.exists() and f'"pid": {process.pid},' in lock.read_text()):
@@ -91,7 +92,7 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
             else:
                 os.kill(rng.choice(children).pid if kind == "worker" else process.pid, signal.SIGKILL)
             code = process.wait(60)
-            # It may have ended by itself just then; a preparation whose worker dies says so.
+            # The run may have just finished. A run whose worker dies exits with an error.
             assert code in (-signal.SIGKILL, 0, *([2] if kind == "worker" else []))
             stages = sorted(path.name for path in (tmp_path / name).glob(".unfinished/*"))
             if code:

@@ -1,4 +1,4 @@
-"""Shards that are damaged: found at the start, or at the first read, by the rank that reads them, by name."""
+"""Tests that damaged shards are detected at the start or on the first read, with the file name and the rank."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ DISPATCHED = ["--data.dispatch_batches", "true"]
 
 @pytest.fixture
 def copy(shards, tmp_path, recipe):
-    """Shards to spoil, and a recipe that trains on them."""
+    """A copy of the shards to damage, and a recipe that trains on it."""
     folder = tmp_path / "spoilt"
     shutil.copytree(shards, folder)
     recipe.write_text(recipe.read_text().replace(str(shards), str(folder)))
@@ -24,7 +24,7 @@ def copy(shards, tmp_path, recipe):
 
 
 def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path):
-    """Other kinds of damage: tests/data/test_shards.py."""
+    """tests/data/test_shards.py tests other kinds of damage."""
     shard = copy / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
@@ -35,11 +35,10 @@ def test_a_shard_that_is_not_whole_is_found_at_the_start(copy, recipe, tmp_path)
 
 
 def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, recipe, tmp_path):
-    """Every window but the first few samples' holds one, so that some rank meets it in the middle of the run."""
     vocabulary = json.loads((copy / "manifest.json").read_text())["vocabulary_size"]
     ids = np.fromfile(copy / "train-00000.bin", np.uint16)
     batches = derive(read_run_config(recipe), ranks=2).batches
-    _, position = batches.locate(batches.ramp.sequences_before(2) + 1, 1)[0]  # of rank 1 in the third step
+    _, position = batches.locate(batches.ramp.sequences_before(2) + 1, 1)[0]  # rank 1, third step
     ids[position + 5] = vocabulary
     ids.tofile(copy / "train-00000.bin")
     run = launch_with_faults(tmp_path / "bad", "ddp", 2, "--config", recipe)
@@ -51,7 +50,7 @@ def test_an_id_beyond_the_vocabulary_is_named_by_the_rank_that_reads_it(copy, re
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="four launches of two processes; in make test-faults")
-def test_where_one_process_reads_for_all_kills_nan_and_a_failing_disk_do_what_they_do_elsewhere(recipe, tmp_path):
+def test_faults_have_the_same_effect_if_one_process_reads_for_all(recipe, tmp_path):
     kills = [
         {"where": "forward", "step": 6, "micro_step": 2, "what": "SIGKILL"},
         {"where": "backward", "step": 10, "what": "SIGKILL", "rank": 0},

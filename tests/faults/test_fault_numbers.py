@@ -1,4 +1,4 @@
-"""Numbers that go wrong: a step is skipped, the run goes back, alike every time, and in the end it stops."""
+"""Tests for non-finite and wrong values: skipped steps, deterministic rollbacks, and the final stop."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ TOLERANT = ["--guard.rollback_steps", 0, "--validation.every_steps", 50]
 
 
 def without_times(run, *names):
-    """Events of these names, without what depends on the clock or the folder."""
+    """Returns the events with these names, without fields that depend on the clock or the folder."""
     clocks = ("time", "tokens_per_second", "mfu", "step_seconds", "data_seconds", "peak_memory_bytes", "run")
     clocks += ("seconds", "stall_seconds", "joules")
     found = [event for name in names for event in events(run, name)]
@@ -22,10 +22,10 @@ def without_times(run, *names):
 
 
 def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
-    """One NaN on one rank is a skipped step, three are a rollback; a parameter changed on one rank is a restart.
+    """One NaN skips a step, three NaNs cause a rollback, and a parameter that differs between ranks causes a restart.
 
-    What follows on the rollback is done twice, before the restart and after it, to the same numbers. With FAULTS=all
-    the whole is done twice.
+    The steps after the rollback are trained both before and after the restart, with identical results. With
+    FAULTS=all, the whole run is repeated.
     """
     faults = [
         {"where": "forward", "step": 3, "what": "nan"},
@@ -47,21 +47,23 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         assert [event["step"] for event in events(tmp_path / name, "skip")] == [3, 6, 7, 8]
         (rollback,) = events(tmp_path / name, "rollback")
         assert (rollback["to_step"], rollback["first_step"], rollback["last_step"]) == (4, 6, 8)
-        # Steps 6 to 8 of 4 sequences; what a step after that reads is what it would have read three steps later.
+        # Steps 6 to 8 of 4 sequences are skipped, so later steps read what they would have read three steps later.
         assert rollback["samples"] == [20, 12]
         windows = run.windows()
-        assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
+        assert len({window for step in windows.values() for window in step}) == 12 * 4, "no window may be read twice"
     last = tmp_path / runs[0] / "checkpoints/step-00000012"
     state = json.loads((last / "trainer_state.json").read_text())["state"]
-    assert state["average"] == {"kind": "tail", "first_step": 1, "count": 12}, "it goes back with the weights"
+    assert state["average"] == {"kind": "tail", "first_step": 1, "count": 12}, (
+        "the average must be rolled back with the weights"
+    )
     assert all(tensor.isfinite().all() for tensor in load_file(last / "average.safetensors").values())
     trained = without_times(tmp_path / runs[0], "train")
     again = [line for line in trained if line["step"] == 9]
-    assert len(again) == 2 and again[0] == again[1], "step 9 before the restart and after it, to the last bit"
+    assert len(again) == 2 and again[0] == again[1], "step 9 must be identical before and after the restart"
     if EVERYTHING:
-        names = ("train", "skip", "rollback", "resume")  # a save in the background is logged when it is done
+        names = ("train", "skip", "rollback", "resume")  # without "checkpoint", which is logged late
         first, second = (without_times(tmp_path / name, *names) for name in runs)
-        assert first == second, "the same faults have the same outcome, to the last bit"
+        assert first == second, "the same faults must have exactly the same outcome"
     tell("19", "NaN on one rank, for one step and for three", "skipped on all; rolled back; the same again")
     tell("26", "one parameter changed on rank 1", "found in the same step, exit 1, continued", run.recovery([4]))
 
@@ -77,7 +79,7 @@ def test_spikes_are_rolled_back_three_times_and_then_stop_the_run(recipe, tmp_pa
     assert "3 earlier rollbacks" in end_of(run)["reason"]
     rollbacks = events(run, "rollback")
     assert [event["to_step"] for event in rollbacks] == [8, 8, 8]
-    assert len({tuple(event["samples"]) for event in rollbacks}) == 3, "each time other data is left out"
+    assert len({tuple(event["samples"]) for event in rollbacks}) == 3, "each rollback must skip different data"
     assert len(events(run, "spike")) == 4 * 3
     assert max(losses(run)) == 15
     newest = sorted((run / "checkpoints").glob("step-*"))
@@ -100,10 +102,10 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     assert rates == [(12, 0.003), (13, 0.003), (13, 0.0015), (18, 0.0015)]
     read = [note["windows"] for note in ended.notes(0) if note["event"] == "read" and note["step"] == 13]
     half = len(read) // 2
-    assert half and read[:half] == read[half:], "the same windows twice"
+    assert half and read[:half] == read[half:], "the same windows must be read again"
     assert max(path.name for path in (run / "checkpoints").glob("step-*")) == "step-00000016"
     assert not (run / "final").exists()
-    # Once more from before the spikes: what was done about them is known, and everything after it is the same.
+    # Resumed from before the spikes, the run takes the same actions again, and all later steps are identical.
     shutil.rmtree(run / "checkpoints/step-00000016")
     last = {line["step"]: line for line in without_times(run, "train")}
     again = launch_with_faults(tmp_path / "again", "single", 1, *settings)
@@ -113,7 +115,7 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     tell("20", "a spike over three steps, the rate halved; started again from before it", "the same to the last bit")
 
 
-def test_out_of_memory_ends_with_what_to_change(recipe, tmp_path):
+def test_out_of_memory_errors_suggest_settings(recipe, tmp_path):
     fault = {"where": "forward", "step": 2, "what": "memory"}
     run = tmp_path / "run"
     ended = launch_with_faults(tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, faults=[fault])
@@ -135,5 +137,5 @@ def test_nan_is_skipped_and_rolled_back_in_every_strategy(recipe, tmp_path, stra
     (rollback,) = events(run, "rollback")
     assert (rollback["to_step"], rollback["samples"]) == (4, [20, 12])
     windows = ended.windows()
-    assert len({window for step in windows.values() for window in step}) == 12 * 4, "none twice"
+    assert len({window for step in windows.values() for window in step}) == 12 * 4, "no window may be read twice"
     tell("19", f"NaN on one rank, for one step and for three, {strategy}", "skipped on all; rolled back")

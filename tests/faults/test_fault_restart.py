@@ -1,4 +1,4 @@
-"""Processes that die, hang or are stopped: the group goes down, the launcher starts it again, nothing is lost."""
+"""Tests for processes that die, hang or are stopped: the launcher restarts the group and nothing is lost."""
 
 import json
 import re
@@ -22,9 +22,9 @@ def arguments(recipe, run):
 
 
 def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
-    """In the second epoch killed in the all-reduce at the end of accumulation, and hanging.
+    """A rank that is killed in the all-reduce or hangs is restarted, and no window is lost or repeated.
 
-    With FAULTS=all also killed in the forward pass in the middle of accumulation and in validation, and stopped.
+    FAULTS=all also tests stopped ranks, and kills in the forward pass during accumulation and in validation.
     """
     source = json.dumps([{"shards": str(short_source(shards, tmp_path / "short", 4 * STEPS_PER_EPOCH))}])
     settings = ["--data.train", source]
@@ -43,33 +43,35 @@ def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
         launcher=["--max_restarts", 9],
     )  # fmt: skip
     assert run.code == 0, run.output
-    # From the fault until everybody is dead and the launcher has started the next processes.
+    # Time from the fault until all processes are dead and the launcher has started new ones.
     seconds = [run.seconds_to_restart(number) for number in range(len(kills + hangs))]
-    # 5 s, and on a machine that is busy as much more as the launcher took to start: 0.1 s and 5.5 s when it is idle.
-    # Where nobody watched the others, torchrun would wait 30 s for them.
+    # Allow 5 s, plus the launcher's start time because the machine may be busy. Without our own monitoring, torchrun
+    # would wait 30 s for the other processes.
     allowed = STEP_TIMEOUT + run.seconds_to_start
     assert max(seconds[: len(kills)]) < allowed
     assert all(STEP_TIMEOUT < of_hang < STEP_TIMEOUT + allowed for of_hang in seconds[len(kills) :])
     stacks = "".join(path.read_text() for path in (tmp_path / "run").glob("stacks-rank-*.txt"))
     steps = {int(step) for step in re.findall(r" s after step (\d+)", stacks)}
-    assert steps == {fault["step"] - 1 for fault in hangs}, "who waits for a dead rank ends before it counts as a hang"
+    assert steps == {fault["step"] - 1 for fault in hangs}, "waiting for a dead rank must not count as a hang"
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert same_tensors(tmp_path / "run", tmp_path / "whole", STEPS)
     windows = run.windows()
-    assert windows == whole.windows(), "the same windows in the same order"
+    assert windows == whole.windows(), "the windows must be read in the same order"
     for first in (1, 1 + STEPS_PER_EPOCH):
         epoch = list(chain.from_iterable(windows[step] for step in range(first, first + STEPS_PER_EPOCH)))
-        assert len(set(epoch)) == len(epoch) == 4 * STEPS_PER_EPOCH, "every window once in each epoch"
+        assert len(set(epoch)) == len(epoch) == 4 * STEPS_PER_EPOCH, "each epoch must contain every window once"
     assert not run.left
-    assert "read_with_faults" in (tmp_path / "run/stacks-rank-00001.txt").read_text(), "where it hung"
+    assert "read_with_faults" in (tmp_path / "run/stacks-rank-00001.txt").read_text(), (
+        "the stack must show where the process hung"
+    )
     for number, fault in enumerate(kills + hangs):
         injected = f"{fault['what']} in {fault['where']}, step {fault['step']}, second epoch"
         outcome = "all down, started again; every bit and window as unbroken"
         tell("4, 17, 18", injected, outcome, run.recovery([number]))
 
 
-def test_a_long_step_of_short_micro_steps_is_no_hang(recipe, tmp_path):
-    """Four micro-steps of a second each, where a hang is 2.5 s without a sign of life."""
+def test_a_long_step_of_short_micro_steps_is_not_a_hang(recipe, tmp_path):
+    """A step may exceed the timeout (2.5 s) if none of its four micro-steps (1 s each) does."""
     settings = ["--config", recipe, "--output", tmp_path / "run", "--budget.steps", 2, "--validation.sequences", 1]
     slow = [{"where": "forward", "step": 2, "what": "sleep", "seconds": 1.0, "always": True}]
     settings += ["--guard.step_timeout_seconds", 2.5]
@@ -79,7 +81,7 @@ def test_a_long_step_of_short_micro_steps_is_no_hang(recipe, tmp_path):
 
 @pytest.mark.skipif(not EVERYTHING, reason="five starts of two processes; in make test-faults")
 def test_a_crash_at_the_same_step_every_time(recipe, tmp_path):
-    """The launcher would start it again and again."""
+    """The run gives up after repeated crashes at the same step, even if the launcher allows more restarts."""
     crash = [{"where": "forward", "step": 6, "what": "error", "always": True}]
     run = launch_with_faults(
         tmp_path / "notes", "ddp", 2, *arguments(recipe, tmp_path / "run"), "--checkpoint.async_save", "false",
@@ -87,17 +89,17 @@ def test_a_crash_at_the_same_step_every_time(recipe, tmp_path):
     )  # fmt: skip
     assert run.code != 0 and not run.left
     ends = [end["code"] for end in events(tmp_path / "run", "end")]
-    assert ends == [1, 1, 1, 1, 1, 18], "from step 0; from step 4 and three restarts; the next gives up"
-    assert len(run.starts()) == 2 * 7, "one more repeats that at once"
+    assert ends == [1, 1, 1, 1, 1, 18], "the run must give up after three restarts from step 4"
+    assert len(run.starts()) == 2 * 7, "one more restart must give up at once"
     assert "started 4 times from step 4" in end_of(tmp_path / "run")["reason"]
     again = run_script("train.py", *arguments(recipe, tmp_path / "run"), check=False)
-    assert again.returncode == 0, "a person's start tries again, here without the fault"
+    assert again.returncode == 0, "a manual start must try again"
     tell("22", "the same error in step 6 of every start, --max_restarts 6", "3 restarts without progress, then 18")
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="three launches of two processes; in make test-faults")
 def test_a_death_on_one_of_two_machines(recipe, tmp_path):
-    """Two launchers with a process each, as on two machines: each starts its own again, and they meet again."""
+    """With one launcher on each of two machines, both restart their process and rejoin the group."""
     settings = ["--config", recipe, "--budget.steps", STEPS, "--output"]
     whole = launch_with_faults(tmp_path / "whole", "ddp", 2, *settings, tmp_path / "run-whole")
     assert whole.code == 0, whole.output

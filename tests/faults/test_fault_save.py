@@ -1,4 +1,4 @@
-"""A save that is killed, late, refused by the disk, or damaged afterwards: no torn checkpoint, always a whole one."""
+"""Tests for saves that are killed, delayed, fail or are damaged later: a complete checkpoint always exists."""
 
 import json
 import os
@@ -19,18 +19,18 @@ from support.project import events, losses, run_script
 from support.save_and_die import ranks_of, save, tensors_of
 
 FILES = ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "MANIFEST.json"]
-"""What a continuation reads; a checkpoint has the model's config.json as well."""
+"""The files read on resume. Checkpoints also contain the model's config.json."""
 
 
 @pytest.fixture
 def in_memory():
-    """A folder in which fsync costs nothing: the order of operations is what matters."""
+    """A folder in memory, where fsync is free, because only the order of operations matters."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         yield Path(folder)
 
 
 def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
-    """With FAULTS=all at every one of more than 200 moments."""
+    """A kill at any moment leaves a complete checkpoint. FAULTS=all tests every moment, more than 200."""
     every = 1 if EVERYTHING else 11
     run = run_script("tests/support/save_and_die.py", in_memory, every, timeout=550)
     results = json.loads(run.stdout.splitlines()[-1])
@@ -42,14 +42,14 @@ def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run with the checkpoints of steps 1 and 2."""
+    """A run folder with checkpoints at steps 1 and 2."""
     for step in (1, 2):
         save(tmp_path / "run", ranks_of(), step)
     return tmp_path / "run"
 
 
 def chosen(run: Path) -> tuple[Path | None, list[str]]:
-    """What a start chooses, and what it says."""
+    """Returns the checkpoint that a resumed run would load, and the log messages."""
     log: list[str] = []
     return Checkpoints(run, ranks_of(), Checkpoint()).newest_valid(log.append), log
 
@@ -86,13 +86,13 @@ def test_harm_to_a_file_is_found_before_use_and_named(run, tmp_path, harm):
         folder, log = chosen(spoilt)
         assert folder.name == "step-00000001"
         assert len(log) == 1 and "renamed to damaged-step-00000002" in log[0]
-        # A flipped bit of a hash in the manifest looks like a damaged file.
+        # A flipped bit in a hash in the manifest looks like a damaged file.
         assert file in log[0] or (file == "MANIFEST.json" and "flip" in harm)
     tell("10, 11", f"{harm}, in each of {len(FILES) + 1} files", "found before use, named; the one before is taken")
 
 
 def test_every_bit_of_a_manifest_counts(run):
-    """A flipped bit can make other keys, other types and names that no file can have."""
+    """A flipped bit can also change keys and types, or produce invalid file names."""
     folder = run / "checkpoints/step-00000002"
     manifest = folder / "MANIFEST.json"
     size = manifest.stat().st_size
@@ -136,7 +136,7 @@ def test_lost_checkpoints_are_no_fresh_start(run):
 
 
 class Malicious:
-    """Unpickled, it leaves a file."""
+    """An object that creates a file when unpickled."""
 
     def __init__(self, canary: Path):
         self.canary = canary
@@ -147,7 +147,7 @@ class Malicious:
 
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_pickle_in_place_of_a_file_is_not_executed(run, tmp_path, sealed):
-    """Even where whoever put it there has put its hash into the manifest."""
+    """A pickle isn't executed, even if its hash is in the manifest."""
     for file in FILES:
         assert_a_pickle_is_refused(shutil.copytree(run, tmp_path / file), file, sealed, tmp_path / "canary")
     tell("23", f"a pickle as each of {len(FILES)} files{', with its hash' if sealed else ''}", "not executed")
@@ -163,7 +163,7 @@ def assert_a_pickle_is_refused(run, file, sealed, canary):
         manifest = json.loads((folder / "MANIFEST.json").read_text())
         manifest["files"][file] = seal(folder / file)
         (folder / "MANIFEST.json").write_text(json.dumps(manifest))
-        if file == "trainer_state.json":  # which names the checkpoint's step
+        if file == "trainer_state.json":  # the step is unknown without it
             assert chosen(run)[0].name == "step-00000001"
             assert not canary.exists()
             return
@@ -176,7 +176,7 @@ def assert_a_pickle_is_refused(run, file, sealed, canary):
 
 
 def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """A power cut forgets what was not synced, which SIGKILL does not."""
+    """A power failure, unlike SIGKILL, loses unsynced data."""
     log, fsync, rename = [], os.fsync, Path.rename
 
     def logged_fsync(file):
@@ -195,7 +195,7 @@ def test_everything_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced = {entry for entry in log[:published] if isinstance(entry, Path)}
     synced |= {entry[1] for entry in log[:published] if isinstance(entry, tuple) and entry[0] in synced}
     assert {unfinished / path.name for path in final.iterdir()} | {unfinished} <= synced
-    assert log[published + 1] == final.parent, "the name itself must be on disk before anything relies on it"
+    assert log[published + 1] == final.parent, "the parent folder must be synced right after the rename"
     latest = next(entry for entry in log if isinstance(entry, tuple) and entry[1].name == "LATEST")
     assert log.index(latest) > published
 
@@ -219,7 +219,7 @@ def arguments(recipe, run, steps=20):
 
 
 def test_a_disk_that_refuses_costs_a_checkpoint_and_no_step(recipe, tmp_path):
-    """Full on one rank, read-only on the other, full for the folder itself; then it takes a checkpoint again."""
+    """Disk-full and read-only errors cost a checkpoint but no training step, and later checkpoints are saved."""
     faults = [
         {"where": "write", "nth": 1, "what": "ENOSPC", "rank": 1},
         {"where": "write", "nth": 2, "what": "EROFS", "rank": 0},
@@ -232,13 +232,14 @@ def test_a_disk_that_refuses_costs_a_checkpoint_and_no_step(recipe, tmp_path):
     assert "No space left on device" in warnings[4] and "Read-only file system" in warnings[8]
     assert all("earlier checkpoints are unaffected" in warnings[step] for step in (4, 8, 12))
     assert [event["step"] for event in events(tmp_path / "run", "checkpoint")] == [16, 20]
-    assert sorted(losses(tmp_path / "run")) == list(range(1, 21)), "no step waited or was lost"
+    assert sorted(losses(tmp_path / "run")) == list(range(1, 21)), "no step may be lost"
     assert not list((tmp_path / "run/checkpoints").glob(".*"))
     tell("13, 14", "ENOSPC on one rank, EROFS on the other, ENOSPC for the folder", "3 warnings, no step lost")
 
 
 def test_a_rank_that_writes_late_and_a_kill_meanwhile(recipe, tmp_path):
-    """LATEST is still the old one; with FAULTS=all the run goes on from there, as after any kill."""
+    """LATEST still points to the old checkpoint while a rank is writing late. With FAULTS=all, the run resumes from
+    it."""
     run, notes = tmp_path / "run", tmp_path / "notes"
 
     def kill_while_it_is_late(process):

@@ -1,4 +1,4 @@
-"""Signals: one agreed step, a checkpoint, an exit status that says so; and secrets that stay where they are."""
+"""Tests for signals: all ranks stop at the same step, save and exit with the right status. Secrets never leak."""
 
 import os
 import signal
@@ -22,8 +22,10 @@ def arguments(recipe, run, *more):
 
 
 def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(recipe, tmp_path):
-    """During a save; with FAULTS=all, each launch continuing the one before, also between saves, with a save that is
-    too slow, and to one rank alone. Secrets in the environment of all."""
+    """SIGTERM during a save stops the run with a checkpoint, and secrets in the environment never leak.
+
+    FAULTS=all also tests signals between saves, during a save that is too slow, and to a single rank.
+    """
     run = tmp_path / "run"
 
     def stop(name, step, *more, **environment):
@@ -41,9 +43,9 @@ def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(re
         assert saved == end_of(run)["step"] == max(losses(run)) and "preempted" in end_of(run)["reason"]
         assert not between.left
 
-    # Step 4 or 12 is being written.
+    # Step 4 or 12 is being saved.
     meanwhile = stop("during", 13 if EVERYTHING else 5, {"where": "write", "nth": 1, "what": "sleep", "seconds": 2})
-    assert not EVERYTHING or events(run, "resume")[-1]["step"] == saved, "not a step was lost"
+    assert not EVERYTHING or events(run, "resume")[-1]["step"] == saved, "no step may be lost"
     assert end_of(run)["code"] == 75, meanwhile.output
     saved = end_of(run)["step"]
     assert events(run, "checkpoint")[-1]["step"] == saved and not meanwhile.left
@@ -54,17 +56,18 @@ def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(re
         killed = stop("slow", saved + 1, slow, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3")
         assert not killed.left
         newest = sorted((run / "checkpoints").glob("step-*"))[-1]
-        assert newest.name == f"step-{saved:08d}" and damage(newest) == [], "the one before is intact"
+        assert newest.name == f"step-{saved:08d}" and damage(newest) == [], "the previous checkpoint must be intact"
         tell("16", "SIGTERM, save slower than the launcher's patience", "the one before is intact; continued from it")
         outputs.append(killed)
 
-        # A rank alone is told, as by a scheduler of one machine among many: all stop at the same step.
+        # Only one rank gets the signal, as from a scheduler of one of several machines. All ranks stop at the same
+        # step.
         alone = [{"where": "read", "step": saved + 3, "what": "SIGUSR1", "rank": 1}]
         last = launch_with_faults(tmp_path / "alone", "ddp", 2, *arguments(recipe, run), faults=alone, **SECRETS)
         assert end_of(run)["code"] == 75 and events(run, "resume")[-1]["step"] == saved, last.output
         assert saved + 3 <= end_of(run)["step"] <= saved + 4
         outputs.append(last)
-    assert not list((run / "checkpoints").glob(".*")), "no leftovers"
+    assert not list((run / "checkpoints").glob(".*")), "no temporary files may be left"
     where = "during a save, between steps, to one rank alone" if EVERYTHING else "during a save"
     tell("15", f"SIGTERM {where}", "one step agreed on, saved, exit 75")
     for ended in outputs:
@@ -80,13 +83,16 @@ def assert_no_secret(folder):
 
 
 def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
-    """In the last validation and in the check of the export, each of which would take long; with FAULTS=all also in
-    samples. One rank alone is told, or the main rank, whose thread works while all wait."""
+    """SIGTERM interrupts long work between steps: the last validation and the check of the exported model.
+
+    FAULTS=all also tests text samples. The signal is sent either to a single rank, or to the main rank while the
+    others wait for it.
+    """
     run = tmp_path / "run"
     settings = ["--config", recipe, "--budget.steps", 8, "--validation.every_steps", 50, "--validation.sequences", 64]
 
     def stop(where, step, *more):
-        """SIGTERM at the first visit, and more than 60 s of work."""
+        """Sends SIGTERM at the start of work that would take more than 60 s."""
         faults = [{"where": where, "step": step, "what": "SIGTERM", "rank": 0}, *more]
         ended = launch_with_faults(tmp_path / where, "ddp", 2, *settings, "--output", run, faults=faults)
         seconds = end_of(run)["time"] - ended.struck()
@@ -100,7 +106,7 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
         assert "samples skipped because the run is stopping" in warnings
         assert (end_of(run)["code"], end_of(run)["step"]) == (75, 4) and not events(run, "sample")
         settings = settings[:-4]
-    # 32 batches of two seconds on the last rank, the signal in the first on the other.
+    # The last rank takes two seconds for each of 32 batches. The signal reaches the other rank in its first batch.
     warnings = stop("validation", 8, {"where": "validation", "step": 8, "what": "sleep", "seconds": 2, "always": True})
     assert "validation skipped because the run is stopping" in warnings
     assert (end_of(run)["code"], end_of(run)["step"]) == (75, 8)
@@ -108,7 +114,9 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
     assert damage(run / "checkpoints/step-00000008") == [] and not (run / "final").exists()
 
     warnings = stop("check", 0, {"where": "check", "what": "sleep", "seconds": 600, "rank": 0})
-    assert {event["step"] for event in events(run, "validation")} == {0, 8}, "what was left is made up for"
+    assert {event["step"] for event in events(run, "validation")} == {0, 8}, (
+        "the skipped validation must run after the restart"
+    )
     assert any(message.startswith("verification of") and "final skipped" in message for message in warnings)
     assert end_of(run)["code"] == 0 and damage(run / "final") == []
 
@@ -125,7 +133,7 @@ def test_secrets_do_not_reach_trackers_logs_or_cards(recipe, tmp_path):
 
 
 def test_control_c_and_a_second_start(recipe, tmp_path):
-    """While it runs, a second start on the same folder is turned away, by name of the first."""
+    """A second start on the same folder is rejected with the PID of the first."""
     run = tmp_path / "run"
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = start_script("train.py", *arguments(recipe, run), **pipes)
@@ -148,7 +156,7 @@ def test_a_second_signal_ends_at_once(recipe, tmp_path):
     run, notes = tmp_path / "run", tmp_path / "notes"
     slow = [
         {"where": "read", "step": 6, "what": "SIGTERM"},
-        {"where": "write", "nth": 3, "what": "sleep", "seconds": 600},  # the second save: each has two files
+        {"where": "write", "nth": 3, "what": "sleep", "seconds": 600},  # the second save (two files each)
     ]
 
     def insist(process):

@@ -1,6 +1,7 @@
-"""Machines that vanish with their disk: SIGKILL to all, the run's folder removed, the next start finds the mirror.
+"""Tests for spot machines that vanish with their disk, and for mirrors that are full or hang.
 
-And mirrors that are full or hang, for which no step waits.
+A machine vanishes when all its processes get SIGKILL and its run folder is removed. The next start resumes from the
+mirror.
 """
 
 import json
@@ -20,18 +21,19 @@ NO_WAIT = {
     "pretrain.checkpoint.mirror_lease.SILENT_SECONDS": 0.2,
     "pretrain.checkpoint.mirror_lease.LOOK_SECONDS": 0.1,
 }
-"""The holders of leases are dead here: the wait for a sign of life is left out."""
+"""Shortened timeouts, because all lease holders are dead in these tests."""
 
 
 def vanish(process, folder, run):
-    """The machine is gone, with all its processes and its disk."""
+    """Simulates the loss of a machine: kills all processes and removes the run folder."""
     kill_everything(process, folder)
-    while run.exists():  # a process that dies may still write
+    while run.exists():  # dying processes may still write
         shutil.rmtree(run, ignore_errors=True)
 
 
 def live(folder, run, mirror, strategy, processes, *arguments, hang=None, copied=None, fresh=False):
-    """One machine's life: trains to the end, or to step `hang`, and vanishes once step `copied` is on the mirror."""
+    """Trains to the end on one machine, or hangs at step `hang` and loses the machine once the mirror has step
+    `copied`."""
     faults = [] if hang is None else [{"where": "forward", "step": hang, "what": "sleep"}]
     killed = []
 
@@ -52,7 +54,7 @@ def live(folder, run, mirror, strategy, processes, *arguments, hang=None, copied
 
 
 def test_a_lost_disk_costs_the_steps_since_the_last_copy(recipe, tmp_path):
-    """Twice; launched by accelerate, by torchrun, and in the end in one process instead of two."""
+    """A run loses its disk twice and continues from the mirror, under accelerate, torchrun and a single process."""
     run, mirror = tmp_path / "run", tmp_path / "other/disk"
     settings = ["--config", recipe, "--budget.steps", STEPS, "--optim.learning_rate", 1e-4, "--output"]
     whole = launch_with_faults(tmp_path / "whole-notes", "ddp", 2, *settings, tmp_path / "whole")
@@ -64,16 +66,22 @@ def test_a_lost_disk_costs_the_steps_since_the_last_copy(recipe, tmp_path):
     log = [json.loads(line) for line in (mirror / "run/metrics.jsonl").read_text().splitlines()]
     copied = {line["step"]: line["loss"] for line in log if line["event"] == "train"}
     unbroken = losses(tmp_path / "whole")
-    assert copied == {step: unbroken[step] for step in copied} and set(copied) >= set(range(1, 13)), "bit by bit"
+    assert copied == {step: unbroken[step] for step in copied} and set(copied) >= set(range(1, 13)), (
+        "losses must be identical"
+    )
     assert same_tensors(mirror / "run", tmp_path / "whole", 12)
     last = live(tmp_path / "life-3", run, mirror, "single", 1, *settings)
     assert [event["step"] for event in events(run, "fetch")] == [8, 12]
     assert last["steps"] == STEPS - 12
     ours = losses(run)
-    assert set(ours) == set(unbroken), "the whole curve came back"
-    assert max(abs(ours[step] - unbroken[step]) for step in unbroken) < 1e-6, "another number of processes: rounding"
+    assert set(ours) == set(unbroken), "the loss curve must be complete"
+    assert max(abs(ours[step] - unbroken[step]) for step in unbroken) < 1e-6, (
+        "only rounding may differ with one process"
+    )
     assert steps_there(mirror) == [12, 16] and (mirror / "run/final/MANIFEST.json").exists()
-    assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes(), "to the last line"
+    assert (mirror / "run/metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes(), (
+        "the mirrored log must be complete"
+    )
     seconds = f"first step {again['seconds_to_first_step']:.0f} s after the start"
     tell("31", "SIGKILL to all and the run's folder removed, twice; 2, 2 and 1 processes", "bits as unbroken", seconds)
 
@@ -95,7 +103,7 @@ def test_a_mirror_that_takes_nothing_costs_no_step(recipe, tmp_path, faults):
 
 
 def test_a_mirror_that_cannot_be_written_blocks_no_start(recipe, tmp_path):
-    """Of a run that has checkpoints of its own, finished or not."""
+    """A run with local checkpoints, finished or not, starts even if the mirror isn't writable."""
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     settings = ["--config", recipe, "--checkpoint.mirror", f"faulty://{mirror}", "--checkpoint.mirror_wait_seconds", 1]
     settings += ["--output", run]
@@ -123,12 +131,11 @@ SAVED_EVERY_IN_THE_HOUR = 5
 
 @pytest.mark.skipif(not EVERYTHING, reason="minutes; in make test-faults")
 def test_an_hour_of_spot_machines(recipe, tmp_path):
-    """A dozen machines that vanish with their disk at random moments; one of them has one process instead of two.
+    """Simulates an hour on a dozen spot machines that vanish at random moments, one of them with a single process.
 
-    Simulated: a step stands for STEP_SECONDS. A machine stops at the moment of its end until the mirror has what it
-    would have had by then: every checkpoint that is older than the two seconds that a copy takes. Starts are real,
-    with all imports. Useful are the steps that are kept, of those that were computed; of the time, which depends on
-    the machine, what they take of all steps and starts.
+    A step stands for STEP_SECONDS. Before a machine is killed, the test waits until the mirror has every checkpoint
+    older than two seconds, the time of a copy. Startup is real, including imports. The test reports the share of
+    computed steps that were kept, and the share of time spent on them.
     """
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     steps, chance = round(HOUR_SECONDS / STEP_SECONDS), random.Random(1)
@@ -155,7 +162,7 @@ def test_an_hour_of_spot_machines(recipe, tmp_path):
             exact = {line["step"]: line["loss"] for line in log if line["event"] == "train"}
     unbroken, ours = losses(tmp_path / "whole"), losses(run)
     assert exact == {step: unbroken[step] for step in exact} and len(exact) > kills[alone - 2], (
-        "as long as there are two"
+        "losses must be identical up to the machine with one process"
     )
     assert set(ours) == set(unbroken)
     largest = max(abs(ours[step] - unbroken[step]) for step in unbroken)

@@ -1,4 +1,4 @@
-"""Twenty kills at random places of one run, under each of six strategies: the long part of `make test-faults`."""
+"""Tests with twenty random kills in one run under each of six strategies, the long part of `make test-faults`."""
 
 import json
 import random
@@ -15,11 +15,11 @@ KILLS, SAVED_EVERY = 20, 3
 STEPS = SAVED_EVERY * (KILLS + 2)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="some minutes for each strategy; in make test-faults")
+@pytest.mark.skipif(not EVERYTHING, reason="takes minutes per strategy; in make test-faults")
 @pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
 def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
-    """Each between another two checkpoints, on any rank, in one of two micro-steps, with dropout; the launcher starts
-    them again."""
+    """Twenty kills, each between two checkpoints and on a random rank, change neither losses nor weights, even with
+    dropout."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"attention_dropout": 0.1}))
     settings = [
         "--config", recipe, "--budget.steps", STEPS, "--checkpoint.every_steps", SAVED_EVERY,
@@ -41,7 +41,7 @@ def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
     assert run.code == 0, run.output
     down = [run.seconds_to_restart(number) for number in range(KILLS)]
     first_steps = [run.seconds_to_first_step(number) for number in range(KILLS)]
-    assert max(down) < 60 and max(first_steps) < 300, "for a busy machine; on an idle one 5 s and a minute"
+    assert max(down) < 60 and max(first_steps) < 300, "generous limits: an idle machine needs 5 s and a minute"
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert same_tensors(tmp_path / "run", tmp_path / "whole", STEPS)
     assert run.windows() == whole.windows()
@@ -54,9 +54,9 @@ def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
     )
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="in make test-faults; losses alone are compared in test_strategies.py")
+@pytest.mark.skipif(not EVERYTHING, reason="in make test-faults; test_strategies.py compares only losses")
 def test_one_process_reads_what_two_read(recipe, tmp_path):
-    """A small learning rate: differences of rounding do not grow."""
+    """One process reads the same windows as two. The learning rate is low to keep rounding differences small."""
     settings = ["--config", recipe, "--optim.learning_rate", 1e-4, "--output"]
     runs = {
         processes: launch_with_faults(tmp_path / f"notes-{processes}", name, processes, *settings, tmp_path / name)

@@ -1,4 +1,4 @@
-"""docs/faults.md and docs/failures.md: their tests, messages and statuses are those of the code."""
+"""Tests that docs/faults.md and docs/failures.md match the code's tests, messages and exit statuses."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ def test_every_test_named_is_there():
 
 
 def faults_told() -> dict[str, set[int]]:
-    """{test: numbers of the faults that it puts into the table}."""
+    """Returns {test: numbers of the faults that it reports}."""
     told: dict[str, set[int]] = {}
     for path in (ROOT / "tests/faults").glob("test_fault_*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -37,15 +37,15 @@ def faults_told() -> dict[str, set[int]]:
     return told
 
 
-def test_rows_name_the_tests_that_inject_their_faults():
-    """Both ways: a test that a row names tells of one of its faults, and a fault that is told of names its test."""
+def test_rows_and_tests_name_the_same_faults():
+    """A test named in a row injects one of the row's faults, and a test that injects a fault is named in its row."""
     told = faults_told()
     assert sum(map(bool, told.values())) > 10
     named: dict[int, set[str]] = {}
     for numbers, tests in ROWS:
         numbers = {int(number) for number in numbers.split(",")}
         for test in re.findall(r"`(test_\w+)`", tests):
-            assert not told.get(test) or told[test] & numbers, f"{test} does not inject any of {numbers}"
+            assert not told.get(test) or told[test] & numbers, f"{test} doesn't inject any of the faults {numbers}"
             for number in numbers:
                 named.setdefault(number, set()).add(test)
     injected = {(number, test) for test, numbers in told.items() for number in numbers}
@@ -53,7 +53,7 @@ def test_rows_name_the_tests_that_inject_their_faults():
 
 
 def texts_in(source: str) -> list[str]:
-    """Strings of a module, with a sign that no message has in place of what is filled in."""
+    """Returns a module's strings, with each placeholder replaced by a NUL character."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
@@ -63,7 +63,7 @@ def texts_in(source: str) -> list[str]:
     return found
 
 
-def test_every_message_in_the_tables_is_one_of_the_programs():
+def test_every_message_in_the_tables_is_in_the_code():
     page = PAGE.partition("## Messages")[2].partition("\n## ")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     texts = [

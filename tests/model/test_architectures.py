@@ -1,4 +1,4 @@
-"""The local architectures: DeepOne's mathematics, its cache, and that a saved folder needs nothing of this project."""
+"""Tests for the local architectures: DeepOne's formulas and cache, and loading a saved folder without Groundwork."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def test_every_architecture_file_imports_only_torch_and_transformers():
             assert imported <= {"torch", "transformers", *sys.stdlib_module_names}, path.name
 
 
-def test_relu_squared_has_no_gate_and_its_output_scales_with_the_square():
+def test_relu_squared_has_no_gate_and_scales_quadratically():
     mlp = build_model(tiny(feed_forward="relu2"), seed=1).model.layers[0].mlp
     assert {name for name, _ in mlp.named_parameters()} == {"up_proj.weight", "down_proj.weight"}
     x_TD = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
@@ -98,12 +98,12 @@ def test_initial_weights_have_deepnets_spread(maker):
         expected |= {mlp.gate_proj: gain, mlp.up_proj: gain, mlp.down_proj: gain}
         for linear, gain_of_role in expected.items():
             xavier = gain_of_role * math.sqrt(2 / (linear.in_features + linear.out_features))
-            # 8,192 draws at least: the sample's spread is within 4 % (5 sigma) of the true one.
+            # With at least 8,192 samples, the sample std is within 4% (5 sigma) of the true std.
             assert linear.weight.std().item() == pytest.approx(xavier, rel=0.04)
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.04)
 
 
-def test_a_layer_is_the_formula(model, ids):
+def test_a_layer_computes_the_formula(model, ids):
     layer = model.model.layers[0]
     x_BTD = model.model.embed_tokens(ids)
     after_attention = model.model(ids, output_hidden_states=True).hidden_states[1]
@@ -125,7 +125,7 @@ def test_a_token_sees_only_the_past(model, ids):
 
 def test_positions_are_relative_and_matter(model, ids):
     shifted = model(ids, position_ids=torch.arange(100, 112)[None]).logits
-    # Angles of fp32 positions near 100 are rounded at 1e-5; ten times that passes through three layers.
+    # Angles of fp32 positions near 100 are rounded at 1e-5. Three layers amplify this about ten times.
     torch.testing.assert_close(shifted, model(ids).logits, atol=1e-4, rtol=1e-4)
     stretched = model(ids, position_ids=3 * torch.arange(12)[None]).logits
     assert (stretched - model(ids).logits).abs().max() > 1e-3
@@ -154,7 +154,7 @@ def test_left_padding_does_not_change_what_is_generated(model, ids):
     assert beside[:, 3:].tolist() == alone.tolist()
 
 
-def test_what_forward_is_given_reaches_the_attention_function(ids):
+def test_arguments_of_forward_reach_the_attention_function(ids):
     seen = []
 
     def recording(module, query, key, value, attention_mask, *, document_starts=None, **kwargs):
@@ -195,7 +195,7 @@ def test_an_impossible_shape_is_refused(changes, message):
         tiny(**changes)
 
 
-def test_a_saved_folder_loads_in_a_process_that_never_saw_this_project(tmp_path, ids):
+def test_a_saved_folder_loads_without_groundwork(tmp_path, ids):
     folder = tmp_path / "folder"
     model = build_model(tiny(tie_word_embeddings=True), seed=1).eval()
     save_model_metadata(model, folder)

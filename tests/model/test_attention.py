@@ -28,7 +28,7 @@ MODELS = ["llama", "qwen3", "gpt2", "deepone"]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Operations this small only wait for each other's threads."""
+    """Limits torch to one thread, because synchronizing threads is slow for operations this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,10 +42,10 @@ def test_layout_by_hand():
     assert layout["position_ids"].dtype == torch.int64 and layout["cu_seq_lens_q"].dtype == torch.int32
     cu_seq_lens = layout["cu_seq_lens_q"].tolist()
     assert cu_seq_lens[:5] == [0, 2, 4, 5, 10] and set(cu_seq_lens[5:]) <= {10}
-    assert ids[1, 0] == EOD and ids[0, 0] == 7, "the batch is not written to"
+    assert ids[1, 0] == EOD and ids[0, 0] == 7, "the batch must not be modified"
 
 
-def test_layout_has_one_size_for_few_documents_and_room_for_any_number():
+def test_layout_has_a_fixed_size_and_fits_any_number_of_documents():
     rng = np.random.default_rng(0)
     few = rng.integers(1, 1000, (4, 512), dtype=np.uint16)
     many = few.copy()
@@ -54,7 +54,7 @@ def test_layout_has_one_size_for_few_documents_and_room_for_any_number():
     assert len(sizes) == 1
     all_eod = document_layout(np.zeros((4, 512), dtype=np.uint16), EOD)
     long = document_layout(np.ones((2, 32768), dtype=np.uint16), EOD)["cu_seq_lens_q"]
-    assert len(long) == 2 * 8 + 1, "a GPU starts blocks for a whole window for each of them"
+    assert len(long) == 2 * 8 + 1, "a GPU starts a full window's blocks for each entry"
     assert all_eod["cu_seq_lens_q"][:2049].tolist() == list(range(2049))
     assert not all_eod["position_ids"].any()
 
@@ -72,13 +72,13 @@ def tiny_model(model_type, attention, **changes):
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     torch.manual_seed(1)
     for parameter in model.parameters():
-        # Weights far from their initial scale, so that attention is far from uniform and masks matter.
+        # The initial weights would make attention almost uniform, so masks would hardly matter.
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
 def packed_batch():
-    """Two windows of 32: documents that fill, span and open windows, one of a single token, one row undivided."""
+    """Returns (inputs, targets) for three windows of 32 tokens, two of them with documents of one or more tokens."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 61, (3, 33), generator=generator)
     ids[0, [5, 6, 20, 32]] = EOD
@@ -87,7 +87,8 @@ def packed_batch():
 
 
 def losses_of_documents_alone(model, input_ids, targets):
-    """Mean loss over all tokens, each segment in a call of its own, by transformers' own eager attention."""
+    """Returns the mean loss over all tokens, with a separate forward pass per document and transformers' eager
+    attention."""
     model.set_attn_implementation("eager")
     total = 0.0
     for row_ids, row_targets in zip(input_ids, targets, strict=True):
@@ -107,7 +108,7 @@ def loss_and_gradients(model, loss):
 def assert_same(got, wanted):
     torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
     for name, gradient in wanted[1].items():
-        # Gradients are sums over 96 tokens in another order; 1e-5 of the largest entry.
+        # Gradients are sums over 96 tokens in a different order, so allow 1e-5 of the largest entry.
         atol = 1e-5 * max(1.0, gradient.abs().max().item())
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-5, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -121,7 +122,7 @@ def test_packed_loss_and_gradients_equal_those_of_the_documents_alone(model_type
     arguments = attention_arguments(document_layout(input_ids.numpy(), EOD), name, "cpu")
     packed = loss_and_gradients(model, LanguageModelLoss(model)(input_ids, targets, **arguments)[0])
     unpacked = LanguageModelLoss(model)(input_ids, targets)[0].item()
-    assert abs(packed[0].item() - unpacked) > 1e-3, "the case must tell masked attention from plain attention"
+    assert abs(packed[0].item() - unpacked) > 1e-3, "masking must change the loss"
     assert_same(packed, loss_and_gradients(model, losses_of_documents_alone(model, input_ids, targets)))
 
 
@@ -129,7 +130,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
     model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=1)
     input_ids, targets = (ids.contiguous() for ids in packed_batch())
     module = LanguageModelLoss(model)
-    torch.compiler.reset()  # else code compiled for another test counts as the first compilation
+    torch.compiler.reset()  # otherwise, code compiled for another test counts as the first compilation
     compiled = torch.compile(module, dynamic=False, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (input_ids, input_ids.flip(1), torch.ones_like(input_ids)):
@@ -139,16 +140,16 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
 
 
 def test_operator_between_generated_kernels_equals_eager():
-    """The compiler relies on the memory order that the operator promises: a wrong one shows here, not above."""
+    """In compiled code, the operator's outputs have the memory layout that it promises to the compiler."""
     cu_seq_lens = torch.tensor([0, 100, 160, 320, 330, 480, 480], dtype=torch.int32)
     inputs = [torch.randn(3, 160, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
     def attend(query, key, value):
-        assert not cpu_attention.as_products(query.dtype, query.shape[2]), "without the operator"
+        assert not cpu_attention.as_products(query.dtype, query.shape[2]), "the custom operator must be used"
         return sdpa(torch.nn.Identity(), query * 2, key * 2, value * 2, None, cu_seq_lens_q=cu_seq_lens)[0].square()
 
     results = []
-    # Compiling in this process: the pool of compile workers now and then hangs for minutes on a busy machine.
+    # Compile in this process, because the pool of compile workers sometimes hangs for minutes on a busy machine.
     with torch._inductor.config.patch(compile_threads=1):
         for function in (attend, torch.compile(attend, fullgraph=True, dynamic=False)):
             out = function(*inputs)
@@ -160,7 +161,7 @@ def test_operator_between_generated_kernels_equals_eager():
     ("share", "recomputed"), [(0.5, [0, 2, 4, 6]), (0.3, [0, 3, 6]), (0.9, [0, 1, 2, 3, 4, 5, 6, 7]), (0.01, [0])]
 )
 def test_a_share_of_the_layers_is_recomputed(share, recomputed):
-    """The share is rounded up, and spread evenly: of 8 layers a tenth fewer than all is all."""
+    """The number of recomputed layers is rounded up, and they are evenly spaced."""
     model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=8)
     checkpoint_activations(model, share)
     layers = model.model.layers
@@ -205,8 +206,9 @@ def test_whole_windows_in_blocks_of_queries_equal_torchs_kernel(length):
 @pytest.mark.parametrize("name", ["groundwork_fa2", "groundwork_fa3"])
 @pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("mistral", {"sliding_window": 4})])
 @pytest.mark.parametrize("has_documents", [True, False])
-def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, has_documents):
-    """The packages themselves run on GPUs alone: here are functions with their arguments."""
+def test_flash_packages_get_arguments_equivalent_to_sdpa(name, model_type, changes, has_documents):
+    """The arguments passed to the flash packages give the same results as SDPA. Stand-ins are used because the
+    packages need a GPU."""
     input_ids, targets = packed_batch()
     layout = document_layout(input_ids.numpy(), EOD)
     results = []
@@ -221,7 +223,7 @@ def test_flash_packages_are_told_what_sdpa_computes(name, model_type, changes, h
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("cu_seq_lens", [None, torch.tensor([0, 8], dtype=torch.int32)])
-def test_flash_packages_are_told_to_add_in_one_order(monkeypatch, is_deterministic, cu_seq_lens):
+def test_flash_packages_are_told_to_be_deterministic(monkeypatch, is_deterministic, cu_seq_lens):
     def attend(*arguments, deterministic, **settings):
         told.append(deterministic)
         return arguments[0]
@@ -232,7 +234,7 @@ def test_flash_packages_are_told_to_add_in_one_order(monkeypatch, is_determinist
     assert told == [is_deterministic]
 
 
-def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys():
+def test_flash_packages_get_soft_caps_and_values_narrower_than_keys():
     query, key, value = (torch.randn(1, 2, 8, width) for width in (16, 16, 12))
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
     function = AttentionInterface()["groundwork_fa2"]
@@ -250,7 +252,7 @@ def test_flash_packages_are_told_of_soft_caps_and_of_values_narrower_than_keys()
 
 
 @pytest.mark.parametrize(("batch", "length", "share"), [(3, 512, 0.01), (2, 600, 0.004), (1, 100, 0.05), (2, 1024, 0)])
-def test_flex_attentions_blocks_are_those_of_torch_without_its_tokens_times_tokens(batch, length, share):
+def test_flex_block_masks_match_torch_without_allocating_a_dense_mask(batch, length, share):
     ids = (np.random.default_rng(length).random((batch, length)) >= share).astype(np.int64)
     layout = document_layout(ids, EOD)
     sizes = []
@@ -305,7 +307,7 @@ def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
     for function, dtype in ((sdpa, torch.float32), (eager, torch.float32), (sdpa, torch.bfloat16)):
         half = [x.to(dtype) for x in inputs]
         out, _ = function(torch.nn.Identity(), *half, None, cu_seq_lens_q=cu_seq_lens)
-        # A scalar of ones has an expanded, stride-0 gradient: the kernel must not trip over it.
+        # A sum's gradient is expanded (stride 0), and the kernel must support that.
         results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
     for got, want in zip(results[0], results[1], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -315,9 +317,10 @@ def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
 
 @pytest.mark.parametrize("keys", [2, 4])
 def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
-    """Whole windows, taken together; segments above, at and below the block's length; short ones in between.
+    """Block attention matches dense attention for full windows, and for segments longer than, equal to and shorter
+    than a block.
 
-    In bf16, all but the whole windows and those of 128 are padded.
+    In bf16, segments are padded, except full windows and those of 128 tokens.
     """
     torch.manual_seed(4)
     length, ends = 300, [0, 300, 600, 728, 740, 880, 900, 1200]
@@ -341,7 +344,7 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
 
 @pytest.mark.parametrize(("length", "in_blocks"), [(64, True), (32, False)])
 def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
-    """Of torch's kernel in bf16 they would take three times as long."""
+    """Short bf16 windows, which torch's kernel would process three times slower, match dense attention."""
     assert cpu_attention.in_blocks(torch.bfloat16, 4, length) == in_blocks
     assert cpu_attention.serves_windows(torch.bfloat16, 4, length)
     assert not cpu_attention.serves_windows(torch.float32, 4, length)
@@ -358,8 +361,8 @@ def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scaling", "has_documents"), [(None, False), (0.1, True)])
 def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling, has_documents):
-    """torch's kernel gains little from a second thread there."""
-    torch._dynamo.reset()  # it compiles one function so often, and no more
+    """Short windows, for which torch's kernel hardly benefits from a second thread, are compiled as plain matmuls."""
+    torch._dynamo.reset()  # resets the recompile limit
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
@@ -370,7 +373,7 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
     longest = 128 if dtype == torch.float32 else 64
     for length in (2, 48, longest, longest + 1):
         inputs = [torch.randn(3, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
-        # The second window is one document, the third begins with a single token; the last end is repeated.
+        # The second window is one document, and the third begins with a single token. The last end is repeated.
         ends = [0, length // 2, length, 2 * length, 2 * length + 1, 3 * length, 3 * length]
         arguments = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)} if has_documents else {}
         results = []
@@ -383,10 +386,10 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
             assert (got - want).norm() <= 0.02 * want.norm(), "bf16 has 8 bits"
         products = graphs.pop().graph.find_nodes(op="call_function", target=torch.baddbmm)
         assert len(products) == (length <= longest)
-    assert not cpu_attention.as_products(dtype, 64), "without a compiler"
+    assert not cpu_attention.as_products(dtype, 64), "eager mode must not use matmuls"
 
 
-def test_room_for_probabilities_is_enough_for_any_segments():
+def test_the_probability_buffer_fits_any_segments():
     generator = torch.Generator().manual_seed(5)
     for length, dtype in itertools.product((64, 128, 200, 1500), (torch.float32, torch.bfloat16)):
         query = torch.empty(2, 3, length, 8, dtype=dtype)
@@ -407,7 +410,7 @@ def test_room_for_probabilities_is_enough_for_any_segments():
 
 
 class MatmulShapes(TorchDispatchMode):
-    """Collects the shapes and strides of the bf16 batched matmuls, and doesn't compute them."""
+    """Collects the shapes and strides of bf16 batched matmuls without computing them."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +425,7 @@ class MatmulShapes(TorchDispatchMode):
 
 
 def test_documents_of_any_length_share_matmul_shapes_in_bf16():
-    """oneDNN compiles a kernel for every new shape: without padding, there are about 1,000 shapes here."""
+    """oneDNN compiles a kernel for each shape. Without padding, there would be about 1,000 shapes."""
     generator = torch.Generator().manual_seed(6)
     query, key, value, out = (torch.zeros(4, 512, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     with MatmulShapes() as shapes:
@@ -437,7 +440,7 @@ def test_documents_of_any_length_share_matmul_shapes_in_bf16():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes."""
+    """Records the number of elements of the largest tensor that an operator creates."""
 
     elements = 0
 
@@ -451,8 +454,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.3)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_of_all_pairs_of_positions_are_never_in_memory(length, share, dtype):
-    """Forward and backward on a CPU: their lower triangle up to 1,024 tokens; above, only room that is not touched."""
+def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
     query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
     cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
     with Largest() as seen:
@@ -462,7 +464,7 @@ def test_weights_of_all_pairs_of_positions_are_never_in_memory(length, share, dt
 
 
 def test_autocast_reaches_the_operator():
-    """Autocast stops at registered operators: without a cast, fp32 attention would run, or mixed dtypes crash."""
+    """Autocast doesn't reach registered operators by itself."""
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -489,7 +491,7 @@ def test_custom_op_keeps_torchs_rules():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """torch.cuda as it answers on an H100; another compute capability can be put into the list."""
+    """Mocks an H100. Tests append to the list to change the compute capability."""
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[-1])
     return capability
@@ -514,15 +516,13 @@ def gpu(monkeypatch):
         ("flash_attn", "cpu", torch.float32, "'flash_attn' is unknown; did you mean flash_attention"),
     ],
 )
-def test_attention_that_does_not_work_here_is_refused_by_name_of_what_does(
-    gpu, requested, device_type, dtype, message
-):
+def test_unavailable_attention_is_rejected_with_the_available_ones(gpu, requested, device_type, dtype, message):
     with pytest.raises(InputError) as error:
         choose_attention(requested, device_type=device_type, dtype=dtype)
     assert message in str(error.value)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is there")
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn_interface") is not None, reason="the package is installed")
 def test_missing_flash_package_is_named(gpu):
     with pytest.raises(InputError, match=r"requires the package flash_attn_interface.*available here: auto,.* varlen"):
         choose_attention("flash_attention_3", device_type="cuda", dtype=torch.bfloat16)
@@ -544,8 +544,7 @@ FLASH = ("varlen", "flash_attention_2", "flash_attention_3")
 @pytest.mark.parametrize(
     ("capability", "runs"), [((7, 0), ()), ((7, 5), ()), ((8, 6), FLASH), ((9, 0), FLASH), ((10, 0), FLASH[:2])]
 )
-def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, capability, runs):
-    """A T4 trains in fp16, and has none."""
+def test_flash_attention_needs_a_gpu_with_its_kernels(gpu, monkeypatch, capability, runs):
     gpu.append(capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: package)
     for name in FLASH:
@@ -571,7 +570,7 @@ def test_flash_attention_is_for_gpus_that_have_its_kernels(gpu, monkeypatch, cap
         ((12, 1), 200, "dense mask"),
     ],
 )
-def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, width, taken):
+def test_sdpa_uses_the_kernel_available_on_the_gpu(gpu, monkeypatch, capability, width, taken):
     gpu.append(capability)
     seen = []
     monkeypatch.setattr(attention_module, "_varlen", lambda query, *rest: seen.append("varlen") or query)
@@ -585,7 +584,7 @@ def test_sdpa_takes_the_kernel_that_the_gpu_has(gpu, monkeypatch, capability, wi
 
 
 def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
-    """The kernel takes multiples of 8; padding changes neither scores nor outputs."""
+    """Head dimensions are padded to a multiple of 8, which the kernel requires, without changing results."""
     widths = []
 
     def varlen_attn(query_NHE, key_NHE, value_NHE, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size):
@@ -603,8 +602,8 @@ def test_heads_of_any_width_are_padded_for_varlen(monkeypatch):
     torch.testing.assert_close(found, wanted)
 
 
-def test_grouped_heads_are_repeated_where_varlen_does_not_take_them(monkeypatch):
-    """On torch 2.11."""
+def test_grouped_heads_are_repeated_if_varlen_does_not_support_them(monkeypatch):
+    """torch 2.11 doesn't support grouped heads in varlen."""
 
     def varlen_attn(query_NHE, key_NHE, value_NHE, *segments, scale, window_size):
         assert query_NHE.shape == key_NHE.shape == value_NHE.shape
@@ -619,7 +618,7 @@ def test_grouped_heads_are_repeated_where_varlen_does_not_take_them(monkeypatch)
 
 @pytest.mark.parametrize("kind", ["tokens first", "part of a product", "heads first"])
 def test_compiled_attention_views_tokens_first_without_a_copy(kind):
-    """Values and gradients are those of a flattened tensor; heads that lie before tokens have to be copied."""
+    """Values and gradients match a flattened tensor. A copy is needed only if heads come before tokens."""
     wide_BTHE = torch.randn(2, 5, 3, 12, requires_grad=True)
     weight_NHE = torch.randn(10, 3, 4)
 
@@ -646,7 +645,7 @@ def test_compiled_attention_views_tokens_first_without_a_copy(kind):
 
 @pytest.mark.parametrize("kind", ["three in one matmul", "exchanged between ranks", "stacked"])
 def test_inductor_reads_slices_tokens_first(kind):
-    """Queries, keys and values of GPT-2 (wrong keys on torch 2.11) and of context parallelism (NaN) are slices."""
+    """Compiled slices match eager mode. torch 2.11 computed wrong keys for GPT-2, and NaN for context parallelism."""
     x_BTC, weight_CW = torch.randn(2, 16, 24), torch.randn(24, 96)
 
     def slices(x_BTC, weight_CW):
@@ -664,8 +663,9 @@ def test_inductor_reads_slices_tokens_first(kind):
 
 
 @pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
-def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, capability, in_kernel):
-    """Undivided windows in fp16: elsewhere torch would fall to whole (T, T) weights in memory."""
+def test_grouped_queries_are_passed_only_to_kernels_that_support_them(gpu, monkeypatch, capability, in_kernel):
+    """Grouped queries are passed to SDPA only if its kernel supports them. Otherwise torch would allocate (T, T)
+    matrices."""
     gpu.append(capability)
     seen = {}
 
@@ -683,7 +683,7 @@ def test_groups_of_queries_are_for_the_kernel_that_knows_them(gpu, monkeypatch, 
     assert seen == {"heads": 2 if in_kernel else 4, "enable_gqa": in_kernel}
 
 
-def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
+def test_choosing_the_kernel_does_not_break_a_compiled_graph(gpu):
     def scaled(x):
         return x * (2 if attention_module.has_flash_kernels(x.device.index, 64) else 3)
 
@@ -694,7 +694,7 @@ def test_the_question_for_the_kernel_does_not_break_a_compiled_graph(gpu):
     assert torch.compile(scaled, backend="eager", fullgraph=True)(x).tolist() == [3.0] * 4
 
 
-def test_unsupported_attention_is_refused_not_ignored():
+def test_unsupported_attention_is_rejected():
     x = torch.randn(1, 2, 8, 16)
     with pytest.raises(InputError, match="uses softcap"):
         sdpa(torch.nn.Identity(), x, x, x, None, softcap=50.0)
@@ -709,7 +709,7 @@ def test_packed_loss_on_a_gpu_equals_the_documents_alone(requested, dtype):
         name = choose_attention(requested, device_type="cuda", dtype=dtype)
     except InputError as error:
         pytest.skip(str(error))
-    # Kernels want heads of 16 or more and flex attention windows of whole blocks.
+    # The kernels need a head dimension of at least 16, and flex attention needs windows of whole blocks.
     model = tiny_model("llama", name, head_dim=64).cuda()
     ids = packed_batch()[0].repeat(1, 4)
     input_ids, targets = ids.cuda(), ids.roll(-1, 1).cuda()

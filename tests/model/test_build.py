@@ -1,4 +1,4 @@
-"""Building, counting, loading and saving models, on models of a few thousand parameters."""
+"""Tests for building, counting, loading and saving models with a few thousand parameters."""
 
 import hashlib
 import json
@@ -69,11 +69,11 @@ def test_counts_by_hand():
     assert count_non_embedding_parameters(tiny("llama")) == body + 128 * 32
     assert count_parameters(tiny("llama_tied")) == body + 128 * 32
     assert count_non_embedding_parameters(tiny("llama_tied")) == body + 128 * 32
-    # GPT-2's learned positions are a look-up that no head shares.
+    # GPT-2's learned positions are a lookup table that isn't shared with the head.
     assert count_parameters(tiny("gpt2")) - count_non_embedding_parameters(tiny("gpt2")) == 64 * 32
 
 
-def test_a_configuration_that_changes_is_counted_anew():
+def test_a_changed_config_is_counted_again():
     config = tiny("llama")
     before = count_parameters(config), matrix_parameters(config), active_parameters(config)
     config.num_hidden_layers += 1
@@ -102,7 +102,7 @@ def test_embedding_names_follow_the_owner_and_include_a_tied_head():
 # --- initial weights
 
 
-def test_initial_weights_depend_on_config_and_seed_alone(config):
+def test_initial_weights_depend_only_on_config_and_seed(config):
     torch.manual_seed(1)
     first = digest(build_model(config, seed=7))
     torch.manual_seed(2)
@@ -124,18 +124,18 @@ def test_a_built_model_is_fp32_tied_and_finite_and_runs(config):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == config.tie_word_embeddings
     logits = model(torch.arange(20)[None]).logits
-    # A fresh model knows nothing: its loss is near that of a uniform guess, ln(vocabulary).
+    # An untrained model predicts almost uniformly, so its loss is close to ln(vocabulary).
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], torch.arange(1, 20))
     assert abs(loss.item() - math.log(128)) < 0.5
 
 
-def test_initial_weights_and_buffers_are_distributed_as_by_the_library(config):
+def test_initial_weights_and_buffers_have_the_librarys_distribution(config):
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config)
     ours = build_model(config, seed=0)
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        # The standard deviation of n normal draws is itself within 5 / sqrt(2 n) of the true one, for each model.
+        # The sample std of n normal values is within 5 / sqrt(2 n) of the true std, for each of the two models.
         tolerance = 10 / math.sqrt(2 * parameter.numel()) * expected[name].std().item() + 1e-9
         assert abs(parameter.std().item() - expected[name].std().item()) <= tolerance, name
         assert abs(parameter.mean().item() - expected[name].mean().item()) <= tolerance, name
@@ -148,7 +148,7 @@ def test_gpt2_residual_projections_have_the_scaled_spread():
     model = build_model(config, seed=0)
     for block in model.transformer.h:
         for projection in (block.attn.c_proj, block.mlp.c_proj):
-            # 16,384 draws at least: the sample's spread is within 2.8 % (5 sigma) of the true one.
+            # With at least 16,384 samples, the sample std is within 2.8% (5 sigma) of the true std.
             assert projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
         assert block.attn.c_attn.weight.std().item() == pytest.approx(0.02, rel=0.03)
 
@@ -179,19 +179,19 @@ def test_units_made_one_at_a_time_are_those_of_the_whole_model(config):
     assert digest(alone) == digest(whole)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "ctrl"])  # ctrl names no class of its layers
+@pytest.mark.parametrize("model_type", ["llama", "ctrl"])  # ctrl doesn't name its layer class
 def test_units_together_are_the_whole_model(model_type):
     model = build_meta_model(AutoConfig.for_model(model_type))
     filled = {id(parameter) for unit in units_of(model) for parameter in model.get_submodule(unit).parameters()}
     assert filled == {id(parameter) for parameter in model.parameters()} != set()
 
 
-def test_a_model_whose_parts_cannot_be_made_alone_is_refused():
+def test_a_model_that_cannot_be_built_in_units_is_rejected():
     with pytest.raises(InputError, match=r"model: GPTBigCodeForCausalLM has bias outside its layers, in transformer"):
         units_of(build_meta_model(AutoConfig.for_model("gpt_bigcode")))
 
 
-def test_weights_that_a_checkpoint_gives_are_not_drawn_and_buffers_are(config, monkeypatch):
+def test_weights_from_a_checkpoint_are_not_initialized_but_buffers_are(config, monkeypatch):
     whole = build_model(config, seed=7)
     drawn = []
     monkeypatch.setitem(init.TORCH_INIT_FUNCTIONS, "normal_", lambda tensor, **_: drawn.append(tensor))
@@ -205,7 +205,7 @@ def test_weights_that_a_checkpoint_gives_are_not_drawn_and_buffers_are(config, m
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in resumed.named_buffers())
 
 
-def test_weights_that_exist_are_initialised_in_place_to_the_same_values(config):
+def test_existing_weights_are_initialized_in_place_to_the_same_values(config):
     whole = build_model(config, seed=7)
     existing = AutoModelForCausalLM.from_config(config)
     initialize_module(existing, "", seed=7)
@@ -219,22 +219,22 @@ def test_an_architecture_that_forgets_a_parameter_is_refused():
         initialize_module(model, "model.norm", seed=7)
 
 
-def test_an_unknown_attention_is_refused_with_what_works():
+def test_an_unknown_attention_is_rejected_with_the_alternatives():
     with pytest.raises(InputError, match=r"attention fast cannot be used with this model here.*only possible.*eager"):
         build_model(tiny("llama"), seed=0, attention="fast")
 
 
-def test_the_attention_asked_for_is_the_one_that_runs():
+def test_the_requested_attention_is_used():
     assert build_model(tiny("llama"), seed=0, attention="eager").config._attn_implementation == "eager"
     assert build_model(tiny("llama"), seed=0).config._attn_implementation == "sdpa"
 
 
-# --- the end-of-document id
+# --- the end-of-document ID
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_the_residual_stream_is_bf16_under_bf16_autocast_alone(kind):
-    """GPT-2 adds two embeddings: one in fp32 would make the sum fp32."""
+def test_the_residual_stream_is_bf16_only_under_bf16_autocast(kind):
+    """GPT-2 adds two embeddings, which must both be bf16."""
     model = build_model(tiny(kind), seed=0).eval()
     seen = []
     for layer in layers_of(model):
@@ -243,7 +243,7 @@ def test_the_residual_stream_is_bf16_under_bf16_autocast_alone(kind):
     plain = model.base_model(ids, use_cache=False).last_hidden_state
     with torch.autocast("cpu", torch.float16):
         model.base_model(ids, use_cache=False)
-    assert set(seen) == {torch.float32}, "fp16 would overflow at 65,504"
+    assert set(seen) == {torch.float32}, "the residual stream must stay fp32 under fp16 autocast"
     seen.clear()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model.base_model(ids, use_cache=False).last_hidden_state
@@ -257,7 +257,7 @@ def test_the_residual_stream_is_bf16_under_bf16_autocast_alone(kind):
 def test_the_end_of_document_row_gets_a_gradient(config):
     set_end_of_document(config, 5)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (5, 5, None)
-    config.pad_token_id = 5  # as a configuration from the Hub may say
+    config.pad_token_id = 5  # as set by some configs on the Hub
     config.tie_word_embeddings = False
     model = build_model(config, seed=7)
     model(torch.tensor([[1, 5, 2, 3]])).logits.sum().backward()
@@ -330,7 +330,7 @@ def test_pretrained_never_reads_a_pickle(tmp_path):
         load_pretrained(str(tmp_path))
 
 
-# --- reading a configuration
+# --- reading configs
 
 
 def test_a_good_json_is_read_with_either_spelling_of_rope(tmp_path):
@@ -404,7 +404,7 @@ def test_impossible_shapes_are_named_by_the_keys_of_the_class(tmp_path):
     assert problem.endswith("n_embd 33 is not a multiple of n_head 4; nearest: 32 or 36")
 
 
-def test_what_the_class_itself_refuses_is_an_input_error(tmp_path):
+def test_errors_of_the_config_class_are_input_errors(tmp_path):
     (problem,) = problems_of(tmp_path, {**LLAMA, "hidden_size": 34, "head_dim": 8})
     assert "The hidden size (34) is not a multiple of the number of attention heads (4)" in problem
 
@@ -434,7 +434,7 @@ def test_a_missing_file_or_folder_is_refused_with_its_neighbour(tmp_path):
         load_model_config(str(tmp_path))
 
 
-def test_a_folder_that_wants_to_run_its_own_code_is_refused(tmp_path):
+def test_a_folder_with_custom_code_is_rejected(tmp_path):
     keys = {"model_type": "foreign", "auto_map": {"AutoConfig": "foreign.ForeignConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")

@@ -1,4 +1,4 @@
-"""What is compiled is compiled at the start, once, and never while a run is under way."""
+"""Tests that models are compiled once, in the first steps, and never again during a run."""
 
 import functools
 import json
@@ -29,16 +29,16 @@ from support.project import ROOT, events, launch, losses, run_script
 
 
 def compilations(path) -> list[float]:
-    """Times at which compilations began."""
+    """Returns the times at which compilations started."""
     return [float(line.split()[0]) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, strategy):
-    """Neither by training, nor by validation, which comes between, nor by samples of text of any length.
+    """Neither training nor validation nor text samples of any length cause a recompilation after step 2.
 
-    One compilation serves all layers, with and without gradients; hooks of a strategy inside it would break it into
-    dozens. What is counted are graphs: those of several processes run as they are, unless STRATEGIES=all.
+    One compilation serves all layers, with and without gradients. Multi-process runs use the aot_eager backend, which
+    counts graphs without generating code, unless STRATEGIES=all is set.
     """
     arguments = [
         "tests/support/train_and_count.py", "--config", recipe, "--precision", "bf16", "--compile", "regional",
@@ -62,7 +62,7 @@ def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, str
 
 
 def test_ddp_leaves_layers_whole(monkeypatch):
-    """By default Dynamo cuts what it compiles under DDP at every 25 MB of parameters: this layer into three graphs."""
+    """Dynamo's default would split this layer at every 25 MB of parameters."""
     graphs = []
 
     def count(graph, inputs):
@@ -75,7 +75,7 @@ def test_ddp_leaves_layers_whole(monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):  # as torch has them
+        with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):  # torch's defaults
             compile_model(causal_lm, causal_lm, "regional")
             model = DistributedDataParallel(causal_lm)
             model(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
@@ -86,7 +86,7 @@ def test_ddp_leaves_layers_whole(monkeypatch):
 
 
 def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
-    """Ten layers, each with a function of its own; torch gives up after eight, without a word."""
+    """torch would silently stop after eight of the ten layers."""
     graphs = []
 
     def count(graph, inputs):
@@ -118,7 +118,7 @@ def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
         ),
     ],
 )
-def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, device_type, missing, message):
+def test_compiler_requirements_are_checked_before_the_start(monkeypatch, device_type, missing, message):
     there = {"g++", "gcc", "clang", "triton"} - set(missing)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -131,7 +131,7 @@ def test_what_compiled_layers_need_is_checked_before_the_start(monkeypatch, devi
     assert compiler_problems("none", device_type) == []
 
 
-def test_a_plan_refuses_layers_that_nothing_can_compile(monkeypatch, recipe):
+def test_a_plan_rejects_compilation_without_a_compiler(monkeypatch, recipe):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(InputError, match="compile: regional needs a C"):
         derive(read_run_config(recipe, [("compile", "regional")]), ranks=1)
@@ -145,18 +145,20 @@ def test_the_image_has_what_compiled_layers_need(monkeypatch):
 
 
 def continue_uncompiled(recipe, tmp_path):
-    """From the middle of the compiled run, as whoever looks at its checkpoint elsewhere does."""
+    """Resumes without compilation from a checkpoint of the compiled run."""
     shutil.copytree(tmp_path / "run/checkpoints/step-00000004", tmp_path / "moved/checkpoints/step-00000004")
     settings = ["--precision", "bf16", "--budget.steps", "8", "--validation.every_steps", "4"]
     run_script("train.py", "--config", recipe, "--output", tmp_path / "moved", "--compile", "none", *settings)
     compiled, moved = losses(tmp_path / "run"), losses(tmp_path / "moved")
     assert list(moved) == [5, 6, 7, 8]
-    assert 0 < max(abs(moved[step] - compiled[step]) for step in moved) < 5e-3, "Inductor rounds elsewhere"
+    assert 0 < max(abs(moved[step] - compiled[step]) for step in moved) < 5e-3, (
+        "the losses must differ, because Inductor rounds differently"
+    )
 
 
 @pytest.mark.skipif(os.environ.get("STRATEGIES") != "all", reason="half a minute; in make test-strategies")
 def test_checkpoints_move_between_whole_compiled_models_and_uncompiled_ones(recipe, tmp_path):
-    """Uncompiled, compiled whole, uncompiled again: what is loaded is compared as it is loaded."""
+    """A run can switch between no compilation and `full`, and each checkpoint is loaded exactly."""
     constant = ["--optim.schedule", "constant", "--validation.every_steps", "100"]
 
     def run(name: str, steps: int, compiled: str) -> dict:
@@ -170,14 +172,18 @@ def test_checkpoints_move_between_whole_compiled_models_and_uncompiled_ones(reci
     found, plain = losses(tmp_path / "moved"), losses(tmp_path / "plain")
     assert found == pytest.approx(plain, abs=1e-5) and len(found) == 12
     assert [event["step"] for event in events(tmp_path / "moved", "resume")] == [4, 8]
-    assert any(found[step] != plain[step] for step in range(5, 9)), "Inductor adds in another order"
+    assert any(found[step] != plain[step] for step in range(5, 9)), (
+        "some losses must differ, because Inductor sums in a different order"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-8)])
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh"])
-def test_gelu_without_tanh_is_gelu(name, dtype, tolerance):
-    """Against fp64: one rounding to bf16, where transformers' own form rounds in between too; 1e-5 beside 10 x 2^-23
-    is for the tail, where x sigmoid(x) is small and its exponent large."""
+def test_the_sigmoid_formula_equals_tanh_gelu(name, dtype, tolerance):
+    """The sigmoid formula matches fp64, with one rounding in bf16.
+
+    The fp32 tolerance is 1e-5 because of the tail, where the argument of the exponential is large.
+    """
     x = torch.linspace(-8, 8, 10_001).to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
     got, wanted = gelu_by_sigmoid(x), ACT2FN[name](exact)
@@ -210,10 +216,10 @@ def test_a_few_layers_are_compiled_whole(requested, layers, device_type, is_alon
 
 
 def kept_and_computed(memory_budget: float) -> tuple[int, list[torch.Tensor]]:
-    """Returns the bytes kept for the backward pass, weights apart, and the loss with its gradients."""
+    """Returns the bytes saved for the backward pass, excluding weights, and the loss with its gradients."""
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = tiny_gpt2(layers=2).eval()  # without dropout
+    model = tiny_gpt2(layers=2).eval()  # disables dropout
     compile_model(model, model, "regional", memory_budget=memory_budget)
     ids = torch.arange(128).view(8, 16) % 64
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -231,12 +237,12 @@ def kept_and_computed(memory_budget: float) -> tuple[int, list[torch.Tensor]]:
 
 
 def test_a_memory_budget_keeps_less_and_computes_the_same():
-    # Compiling in this process: the pool of compile workers now and then hangs for minutes on a busy machine.
+    # Compile in this process, because the pool of compile workers sometimes hangs for minutes on a busy machine.
     with torch._inductor.config.patch(compile_threads=1):
         all_kept, expected = kept_and_computed(1.0)
         kept, computed = kept_and_computed(0.1)
     compile_model(torch.nn.Module(), torch.nn.Module(), "none")
-    assert functorch_config.activation_memory_budget == 1.0, "the next model of this process has no budget"
+    assert functorch_config.activation_memory_budget == 1.0, "the budget must be reset for the next model"
     torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-6)
     assert kept < 0.7 * all_kept, (kept, all_kept)
 
@@ -261,7 +267,7 @@ def test_a_memory_budget_needs_compiled_layers(compile_mode):
     assert "(dropout: 0.2)" in problem
 
 
-def test_compiled_layers_of_gpt2_compute_what_they_did_before():
+def test_compiled_gpt2_layers_match_eager_layers():
     torch.manual_seed(0)
     model = tiny_gpt2(layers=2).eval()
     ids = torch.randint(0, 64, (2, 16))

@@ -1,4 +1,4 @@
-"""Documents apart in the mixers of hybrid models: rows of one document each."""
+"""Tests for keeping documents apart in the mixers of hybrid models, with one document per row."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from pretrain_tools.planning.activations import ForwardPass, trace_activations
 
 END = 1
 LENGTHS = ((40, 3, 21), (1, 33, 30))
-"""Of documents in two windows of 64 tokens."""
+"""Document lengths in two windows of 64 tokens."""
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -78,7 +78,7 @@ FAMILIES = {
         "attention_head_dim": 16,
     },
 }
-"""{model_type: its own sizes}; docs/architectures.md has further families, which test_probe.py judges."""
+"""{model_type: its config keys}. test_probe.py tests the other families in docs/architectures.md."""
 
 
 def config_of(model_type: str):
@@ -106,7 +106,7 @@ def hidden_states(model, ids: torch.Tensor, attention: str = "eager", documents:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_document_reaches_another_and_each_is_as_it_is_alone(model_type, ids):
+def test_documents_do_not_affect_each_other_and_match_separate_passes(model_type, ids):
     config = config_of(model_type)
     attention = probe(config, attention="auto", window=WindowSpec(64, document_mask=True)).attention
     assert classes_in_rows(attention)
@@ -118,19 +118,20 @@ def test_no_document_reaches_another_and_each_is_as_it_is_alone(model_type, ids)
         packed = hidden_states(model, ids, attention, documents=True)
         scale = packed.abs().max()
         other = hidden_states(model, changed, attention, documents=True)
-        # Positions 40 on are other documents; the rest must have changed.
+        # Positions from 40 on belong to other documents and must not change; the rest must change.
         assert (other - packed).flatten(0, 1)[40:].abs().max() <= LEAK * scale
         assert (other - packed)[0, 1:40].abs().max() > 100 * LEAK * scale
         for row, lengths in enumerate(LENGTHS):
             for length, end in zip(lengths, itertools.accumulate(lengths), strict=True):
                 own = hidden_states(alone, ids[row : row + 1, end - length : end])
                 assert (packed[row, end - length : end] - own[0]).abs().max() <= LEAK * scale
-        whole = hidden_states(model, ids)  # without documents the mixers see the whole window again
+        whole = hidden_states(model, ids)  # without document boundaries, mixers use the whole window
         assert (whole - hidden_states(alone, ids)).abs().max() <= LEAK * scale
 
 
 def test_loss_and_gradients_of_a_packed_window_are_those_of_its_documents(ids, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # without 80 s of C++
+    # The eager backend avoids 80 s of C++ compilation.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     config = config_of("qwen3_5_text")
     attention = probe(config, attention="auto", window=WindowSpec(64, document_mask=True)).attention
     gradients = []
@@ -169,13 +170,13 @@ def test_every_token_has_one_cell_and_padding_is_bounded(lengths):
     first = 0
     for count, length in rows.shapes:
         for row in rows.tokens[first : first + count * length].view(count, length):
-            steps = row.diff()  # one document in order, then its last token again
+            steps = row.diff()  # one document in order, then padding with its last token
             assert set(steps.tolist()) <= {0, 1} and (steps.diff() <= 0).all()
             assert END not in ids.flatten()[row.unique()[1:].numpy()]
         first += count * length
 
 
-def test_a_mixer_that_gets_another_shape_is_refused(ids):
+def test_a_mixer_with_an_unexpected_shape_is_rejected(ids):
     mixer = torch.nn.Linear(4, 4)
     mixer.current_documents = type("Current", (), {})()
     mixer.current_documents.rows = DocumentRows.of(document_layout(ids.numpy().copy(), END)["cu_seq_lens_q"], (2, 64))
@@ -183,10 +184,10 @@ def test_a_mixer_that_gets_another_shape_is_refused(ids):
         in_rows(mixer, torch.zeros(2, 32, 4))
 
 
-def test_flops_and_memory_of_a_hybrid_count_its_kinds_of_layers():
+def test_flops_and_memory_of_a_hybrid_count_each_layer_type():
     config = config_of("lfm2")
     by_length = flops_per_token(config, 2048) - flops_per_token(config, 1024)
-    assert by_length == 12 * 1 * 32 * 1024  # one layer of three has attention
+    assert by_length == 12 * 1 * 32 * 1024  # one of the three layers has attention
     shape = {"weights": torch.float32, "autocast": False}
     packed = ForwardPass(WindowSpec(64, document_mask=True), mixers=("Lfm2ShortConv",), **shape)
     kept = {}

@@ -1,4 +1,4 @@
-"""What a token costs, by hand: heads x width of a head where that is not the hidden width, the experts it meets."""
+"""Tests for FLOPs per token against hand calculations, including MoE models and head dimensions set separately."""
 
 import pytest
 from transformers import AutoConfig
@@ -8,9 +8,9 @@ from pretrain.model.build import active_parameters, flops_per_token
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 SIZES |= {"vocab_size": 1000, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 QUERY_AND_OUTPUT, KEY_AND_VALUE = 2 * 64 * (4 * 32), 2 * 64 * (2 * 32)
-NORMS = 2 * (2 * 64 + 2 * 32) + 64  # two in a layer, those of queries and keys, the last
+NORMS = 2 * (2 * 64 + 2 * 32) + 64  # two per layer, query and key norms, final norm
 HEAD = 1000 * 64
-ATTENTION = 12 * 2 * (4 * 32) * 256  # layers, heads x width of a head, tokens
+ATTENTION = 12 * 2 * (4 * 32) * 256  # layers, heads x head dimension, tokens
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -21,10 +21,10 @@ def test_qwen3(tied):
     assert active_parameters(config) == matrices + (0 if tied else HEAD)
 
 
-def test_a_mixture_counts_the_experts_that_a_token_meets():
+def test_moe_models_count_the_active_experts():
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     config = AutoConfig.for_model("qwen3_moe", **SIZES, **experts, tie_word_embeddings=False)
-    layer = QUERY_AND_OUTPUT + KEY_AND_VALUE + 2 * (3 * 64 * 48) + 64 * 8  # two experts, and the router of all
+    layer = QUERY_AND_OUTPUT + KEY_AND_VALUE + 2 * (3 * 64 * 48) + 64 * 8  # two experts, and the router for all eight
     matrices = 2 * layer + NORMS + HEAD
     assert flops_per_token(config, 256) == 6 * matrices + ATTENTION
     assert active_parameters(config) == matrices + HEAD

@@ -1,4 +1,4 @@
-"""fp8 training: which layers it takes, under which names, and that it computes what bf16 does, more coarsely."""
+"""Tests for fp8 training: which layers are converted, parameter names, and results compared with bf16."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ from pretrain.model.fp8 import fp8_problem, use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from support.tiny_models import TINY_LLAMA
 
-# Not among the requirements of the tests: where torchao is installed, accelerate imports it in every process.
+# torchao isn't in the test requirements, because accelerate would then import it in every process.
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 CONFIG = AutoConfig.for_model(**TINY_LLAMA)
 
@@ -44,8 +44,8 @@ def test_the_initial_weights_are_those_of_every_precision():
 
 
 @needs_torchao
-def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
-    """e4m3 has 3 bits of mantissa: a product is off by up to 2^-4, a gradient of many products by a few percent."""
+def test_loss_and_gradients_match_bf16_within_fp8_rounding():
+    """e4m3 has 3 mantissa bits: a product's error is up to 2^-4, and a gradient's a few percent."""
     plain = build_model(CONFIG, seed=3)
     expected, expected_gradients = loss_and_gradients(plain)
     model = build_model(CONFIG, seed=3)
@@ -57,12 +57,12 @@ def test_loss_and_gradients_are_bf16s_within_the_coarser_rounding():
         assert (gradient - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
 
 
-def test_machines_without_fp8_say_so(monkeypatch):
+def test_machines_without_fp8_are_rejected(monkeypatch):
     capability = [(8, 6)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability[-1])
     for device_type in ("cpu", "cuda"):
         problem = fp8_problem(device_type)
         assert "needs a GPU with fp8 tensor cores" in problem and "use bf16" in problem
     capability.append((8, 9))
-    assert "needs a GPU" in fp8_problem("cpu"), "on request, beside a GPU that could"
+    assert "needs a GPU" in fp8_problem("cpu"), "fp8 on the CPU must be rejected even if a GPU supports it"
     assert fp8_problem("cuda") is None or "torchao" in fp8_problem("cuda")

@@ -1,4 +1,4 @@
-"""What torch.compile writes for GPUs, compiled for each kind of them without one."""
+"""Tests for torch.compile's GPU kernels, compiled for each architecture without a GPU."""
 
 import importlib.util
 
@@ -22,8 +22,8 @@ def kernels_of():
 
 
 @pytest.mark.parametrize("name", ["softmax of the loss", "softmax of capped logits"])
-def test_the_losss_softmax_reads_a_chunk_twice(kernels_of, name):
-    """One pass finds maximum and sum, the other writes the gradient; 6 bytes per logit in bf16."""
+def test_the_loss_kernel_reads_a_chunk_twice(kernels_of, name):
+    """One pass computes maximum and sum, the other writes the gradient. Traffic is 6 bytes per logit in bf16."""
     (kernel,) = kernels_of(name)
     assert kernel["loops"] == 2 and set(kernel["bytes"]) == ARCHITECTURES
 

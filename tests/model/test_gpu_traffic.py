@@ -1,7 +1,8 @@
-"""Bytes that a compiled layer moves through a GPU's memory beside its matrix products and attention, and bytes that it
-keeps for its backward pass, held to the least that the mathematics needs. Needs no GPU; see
-support/traffic_on_fake_cuda.py. STRATEGIES=all: every model under every strategy; PLANS=all: what a plan says of each;
-TRAFFIC=1 prints every kernel.
+"""Tests for a compiled layer's memory traffic and the bytes it saves for backward, compared with the theoretical
+minimum.
+
+Traffic excludes matmuls and attention. No GPU is needed; see support/traffic_on_fake_cuda.py. STRATEGIES=all tests
+every model under every strategy, PLANS=all tests every plan, and TRAFFIC=1 prints every kernel.
 """
 
 import importlib.util
@@ -24,12 +25,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @dataclass(frozen=True)
 class Bar:
-    """Most that a setup may take, times the least."""
+    """Upper limits for a setup, relative to the minimum."""
 
     traffic: float
     kept: float
     graphs: int = 1
-    """Graphs that two layers are compiled to, in each direction."""
+    """Number of graphs that two layers are compiled to, per direction."""
 
 
 BARS = {
@@ -56,16 +57,16 @@ BARS = {
     "nanochat_d12 ddp": Bar(1.46, 1.02),
     "nanochat_d12 fsdp2": Bar(1.45, 1.00),
 }
-"""{model strategy: measured}: lower a bar as soon as its layer takes less, here and in docs/measurements_memory.md."""
+"""{model strategy: measured}. If a layer improves, lower the limit here and in docs/measurements_memory.md."""
 SLACK = 0.01
 
 
 def least(setup: Setup) -> tuple[float, float]:
-    """Returns (bytes moved, bytes kept) of a micro-batch, with a residual stream of bf16.
+    """Returns the minimum (bytes moved, bytes saved) for a micro-batch, with a bf16 residual stream.
 
-    A kernel lies between two matrix products, or between one and attention. It reads what it needs and writes what the
-    next one needs once, in bf16. A matrix product's input is kept for its weight's gradient. What is written in fp32
-    per row (statistics of norms, logsumexp) is left out.
+    A kernel lies between two matmuls, or between a matmul and attention. It reads its inputs and writes its outputs
+    once, in bf16. Each matmul's input is saved for the weight gradient. fp32 values per row (norm statistics,
+    logsumexp) are ignored.
     """
     config = setup.model_config()
     d = setup.width
@@ -81,16 +82,16 @@ def least(setup: Setup) -> tuple[float, float]:
     rows = config.get("num_experts_per_tok", 1)
 
     # Forward: norm (x; out), norm of x + attention's output (x, o; h, out), x + MLP's output (h, mlp; out).
-    # Backward, of each norm: gradients of its outputs, input and gradient of the stream; gradient of the stream.
+    # Backward, per norm: gradients of its outputs, its input and the stream's gradient; the stream's new gradient.
     readers_of_attention_input = 1 if kind == "gpt2" else 3
     readers_of_mlp_input = 2 if kind in ("llama", "qwen3") else 1
     moved = 2 * d * (2 + 4 + 3) + 2 * d * (readers_of_attention_input + 3 + readers_of_mlp_input + 3)
-    kept = 2 * d * 4  # x, its norm, h, its norm
-    # Activation function: of gate and up, or of one input; backward the same and the gradient.
+    kept = 2 * d * 4  # x, norm(x), h, norm(h)
+    # Activation function of gate and up, or of one input. Backward reads and writes the same tensors and the gradient.
     is_gated = kind not in ("gpt2", "nanochat")
     moved += rows * 2 * m * ((3 + 5) if is_gated else (2 + 3))
     kept += rows * 2 * m * (3 if is_gated else 2)
-    # Rotation of query and key, there and back; with norms of them, their inputs once more.
+    # Rotation of query and key, forward and backward. With QK norms, their inputs are read once more.
     if kind != "gpt2":
         moved += 2 * (q + k) * (2 + 2)
     if kind in ("qwen3", "qwen3_moe", "nanochat"):
@@ -98,8 +99,8 @@ def least(setup: Setup) -> tuple[float, float]:
         kept += 2 * (q + k)
     kept += 2 * (2 * q + 2 * k) + 4 * heads
     if rows > 1:
-        # Rows of tokens to experts (h; rows), back as part of the sum (rows instead of the MLP's output); backward the
-        # gradient of the rows and of their weights (rows), and of the input (rows instead of one gradient).
+        # Forward: tokens copied to expert rows (h; rows), expert outputs summed (rows instead of the MLP's output).
+        # Backward: gradients of the rows and their weights (rows), and of the input (rows instead of one gradient).
         moved += 2 * d * (1 + rows) + 2 * d * (rows - 1) + 2 * d * (1 + 2 * rows) + 2 * d * (rows - 1)
         kept += 2 * d * 2 * rows
     copied = 0 if setup.strategy in ("fsdp2", "tp") else 6 * elements_of_matrices(config, d, m, q, k, is_gated)
@@ -107,7 +108,7 @@ def least(setup: Setup) -> tuple[float, float]:
 
 
 def elements_of_matrices(config: dict, d: int, m: int, q: int, k: int, is_gated: bool) -> int:
-    """Returns the elements of a layer's matrices, which autocast copies from fp32 to bf16."""
+    """Returns the number of elements in a layer's matrices, which autocast copies from fp32 to bf16."""
     return 2 * d * (q + k) + (3 if is_gated else 2) * d * m * config.get("num_experts", 1)
 
 
@@ -117,8 +118,8 @@ def outcomes():
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
-    """All layers share one graph in each direction: others would be compiled one by one."""
+def test_traffic_and_saved_bytes_are_within_the_limits(outcomes, setup):
+    """All layers share one graph per direction."""
     bar = BARS[setup.name]
     outcome = outcomes[setup.name]
     assert outcome.error is None, outcome.error
@@ -130,11 +131,11 @@ def test_a_layer_moves_and_keeps_no_more_than_its_bar(outcomes, setup):
 
 
 PLANNED = [setup for setup in SETUPS if setup.model == "llama_1b" or os.environ.get("PLANS") == "all"]
-"""With PLANS=all all that are measured: with STRATEGIES=all as well, every model under every strategy."""
+"""Setups whose memory plan is tested. PLANS=all tests all of them."""
 
 
 @pytest.mark.parametrize("setup", PLANNED, ids=lambda setup: setup.name)
-def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
+def test_a_plan_predicts_the_bytes_that_a_compiled_layer_saves(outcomes, setup):
     model_config = AutoConfig.for_model(**setup.model_config(), num_hidden_layers=2)
     if setup.strategy == "tp":
         model_config = sliced(model_config, TP_RANKS, splits_experts=True)
@@ -146,8 +147,8 @@ def test_a_plan_knows_what_a_compiled_layer_keeps(outcomes, setup):
     assert planned == pytest.approx(kept, rel=0.05)
 
 
-def test_what_is_over_the_least_is_explained():
-    """A bar above 1.1 stands in the table of docs/measurements_memory.md."""
+def test_limits_above_the_minimum_are_explained():
+    """Each limit above 1.1 is explained in the table of docs/measurements_memory.md."""
     _, _, table = (ROOT / "docs/measurements_memory.md").read_text().partition("| model | strategies | bytes moved |")
     explained = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[2:]]
     names = {f"{model.strip()} {one.strip()}" for model, several in explained for one in several.split(",")}

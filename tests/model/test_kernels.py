@@ -1,4 +1,4 @@
-"""What a run on a GPU is told of its kernels: those in use, and why the others are not."""
+"""Tests for the report on GPU kernels: which are used, and why others aren't."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -24,9 +24,9 @@ LLAMA = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """An H100 with Triton and nothing else; (capability, modules), which can be changed.
+    """Mocks an H100 on which only Triton is installed. Returns a dictionary that tests may change.
 
-    Its kernels are stand-ins on the CPU: torch's varlen, and FlashAttention 3 once it is activated.
+    The kernels are CPU stand-ins: torch's varlen, and FlashAttention 3 after its activation.
     """
     here = {"capability": (9, 0), "modules": {"triton"}, "flash 3": None, "active": False}
 
@@ -66,7 +66,7 @@ def gpu(monkeypatch):
         ("eager+mask", (9, 0), BF16, PACKED, f"eager+mask in torch {torch.__version__}"),
     ],
 )
-def test_what_is_used(gpu, attention, capability, dtype, window, used):
+def test_kernels_in_use_are_reported(gpu, attention, capability, dtype, window, used):
     gpu |= {"capability": capability, "modules": {"flash_attn", "triton"}}
     here = {"dtype": dtype, "window": window, "model_config": LLAMA}
     plain = kernels_used("auto", attention, "none", **here)
@@ -86,7 +86,7 @@ def test_what_is_used(gpu, attention, capability, dtype, window, used):
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):
-    """What `sdpa` decides by its arguments, told before by the model's configuration."""
+    """The fallback of `sdpa` is predicted from the model's config."""
     gpu |= {"capability": capability}
     model_config = AutoConfig.for_model(values.pop("model_type", "llama"), **values)
     here = {"dtype": BF16, "window": PACKED, "model_config": model_config}
@@ -95,7 +95,7 @@ def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capabili
     assert [line for line in told if line.startswith("varlen")] == ([f"varlen: {reason}"] if reason else [])
 
 
-def test_nothing_faster_is_passed_over_in_silence(gpu):
+def test_unused_faster_kernels_are_reported(gpu):
     def told(compile_mode="regional", dtype=BF16, window=PACKED, attention="groundwork_sdpa"):
         here = {"dtype": dtype, "window": window, "model_config": LLAMA}
         return "; ".join(kernels_not_used("auto", attention, compile_mode, **here))
@@ -125,12 +125,12 @@ def test_versions_are_those_of_packages_with_other_names():
     assert kernels.version_of("yaml")[0].isdigit() and kernels.version_of("no_such_module") == "(not installed)"
 
 
-def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
+def test_auto_uses_flash_attention_3_if_results_match(gpu):
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     gpu["modules"] = {"flash_attn_interface", "triton"}
-    gpu["flash 3"] = lambda out: out * 1.004  # less than bf16 rounds by
+    gpu["flash 3"] = lambda out: out * 1.004  # within bf16 rounding
     assert "varlen (flash attention for packed documents)" in kernels_used("varlen", "groundwork_sdpa", "none", **here)
-    assert not gpu["active"], "what is asked for by name is what runs"
+    assert not gpu["active"], "an explicit choice must not be replaced"
     assert "with FlashAttention 3 (flash_attn_interface 1.2)" in kernels_used(
         "auto", "groundwork_sdpa", "none", **here
     )
@@ -140,7 +140,8 @@ def test_auto_takes_flash_attention_3_where_it_computes_the_same(gpu):
 
 
 def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
-    """A package may be built without some widths. 100 is padded to 104."""
+    """FlashAttention 3 is tried with the model's head dimension, because a package may be built without it. 100 is
+    padded to 104."""
     gpu["modules"] = {"flash_attn_interface"}
     tried = []
     gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out
@@ -159,7 +160,7 @@ def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
     ],
     ids=["not installed", "A100", "another version", "wrong"],
 )
-def test_auto_stays_with_torchs_kernel_where_flash_attention_3_does_not_work(gpu, change, reason):
+def test_auto_keeps_torchs_kernel_if_flash_attention_3_does_not_work(gpu, change, reason):
     gpu |= {"modules": {"flash_attn_interface", "triton"}, "flash 3": lambda out: out} | change
     here = {"dtype": BF16, "window": PACKED, "model_config": LLAMA}
     assert reason in prefer_flash_3("auto", "groundwork_sdpa", **here)

@@ -29,7 +29,7 @@ PROJECTING = (
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Operations this small only wait for each other's threads."""
+    """Limits torch to one thread, because synchronizing threads is slow for operations this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
     torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(cross_entropy, wanted_cross_entropy, rtol=1e-6, atol=1e-6)
     assert not cross_entropy.requires_grad
-    # A factor other than 1 catches a backward that forgets the incoming gradient.
+    # A factor other than 1 detects a backward pass that ignores the incoming gradient.
     for got, want in zip(
         gradients(3 * loss, hidden, weight, bias), gradients(3 * wanted, hidden, weight, bias), strict=True
     ):
@@ -83,8 +83,8 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("backend", [backend for backend in LOSS_BACKENDS if backend != "torch"])
-def test_capped_logits_have_the_loss_and_gradients_of_the_formula_in_fp64(backend, z_loss):
-    """The cap is below half of the largest logits, so that tanh and its derivative are far from linear."""
+def test_capped_logits_match_the_formula_in_fp64(backend, z_loss):
+    """The cap is below half of the largest logits, so that tanh is far from linear."""
     hidden, weight, bias, targets = inputs(with_bias=True)
     loss, cross_entropy = next_token_loss(
         hidden, weight, targets, head_bias=bias, z_loss=z_loss, cap=4.0, chunk_tokens=16, backend=backend
@@ -129,7 +129,7 @@ def test_every_backend_records_the_loss_of_each_token(backend):
 
 
 def test_loss_by_hand():
-    """Two tokens, two words: logits (0, ln 3) and (0, 0); targets 1 and 0; -ln 3/4 and -ln 1/2."""
+    """The two tokens have losses of -ln 3/4 and -ln 1/2."""
     hidden = torch.tensor([[[1.0], [0.0]]])
     weight = torch.tensor([[0.0], [1.0986123]])
     loss, _ = next_token_loss(hidden, weight, torch.tensor([[1, 0]]))
@@ -150,7 +150,7 @@ def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(back
         loss, cross_entropy = next_token_loss(hidden, weight, targets, chunk_tokens=10, backend=backend)
     assert loss.dtype == cross_entropy.dtype == torch.float32
     wanted, _ = plain_loss(hidden, weight, None, targets)
-    # bf16 has 8 bits: logits of size 4 sqrt(16) are off by up to 2^-9 of themselves, the mean far less.
+    # bf16 has 8 bits: errors are up to 2^-9 of logits of size 4 sqrt(16), and far smaller in the mean.
     assert abs(loss.item() - wanted.item()) < 0.02
     for got, want in zip(gradients(loss, hidden, weight), gradients(wanted, hidden, weight), strict=True):
         assert got.dtype == torch.float32
@@ -158,7 +158,7 @@ def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(back
 
 
 def test_weight_gradient_over_many_chunks_is_summed_in_fp32():
-    """1,000 terms of one size: a bf16 sum would stall once the total is 256 times a term."""
+    """A bf16 sum of 1,000 equal terms would stall at 256 times a term."""
     hidden = torch.ones(1, 1000, D)
     weight = torch.zeros(V, D, requires_grad=True)
     targets = torch.zeros(1, 1000, dtype=torch.long)
@@ -168,7 +168,7 @@ def test_weight_gradient_over_many_chunks_is_summed_in_fp32():
     assert grad[0, 0].item() == pytest.approx(1 / V - 1, rel=2**-8)
 
 
-def test_no_gradient_is_computed_where_none_is_needed():
+def test_no_gradient_is_computed_if_none_is_needed():
     hidden, weight, _, targets = inputs()
     with torch.no_grad():
         loss, _ = next_token_loss(hidden, weight, targets)
@@ -178,7 +178,7 @@ def test_no_gradient_is_computed_where_none_is_needed():
 
 
 def test_second_backward_over_a_kept_graph_is_right():
-    # Zero-bubble pipelines go through it twice: for the input's gradient, then for the weights'.
+    # Zero-bubble pipelines run the backward pass twice, for the input's gradient and the weights' gradients.
     hidden, weight, _, targets = inputs()
     loss, _ = next_token_loss(hidden, weight, targets)
     first = torch.autograd.grad(2 * loss, (hidden, weight), retain_graph=True)
@@ -187,7 +187,7 @@ def test_second_backward_over_a_kept_graph_is_right():
         assert torch.equal(twice, 2 * once)
 
 
-def test_compiles_whole_and_equals_eager():
+def test_the_loss_compiles_as_one_graph_and_equals_eager():
     hidden, weight, _, targets = inputs()
 
     def double(hidden, weight, targets):
@@ -210,8 +210,7 @@ def test_custom_op_keeps_torchs_rules():
         torch.library.opcheck(torch.ops.groundwork.chunked_loss, arguments)
 
 
-def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
-    """Validation, which needs no gradients, happens during a run."""
+def test_the_loss_is_compiled_once_for_training_and_validation():
     hidden, weight, _, targets = inputs()
     torch.compiler.reset()
     next_token_loss(hidden, weight, targets, backend="chunked_compiled")[0].backward()
@@ -221,7 +220,8 @@ def test_the_compiled_loss_is_compiled_once_whatever_is_needed_of_it():
 
 
 def test_chunks_grow_with_a_gpus_memory():
-    """GPT-2's vocabulary: the gradient of its head is read and written 25 times for 64 x 1,024 tokens in 512 MB."""
+    """With GPT-2's vocabulary and 512 MB chunks, the head's gradient is read and written 25 times for 64 x 1,024
+    tokens."""
     sizes = [tokens_of_chunk(50_304, "cuda", gibibytes * 2**30) for gibibytes in (4, 24, 79, 178)]
     assert sizes == [1_280, 3_200, 10_496, 10_624]
     assert tokens_of_chunk(50_304, "cpu", 1e12) == 320 and tokens_of_chunk(10**7, "cuda", 4e9) == 256
@@ -297,7 +297,7 @@ def tiny_model(model_type, **changes):
 
 
 def hf_loss_and_gradients(model, input_ids, targets):
-    # labels are shifted by transformers: position t is compared with label t + 1.
+    # transformers shifts labels: position t is compared with label t + 1
     labels = torch.cat([torch.zeros_like(targets[:, :1]), targets], dim=1)
     logits = model(input_ids=input_ids).logits.float()
     padded = torch.cat([logits, logits[:, -1:]], dim=1)
@@ -310,7 +310,7 @@ def hf_loss_and_gradients(model, input_ids, targets):
 
 @pytest.mark.parametrize("model_type", [*PROJECTING, "gemma2", "nanochat", "cohere", "granite"])
 def test_model_loss_is_the_models_own(model_type):
-    # Scaling and capping far from 1 and from the logits' size: losing them must show.
+    # These factors differ clearly from 1 and from the logits' size, so that ignoring them changes the loss.
     changes = {"final_logit_softcapping": 0.5, "logit_scale": 3.0, "logits_scaling": 5.0}
     capped = {"gemma2", "nanochat"}
     model = tiny_model(model_type, **changes)
@@ -326,7 +326,7 @@ def test_model_loss_is_the_models_own(model_type):
         torch.testing.assert_close(parameter.grad, wanted_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_losses_of_tokens_are_recorded_without_gradients_and_inside_alone():
+def test_token_losses_are_recorded_without_gradients_and_only_inside_the_context():
     module = LanguageModelLoss(tiny_model("llama"))
     batch = torch.randint(0, V, (2, 12)), torch.randint(0, V, (2, 12))
     with recording_losses(torch.nn.Sequential(module)) as recorded:

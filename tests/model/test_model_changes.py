@@ -1,4 +1,4 @@
-"""What a recipe changes of a model's keys is judged as the JSON is, and its vocabulary may follow the data."""
+"""Tests for model config changes in a recipe, and for vocabulary sizes taken from the data."""
 
 import json
 from pathlib import Path
@@ -40,8 +40,10 @@ def test_a_standard_name_replaces_the_classes_own(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}])
-def test_the_rotary_base_arrives_where_the_model_reads_it(changes):
-    assert "rope_parameters" in json.loads(Path(DEMO).read_text()), "beside which a flat rope_theta would be ignored"
+def test_the_rope_base_is_set_where_the_model_reads_it(changes):
+    assert "rope_parameters" in json.loads(Path(DEMO).read_text()), (
+        "the demo config must have rope_parameters, which override a flat rope_theta"
+    )
     assert load_model_config(DEMO, changes=changes).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
 
@@ -55,7 +57,7 @@ def test_the_rotary_base_arrives_where_the_model_reads_it(changes):
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
     ],
 )
-def test_a_change_is_judged_as_the_json_is(changes, message):
+def test_changes_are_validated_like_the_json(changes, message):
     with pytest.raises(InputError) as caught:
         load_model_config(DEMO, changes=changes)
     (key, value), *_ = changes.items()
@@ -63,7 +65,7 @@ def test_a_change_is_judged_as_the_json_is(changes, message):
     assert all(problem.startswith(f"{DEMO} with {key} {json.dumps(value)}: ") for problem in caught.value.problems)
 
 
-def test_a_folder_written_by_the_library_is_changed_and_judged_too(tmp_path):
+def test_changes_to_a_saved_folder_are_validated(tmp_path):
     GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=80).save_pretrained(tmp_path)
     changed = load_model_config(
         str(tmp_path), changes={"num_hidden_layers": 3, "vocab_size": "auto"}, vocabulary_size=70
@@ -71,20 +73,24 @@ def test_a_folder_written_by_the_library_is_changed_and_judged_too(tmp_path):
     assert (changed.n_layer, changed.n_embd, changed.vocab_size) == (3, 48, 128)
     with pytest.raises(InputError, match="n_layers is not a key of GPT2Config; did you mean n_layer"):
         load_model_config(str(tmp_path), changes={"n_layers": 3})
-    assert load_model_config(str(tmp_path), vocabulary_size=70).vocab_size == 80, "a library's file states its own"
+    assert load_model_config(str(tmp_path), vocabulary_size=70).vocab_size == 80, (
+        "the vocabulary size in a saved config must be kept"
+    )
 
 
 @pytest.mark.parametrize(("ids", "rows"), [(64, 64), (300, 320), (8000, 8000), (32_000, 32_000), (50_257, 50_304)])
-def test_a_vocabulary_that_is_left_open_is_the_datas_padded(tmp_path, ids, rows):
+def test_an_auto_vocabulary_is_the_datas_padded(tmp_path, ids, rows):
     assert padded_vocabulary(ids) == rows
     shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     assert load_model_config(written(tmp_path, **shape), vocabulary_size=ids).vocab_size == rows
     assert load_model_config(written(tmp_path, **shape, vocab_size="auto"), vocabulary_size=ids).vocab_size == rows
-    assert load_model_config(written(tmp_path, **shape, vocab_size=7), vocabulary_size=ids).vocab_size == 7, "stated"
+    assert load_model_config(written(tmp_path, **shape, vocab_size=7), vocabulary_size=ids).vocab_size == 7, (
+        "an explicit vocabulary size must be kept"
+    )
     assert load_model_config(DEMO, changes={"vocab_size": "auto"}, vocabulary_size=ids).vocab_size == rows
 
 
-def test_without_data_an_open_vocabulary_is_the_files_else_the_classes(tmp_path):
+def test_an_auto_vocabulary_without_data_is_the_files_or_the_classs(tmp_path):
     assert load_model_config(DEMO, changes={"vocab_size": "auto"}).vocab_size == 1024
     shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     assert load_model_config(written(tmp_path, **shape)).vocab_size == 32_000
@@ -95,7 +101,7 @@ def test_large_vocabularies_are_padded_to_128():
     assert [padded_vocabulary(ids) for ids in (16_383, 16_384, 16_385, 49_152)] == [16_384, 16_384, 16_512, 49_152]
 
 
-def test_other_shapes_are_told_from_other_values():
+def test_shape_changes_are_distinguished_from_other_changes():
     own = load_model_config(DEMO)
     assert shape_changes(own, load_model_config(DEMO, changes={"attention_dropout": 0.1, "rope_theta": 5e5})) is None
     fewer = shape_changes(own, load_model_config(DEMO, changes={"num_hidden_layers": 3}))

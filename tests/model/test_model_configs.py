@@ -1,4 +1,4 @@
-"""Every shipped model JSON: it parses, builds, and has the parameter count that its name says."""
+"""Tests for the shipped model configs: each one loads, builds and has the parameter count in its name."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from pretrain.model.model_config import load_model_config
 from support.project import ROOT
 
 CONFIGS = sorted((ROOT / "model_configs").glob("*.json"))
-# Exact counts. Where one moves, the shape of a published or compared model has changed: give the new shape a new name.
+# Exact parameter counts. If a count changes, so did a published or compared shape: give the new shape a new name.
 PARAMETERS = {
     "char_0.8m": 816_192,
     "deepone_162m": 162_450_432,
@@ -48,10 +48,10 @@ UNITS = {"m": 10**6, "b": 10**9}
 
 
 def name_says(name: str, parameters: int) -> bool:
-    """Whether a count is what a name such as llama_1b or qwen3_0.6b says.
+    """Returns True if a name such as llama_1b or qwen3_0.6b matches the parameter count.
 
-    The rule: rounded to the significant digits of the name's number, where zeros at its end are not significant, the
-    count is that number. So 1b covers 0.95 to 1.5 billion (TinyLlama's 1.1), 360m covers 355 to 365 million.
+    The count is rounded to the significant digits of the name's number, not counting trailing zeros. So 1b covers 0.95
+    to 1.5 billion (TinyLlama has 1.1) and 360m covers 355 to 365 million.
     """
     digits, unit = re.search(r"_([\d.]+)([mb])$", name).groups()
     stated = float(digits)
@@ -76,8 +76,8 @@ def test_all_configs_are_in_the_table():
     assert {path.stem for path in CONFIGS} == set(PARAMETERS)
 
 
-def test_the_table_of_the_page_is_that_of_the_files():
-    """Widths, vocabulary, tied or not, and positions; parameters are those of the table above."""
+def test_the_table_on_the_page_matches_the_files():
+    """Sizes, vocabulary, weight tying and positions in the table of docs/shapes.md match the config files."""
     page = (ROOT / "docs/shapes.md").read_text().partition("\n## ")[0]
     rows = {
         cells[1].strip("` "): [cell.strip() for cell in cells[2:-1]] for cells in map(split_row, page.splitlines())

@@ -1,4 +1,5 @@
-"""Values that no model has are refused by key; what the library reads is accepted."""
+"""Tests for config values: impossible ones are rejected with their key, and all keys that the library reads are
+accepted."""
 
 import json
 from pathlib import Path
@@ -48,36 +49,36 @@ def problems_of(folder: Path, **changes) -> list[str]:
         ("pad_token_id", [[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]], "more than 20 levels deep"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_its_key(tmp_path, key, value, allowed):
+def test_impossible_values_are_rejected_with_their_key(tmp_path, key, value, allowed):
     found = problems_of(tmp_path, **{key: value})
     assert any(allowed in problem for problem in found), found
     assert any(key in problem for problem in found) or key == "pad_token_id", found
 
 
-def test_all_of_them_at_once(tmp_path):
+def test_all_impossible_values_are_reported_together(tmp_path):
     found = problems_of(tmp_path, hidden_act="x", rms_norm_eps=-1.0, hiden_size=3, num_attention_heads=7)
     for key in ("hidden_act", "rms_norm_eps", "hiden_size", "hidden_size 64 is not a multiple"):
         assert any(problem.startswith(key) for problem in found), found
 
 
-def test_keys_that_the_model_reads_without_declaring_them_are_taken(tmp_path):
+def test_undeclared_keys_that_the_model_reads_are_accepted(tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = load(tmp_path, model_type="qwen3_moe", head_dim=32, **experts)
     projection = build_meta_model(config).model.layers[0].self_attn.q_proj
-    assert projection.weight.shape == (4 * 32, 64), "it is what the model uses"
+    assert projection.weight.shape == (4 * 32, 64), "the model must use this key"
     (problem,) = problems_of(tmp_path, model_type="qwen3_moe", head_dimm=32, **experts)
     assert problem.startswith("head_dimm is not a key of Qwen3MoeConfig")
     assert problems_of(tmp_path, model_type="qwen3_moe", head_dim="x", **experts)[0].startswith("head_dim: 'x'")
 
 
 @pytest.mark.parametrize("model_type", ["hunyuan_v1_dense", "ministral"])
-def test_the_width_of_a_head_follows_where_a_class_leaves_it_open(tmp_path, model_type):
+def test_the_head_dimension_is_derived_if_the_class_has_no_default(tmp_path, model_type):
     config = load(tmp_path, model_type=model_type)
     assert config.head_dim == 16
     assert count_parameters(config) == count_parameters(load(tmp_path, model_type=model_type, head_dim=16))
 
 
-def test_what_only_the_models_own_code_finds_is_refused_in_words(tmp_path, monkeypatch):
+def test_errors_in_the_models_code_become_input_errors(tmp_path, monkeypatch):
     config = load(tmp_path)
     config.rope_parameters = {"rope_type": "nonsense", "rope_theta": 1.0}
     with pytest.raises(InputError, match="LlamaConfig cannot be built with these values"):
@@ -85,7 +86,7 @@ def test_what_only_the_models_own_code_finds_is_refused_in_words(tmp_path, monke
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["brackets", "digits"])
-def test_a_text_that_no_reader_takes_is_refused(tmp_path, text):
+def test_json_that_cannot_be_parsed_is_rejected(tmp_path, text):
     path = tmp_path / "model.json"
     path.write_text(text)
     with pytest.raises(InputError, match=r"model.json: (is nested too deeply|not a valid JSON file)"):

@@ -1,4 +1,5 @@
-"""Models with code of their own: trained from a folder, copied with every checkpoint, refused with file and line."""
+"""Tests for models with custom code: training from a folder, copying it with checkpoints, and errors with file and
+line."""
 
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
 
 @pytest.fixture
 def own(recipe, tmp_path):
-    """A recipe of four steps with a model folder that has its own code."""
+    """A recipe of four steps that trains a model folder with custom code."""
     values = yaml.safe_load(recipe.read_text())
     values |= {"model": str(write_own_model(tmp_path / "mine", vocab_size=512)), "budget": {"steps": 4}}
     values |= {"checkpoint": {"every_steps": 2}, "validation": {"sequences": 4}, "export": {"dtype": "fp32"}}
@@ -39,7 +40,7 @@ def checked(recipe, *arguments):
 
 
 def logits_elsewhere(folder, tmp_path):
-    """Logits of a model folder in an interpreter that has never seen this project."""
+    """Returns a model folder's logits, computed in a Python process without Groundwork."""
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", LOADED_ELSEWHERE, folder, tmp_path / "logits.pt"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -66,7 +67,7 @@ def test_it_trains_resumes_with_changed_code_and_loads_anywhere(own, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_strategies_train_it_alike(own, tmp_path, strategy):
+def test_all_strategies_train_it_equally(own, tmp_path, strategy):
     run_script("train.py", "--config", own, "--trust_remote_code", "--checkpoint.save_final", "false")
     told = ("--output", tmp_path / strategy, "--checkpoint.save_final", "false")
     launch(strategy, 2, "train.py", "--config", own, "--trust_remote_code", *told)
@@ -74,7 +75,7 @@ def test_strategies_train_it_alike(own, tmp_path, strategy):
     assert len(events(tmp_path / strategy, "start")) == 1
 
 
-def test_its_code_does_not_run_unasked(own, tmp_path):
+def test_its_code_runs_only_with_trust_remote_code(own, tmp_path):
     (tmp_path / "mine/configuration_mine.py").write_text("raise SystemExit('executed')")
     refused = checked(own)
     assert refused.returncode == 2 and "allow it with --trust_remote_code" in refused.stderr
@@ -103,7 +104,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_named_with_its_line(own, tmp_path, slip):
+def test_an_error_in_the_code_is_reported_with_its_line(own, tmp_path, slip):
     file, there, instead, said = SLIPS[slip]
     path = tmp_path / "mine" / file
     text = path.read_text().replace("vocab_size=256, n_layer=2, n_head=4, ", "n_head=4, vocab_size=256, n_layer=2, ")
@@ -130,14 +131,14 @@ def test_keys_are_those_of_the_signature(own, tmp_path):
     assert "num_hidden_layers" in fields_of(LlamaConfig) and fields_of(LlamaConfig)["vocab_size"].default == 32000
 
 
-def test_flops_and_memory_know_its_sizes(own):
+def test_flops_and_memory_use_its_sizes(own):
     planned = run_script("plan.py", "--config", own, "--trust_remote_code", "--gpus", "1", "--gpu", "h100").stdout
-    # Embeddings of tokens and positions; the head and 2 layers of 4 x 48^2 + 3 x 48 x 96, norms.
+    # Token and position embeddings; head and 2 layers of 4 x 48^2 + 3 x 48 x 96; norms.
     assert "30,720 in embeddings" in planned and "single" in planned
 
 
 class Odd(PretrainedConfig):
-    """Calls its depth by two usual names."""
+    """A config with two common names for its depth."""
 
     model_type = "odd"
 
@@ -149,7 +150,7 @@ class Odd(PretrainedConfig):
         super().__init__(**kwargs)
 
 
-def test_a_size_that_two_names_may_mean_is_asked_for():
+def test_an_ambiguous_size_is_an_error():
     with pytest.raises(InputError, match=r'attribute_map = \{"num_hidden_layers": "n_layer"\}'):
         name_sizes("odd.py", Odd)
     Odd.attribute_map = {"num_hidden_layers": "depth"}
@@ -158,7 +159,7 @@ def test_a_size_that_two_names_may_mean_is_asked_for():
 
 
 class OddModel(LlamaModel):
-    """A Llama that takes over Llama's configuration."""
+    """A Llama model that reuses Llama's config class."""
 
 
 def test_a_class_with_the_configuration_of_another_is_named():
@@ -166,7 +167,7 @@ def test_a_class_with_the_configuration_of_another_is_named():
         register_classes("odd.py", type("Odd", (LlamaConfig,), {"model_type": "odd"}), OddModel, None)
 
 
-def test_a_slip_among_the_architectures_disturbs_only_who_uses_it(recipe, tmp_path):
+def test_an_error_in_an_architecture_affects_only_its_users(recipe, tmp_path):
     copy = tmp_path / "project"
     shutil.copytree(ROOT / "pretrain", copy / "pretrain", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "pretrain/model/architectures/slip.py").write_text("class SlipForCausalLM:\n    x = nowhere\n")

@@ -1,4 +1,4 @@
-"""An own-code model with a recurrence: each document is computed in its own row."""
+"""Tests for a custom-code model with a recurrence, which processes each document in a separate row."""
 
 import json
 
@@ -130,11 +130,11 @@ def own(recipe, tmp_path):
     return recipe
 
 
-def test_it_keeps_documents_apart_resumes_and_loads_again(own, tmp_path):
+def test_it_separates_documents_resumes_and_loads(own, tmp_path):
     unbroken = tmp_path / "run"
     told = run_script("train.py", "--config", own).stdout
     assert "GatedRecurrence with each document in a separate row" in told
-    # Of the last check of final/, by the library's own forward pass.
+    # printed by the last check of final/, which uses the library's own forward pass
     assert "one document at a time" in told
     run_script(
         "train.py", "--config", own, "--output", tmp_path / "resumed", "--checkpoint.stop_at_step", "2", check=False

@@ -1,4 +1,5 @@
-"""Positions that change in place: the library's own tables and configurations, or a refusal that says what to do."""
+"""Tests for changing RoPE settings of a model in place: results match the library's tables, or an error says what to
+do."""
 
 import copy
 import json
@@ -49,7 +50,7 @@ def llama(tmp_path, **changes):
 
 @pytest.mark.parametrize("rope", TYPES, ids=lambda rope: rope.get("rope_type", "base"))
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_model_changed_in_place_is_the_one_that_the_library_builds(kind, rope, tmp_path):
+def test_a_model_changed_in_place_equals_a_newly_built_one(kind, rope, tmp_path):
     config = llama(tmp_path) if kind == "llama" else small(kind)
     first, second = configs_of_stages(config, data_of(sequence_length=256, rope_parameters=rope))
     assert first is config and second.max_position_embeddings == max(256, config.max_position_embeddings)
@@ -64,7 +65,7 @@ def test_a_model_changed_in_place_is_the_one_that_the_library_builds(kind, rope,
     after = model(ids).logits
     assert torch.equal(after, theirs(ids).logits) and not torch.allclose(after, before, atol=1e-3)
     use_positions(model, first)
-    assert torch.equal(model(ids).logits, before), "and back, as after a rollback"
+    assert torch.equal(model(ids).logits, before), "restoring the settings must restore the logits"
 
 
 def test_what_no_stage_changes_stays_the_same_object(tmp_path):
@@ -72,7 +73,7 @@ def test_what_no_stage_changes_stays_the_same_object(tmp_path):
     assert [c is config for c in configs_of_stages(config, data_of(sequence_length=256))] == [True, True]
 
 
-def test_a_stage_of_another_type_keeps_the_base_and_one_of_the_same_all(tmp_path):
+def test_a_stage_with_a_new_rope_type_keeps_only_the_base(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 2.0, "original_max_position_embeddings": 32}
     config = llama(tmp_path, rope_parameters=rope)
     _, yarn = configs_of_stages(config, data_of(rope_parameters={"factor": 8.0}))
@@ -96,7 +97,7 @@ def test_a_stage_of_another_type_keeps_the_base_and_one_of_the_same_all(tmp_path
         ({"rope_parameters": {"rope_theta": 10000.0}}, "does not use them"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):
+def test_impossible_rope_parameters_are_rejected(tmp_path, second, problem):
     with pytest.raises(InputError) as refusal:
         configs_of_stages(llama(tmp_path), data_of(sequence_length=256, **second))
     assert problem in str(refusal.value) and "data.stages[1]" in str(refusal.value)
@@ -111,7 +112,7 @@ def test_parameters_that_cannot_be_are_refused(tmp_path, second, problem):
         ("gptj", {"sequence_length": 1 << 12}, "has a table of all positions; set --model.max_position_embeddings"),
     ],
 )
-def test_models_whose_positions_cannot_change_are_refused_with_what_to_do(kind, second, problem):
+def test_models_whose_positions_cannot_change_are_rejected_with_a_remedy(kind, second, problem):
     with pytest.raises(InputError) as refusal:
         configs_of_stages(small(kind), data_of(**second))
     assert problem in str(refusal.value)

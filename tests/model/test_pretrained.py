@@ -1,4 +1,4 @@
-"""Weights read tensor by tensor are those that transformers loads, and no others are read."""
+"""Tests for reading pretrained weights tensor by tensor: values match transformers, and no other tensors are read."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_weights_are_those_that_transformers_loads(kind, units, tmp_path):
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_tensors_in_memory_make_a_model_without_drawing_a_number(kind, monkeypatch):
+def test_a_model_from_tensors_in_memory_draws_no_random_numbers(kind, monkeypatch):
     trained = build_model(AutoConfig.for_model(**TINY[kind]), seed=7)
     tensors = {name: parameter.detach() for name, parameter in trained.named_parameters()}
     drawn = []
@@ -65,7 +65,9 @@ def test_tensors_in_memory_make_a_model_without_drawing_a_number(kind, monkeypat
     assert set(drawn) <= {"meta"}
     assert_same(model, trained)
     places = {parameter.data_ptr() for parameter in trained.parameters()}
-    assert not places & {parameter.data_ptr() for parameter in model.parameters()}, "training goes on in the others"
+    assert not places & {parameter.data_ptr() for parameter in model.parameters()}, (
+        "the new model must not share memory with the trained one"
+    )
 
 
 def test_several_files(tmp_path):
@@ -75,7 +77,7 @@ def test_several_files(tmp_path):
 
 
 def test_files_of_the_base_model_alone(tmp_path):
-    """As GPT-2's on the Hub, whose names lack `transformer.`"""
+    """Weights without the `transformer.` prefix, like GPT-2's on the Hub, are loaded."""
     config = AutoConfig.for_model(**TINY["gpt2"])
     build_model(config, seed=7).base_model.save_pretrained(tmp_path)
     pretrained = open_pretrained(str(tmp_path))
@@ -83,7 +85,7 @@ def test_files_of_the_base_model_alone(tmp_path):
     assert_same(filled("gpt2", InitialWeights(seed=0, pretrained=pretrained)), load_pretrained(str(tmp_path)))
 
 
-def test_a_part_reads_its_own_tensors_alone(tmp_path, monkeypatch):
+def test_a_unit_reads_only_its_own_tensors(tmp_path, monkeypatch):
     pretrained = open_pretrained(save("llama", tmp_path))
     read, names = pretrained.read, []
     monkeypatch.setattr(pretrained, "read", lambda name: names.append(name) or read(name))
@@ -93,7 +95,7 @@ def test_a_part_reads_its_own_tensors_alone(tmp_path, monkeypatch):
     assert {n for n, p in model.named_parameters() if not p.is_meta} == set(expected)
 
 
-def test_what_is_read_does_not_change_the_files(tmp_path):
+def test_loading_does_not_change_the_files(tmp_path):
     path = save("llama", tmp_path)
     model = filled("llama", InitialWeights(seed=0, pretrained=open_pretrained(path)))
     with torch.no_grad():
@@ -160,7 +162,7 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
     assert_same(model, load_pretrained(str(tmp_path)))
 
 
-def test_what_cannot_be_loaded_is_refused_in_words(tmp_path):
+def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
     (tmp_path / "model.json").write_text("{}")
     with pytest.raises(InputError, match="a JSON has no weights"):
         open_pretrained(str(tmp_path / "model.json"))

@@ -1,4 +1,4 @@
-"""Folders for others have save_pretrained's names and tensors, and what has them is read back tensor by tensor."""
+"""Tests for exported folders: names and tensors match save_pretrained, and they can be read back tensor by tensor."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ CONFIGS |= {name: lambda name=name: AutoConfig.for_model(**TINY[name]) for name 
 
 
 def tensors_that_train(config):
-    """By the names of the model that trains, and the folder that the library makes of it: tied tensors once."""
+    """Returns a model and its trainable tensors and saved buffers by name, with tied tensors once."""
     model = build_model(config, seed=7)
     kept = dict(model.named_parameters())
     kept |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
@@ -57,8 +57,8 @@ def test_experts_are_published_one_by_one():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_cannot_be_taken_apart_alone_keeps_its_names(fails, monkeypatch):
-    """Where the library makes one saved tensor of several that train, or fails on one of them."""
+def test_tensors_that_cannot_be_converted_alone_keep_their_names(fails, monkeypatch):
+    """Names are kept if the library merges several tensors into one, or fails to convert a single tensor."""
 
     def taken_apart(names, tensors):
         if fails:

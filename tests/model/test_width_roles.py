@@ -1,4 +1,4 @@
-"""Roles of parameters under a change of width, against those that their names tell."""
+"""Tests that parameter roles, found by changing the width, match those implied by the parameter names."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def untied(name: str):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_roles_are_those_that_names_tell(name):
+def test_roles_match_the_parameter_names(name):
     for parameter, role in width_roles(untied(name)).items():
         told = next((role for part, role in BY_NAME[name].items() if part in parameter), None)
         if parameter.endswith("bias") or "q_norm" in parameter or "k_norm" in parameter or parameter == "norm":

@@ -1,4 +1,4 @@
-"""What a budget buys: the fastest combination that fits, a size by the law, and refusals of what fits no model."""
+"""Tests for budgets: the fastest setup that fits, the model size from the scaling law, and rejected budgets."""
 
 import pytest
 
@@ -35,12 +35,14 @@ def test_more_hours_buy_a_larger_model_and_no_more_than_is_given(quick_traces):
     sizes = [run.shape.parameters for run in chosen]
     assert sizes == sorted(set(sizes))
     for run in chosen:
-        assert 10 < run.tokens / run.shape.parameters < 32, "about 20, as far as the rungs allow"
+        assert 10 < run.tokens / run.shape.parameters < 32, (
+            "the ratio must be as close to 20 as the available sizes allow"
+        )
         assert 0.97 * run.budget.hours < run.billed_hours <= run.budget.hours
         assert run.batch % (8 * run.shape.sequence_length) == 0
 
 
-def test_flops_are_spent_whatever_the_gpus(quick_traces):
+def test_a_flops_budget_does_not_depend_on_the_gpus(quick_traces):
     for gpus in (1, 8):
         run = choose_run(budget(gpus=gpus, flops=1e19))
         assert run.tokens * run.work.flops_per_token == pytest.approx(1e19, rel=0.01)
@@ -61,7 +63,7 @@ def test_repeated_data_ends_a_run_early(quick_traces):
 
 @pytest.mark.parametrize("memory", [80 * GIB, 24 * GIB, 12 * GIB])
 def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
-    """Against every strategy, checkpointing and micro-batch, one after the other."""
+    """The chosen setup is within 5% of the fastest among all strategies, checkpointing modes and micro-batch sizes."""
     given = budget(find_gpu("h100", memory_bytes=memory))
     sized = size(given, Shape(24, 2048, 32_000))
     best, usable = sized.best, given.hardware.usable_bytes
@@ -78,7 +80,7 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
                     seconds.append(case.step(divided, sequences).seconds)
     assert min(seconds) <= best.step_seconds <= 1.05 * min(seconds)
     if memory == 12 * GIB:
-        assert best.name != "ddp", "19 GB of states alone"
+        assert best.name != "ddp", "ddp must not be chosen: model and optimizer states alone need 19 GB"
 
 
 def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):

@@ -1,4 +1,4 @@
-"""The answer to a budget: command, prices, reasons."""
+"""Tests for the budget report: command, prices and reasons."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ PLACE = RecipePlace(Path("recipes/a.yaml"), Path("data/a"), Path("runs/a"), "tok
 
 
 def asked(unique_tokens=math.inf, place=PLACE, **options) -> BudgetRequest:
-    """What plan.py reads of a command line."""
+    """Returns a request as plan.py reads it from its command line."""
     given = {
         "hours": None, "dollars": 100.0, "flops": None, "family": "llama", "tokens_per_parameter": None,
         "optimizer": "adamw", "mfu": 0.4, "write": str(place.recipe), "json": False, **options,
@@ -40,7 +40,7 @@ MACHINES = Hardware(find_gpu("h100"), 16, 2)
 
 @pytest.fixture
 def made(tmp_path, monkeypatch, capsys):
-    """(recipe, what was printed) of a request."""
+    """Returns a function that runs a request and returns (recipe, printed report)."""
     use_quick_traces(monkeypatch)
     monkeypatch.chdir(tmp_path)
 
@@ -56,7 +56,9 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
     text, printed = made(asked())
     values = yaml.safe_load(text)
     model = json.loads(Path(values["model"]).read_text())
-    assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, "a multiple of 128"
+    assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, (
+        "the vocabulary size must be padded to a multiple of 128"
+    )
     assert values["optim"]["name"] == "adamw" and values["precision"] == "bf16"
     for shown in (printed, text):
         assert "--num_processes 16" in shown and "--num_machines 2 --machine_rank RANK" in shown
@@ -71,11 +73,13 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
     config = load_model_config(values["model"])
     assert found["parameters"] == count_parameters(config) > 4 * found["active_parameters"]
     assert found["active_parameters"] == active_parameters(config)
-    assert 10 < found["tokens"] / found["active_parameters"] < 32, "about 20, as far as the rungs allow"
+    assert 10 < found["tokens"] / found["active_parameters"] < 32, (
+        "the ratio must be as close to 20 as the available sizes allow"
+    )
     assert router_losses(Loss(**values["loss"]), build_meta_model(config)).balance == 0.01
 
 
-def test_data_that_is_too_little_is_said(made):
+def test_insufficient_data_is_reported(made):
     text, printed = made(asked(2e8, replace(PLACE, is_prepared=True)))
     assert "beyond 5 the model memorizes the text" in printed
     assert "not all of the time" in printed
@@ -85,13 +89,13 @@ def test_data_that_is_too_little_is_said(made):
 
 
 def ladder_of_law(path: Path, sizes) -> Path:
-    """What runs.py ladder writes of runs on a law."""
+    """Writes a ladder.json, as runs.py ladder would, with losses from a scaling law."""
     rungs = [Rung(n, 20 * n, 1.7 + 400 / n**0.34 + 1200 / (20 * n) ** 0.34, None, (Path("x"),), 0) for n in sizes]
     path.write_text(json.dumps(ladder_values(make_ladder(rungs, [], "total"))))
     return path
 
 
-def test_a_ladder_says_what_loss_to_expect(made, tmp_path):
+def test_a_ladder_predicts_the_loss(made, tmp_path):
     expect = read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7, 8 * 10**7, 10**8]))
     _, printed = made(asked(json=True, write=None), expect)
     found = json.loads(printed)

@@ -1,4 +1,5 @@
-"""plan.py from a budget to a recipe, as a user runs it: a recipe that passes --check, and refusals all at once."""
+"""Tests for creating a recipe from a budget with plan.py: the recipe passes --check, and all problems are reported at
+once."""
 
 import json
 import sys
@@ -13,7 +14,7 @@ from support.project import ROOT, run_script
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """The problems that plan.py finds in a command line."""
+    """Returns a function that runs plan.py and returns the problems it reports."""
     monkeypatch.chdir(tmp_path)
 
     def refused(*arguments) -> list[str]:
@@ -44,7 +45,7 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
     assert "\n".join(refused(*written)).count("already exists") == 2
 
 
-def test_everything_wrong_is_said_at_once(refused):
+def test_all_problems_are_reported_at_once(refused):
     said = refused(
         "--hours", "1", "--flops", "1e19", "--dollars", "-3", "--gpu", "cpu", "--family", "lama", "--vocabulary",
         "tokenizers/none", "--data", "data/none", "--write", "x.txt", "--optimizer", "sgd", "--config", "a.yaml",

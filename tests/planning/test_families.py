@@ -1,4 +1,4 @@
-"""Shapes of every size: the published ones, JSONs that the library reads, counts that are the model's own."""
+"""Tests for model families: published shapes, configs that the library reads, and parameter counts."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from pretrain_tools.planning.families import FAMILIES, Shape
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_counts_are_those_of_the_model_that_the_json_makes(family, tmp_path):
+def test_counts_match_the_model_built_from_the_json(family, tmp_path):
     for layers, width in (family.rungs[0], family.rungs[2], family.rungs[9]):
         shape = Shape(layers, width, 1024, family)
         path = tmp_path / "model.json"
@@ -44,6 +44,7 @@ def test_ladders_rise_by_small_steps_from_ten_million_to_thirteen_billion(family
     ],
 )
 def test_published_models_are_among_them(name, rung, vocabulary, parameters):
-    """Llama 13B (its feed-forward is 1 % wider), Qwen3 0.6B and 8B, nanochat d20, GPT-2 XL (1,024 positions)."""
+    """Each published model is a rung: Llama 13B (its MLP is 1% wider), Qwen3 0.6B and 8B, nanochat d20, and GPT-2 XL
+    (1,024 positions)."""
     assert rung in FAMILIES[name].rungs
     assert Shape(*rung, vocabulary, FAMILIES[name]).parameters == pytest.approx(parameters, rel=0.01)

@@ -1,4 +1,4 @@
-"""--check says with figures what runs but may not be meant, how long it takes here, and how to start it."""
+"""Tests for --check: warnings with figures, the estimated time, and the start command."""
 
 import re
 from collections import namedtuple
@@ -33,7 +33,7 @@ def small_memory(config, run, device) -> str | None:
 
 @pytest.fixture
 def read(recipe):
-    """(config, run) of the recipe with these settings."""
+    """Returns a function that reads the recipe with changed settings and returns (config, run)."""
 
     def read(**settings):
         config = read_run_config(recipe, [(name.replace("__", "."), str(value)) for name, value in settings.items()])
@@ -57,7 +57,7 @@ def test_a_run_without_validation(read):
     config, run = read()
     assert not said(config, run, "validation: ")
     config, run = read(data__validation="[]")
-    assert not said(config, run, "validation: "), "the recipe wants none"
+    assert not said(config, run, "validation: "), "a recipe that disables validation must not cause a warning"
     config, run = read()
     (line,) = [line for line in judgement(config, run, frozenset(), {}, []) if "validation: no source has" in line]
     assert "--validation_fraction 0.05" in line
@@ -70,7 +70,7 @@ def said(config, run, beginning):
 
 def test_a_vocabulary_that_outweighs_the_layers(read):
     assert heavy_vocabulary(read()[1]) is None
-    # 512 x 32 in the embedding, 32 x 32 and less in the one narrow layer.
+    # 512 x 32 in the embedding, at most 32 x 32 per matrix in the single narrow layer
     _, run = read(
         model__hidden_size=32, model__intermediate_size=32, model__num_hidden_layers=1, model__num_key_value_heads=1
     )
@@ -102,7 +102,7 @@ def test_a_disk_too_small_for_the_checkpoints(read, monkeypatch, tmp_path):
     assert "2 checkpoints of" in message and f"{tmp_path} has" in message
     (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-1/model.safetensors").write_bytes(b"0")
-    assert small_disk(config, run) is None, "checkpoints that are there make room for those to come"
+    assert small_disk(config, run) is None, "checkpoints on disk must count as free space"
 
 
 def test_a_step_too_large_for_the_memory(read, monkeypatch):
@@ -119,18 +119,18 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
 
 
-def test_an_architecture_whose_memory_cannot_be_traced_is_said(read, monkeypatch):
+def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeypatch):
     def fails(*_):
         raise TypeError("no such argument\nsecond line")
 
     monkeypatch.setattr(judgement_module, "largest_footprint", fails)
     said = "memory: cannot be estimated for llama (TypeError: no such argument)"
-    assert small_memory(*read(), torch.device("cpu")) is None, "it fits by far: nothing is traced"
+    assert small_memory(*read(), torch.device("cpu")) is None, "nothing must be traced if the model is small"
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)
     assert small_memory(*read(), torch.device("cpu")) == said
 
 
-def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
+def test_the_estimated_time_uses_the_measured_peak(read, monkeypatch):
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (1e9, "measured"))
     config, run = read()
     seconds = run.flops_per_token * run.total_tokens / (0.4 * 1e9)
@@ -142,14 +142,14 @@ def test_the_time_rests_on_the_measured_peak(read, monkeypatch):
     assert "unknown (unknown peak FLOP/s for X)" in judgement_module.time_here(config, run, torch.device("cpu"))
 
 
-def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeypatch):
+def test_the_start_command_is_the_checked_one_without_check(read, monkeypatch):
     config, _ = read()
     words = ["--config", "a b.yaml", "--check", "--verbose", "--optim.learning_rate", "1e-3"]
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     plain = "train.py --config 'a b.yaml' --optim.learning_rate 1e-3"
     assert launch_command(config, words) == f"python {plain}"
     monkeypatch.setattr(judgement_module.torch.cuda, "is_available", lambda: True)
-    for gpus, launched in ((1, False), (2, True), (3, False)):  # 256 tokens are not 3 x 64 x n
+    for gpus, launched in ((1, False), (2, True), (3, False)):  # 256 tokens can't be divided by 3 x 64
         monkeypatch.setattr(judgement_module.torch.cuda, "device_count", lambda gpus=gpus: gpus)
         expected = f"accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes {gpus} {plain}"
         assert launch_command(config, words) == (expected if launched else f"python {plain}")
@@ -158,7 +158,7 @@ def test_the_command_is_the_one_that_was_checked_without_the_check(read, monkeyp
     assert launch_command(config, words) == f"python {plain}"
 
 
-def test_a_check_without_data_judges_the_rest(recipe):
+def test_a_check_without_data_checks_everything_else(recipe):
     asked = ("train.py", "--config", recipe, "--check", "--data.train", f"[{{shards: {recipe.parent}/none}}]")
     checked = run_script(*asked, check=False)
     assert checked.returncode == 2
@@ -170,9 +170,11 @@ def test_a_check_without_data_judges_the_rest(recipe):
     assert "none: no such folder" in worse.stderr and "averaging.kind is none" in worse.stderr
 
 
-def test_the_check_says_it_through_the_script(recipe):
+def test_the_script_prints_the_warnings(recipe):
     out = run_script("train.py", "--config", recipe, "--check").stdout
     assert "warning: batch: with 256 tokens per step, the run has only 12 steps" in out
     assert "\ntime on this machine: about " in out
     assert f"\nstart it with: python train.py --config {recipe}\n" in out
-    assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), "a warning is a problem"
+    assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), (
+        "the check must report warnings and pass"
+    )

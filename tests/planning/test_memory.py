@@ -1,4 +1,4 @@
-"""Predicted memory: counted parts against real tensors, the peak against a measured one, and what must be larger."""
+"""Tests for memory predictions, compared with real tensors, a measured peak and each other."""
 
 import json
 
@@ -56,12 +56,14 @@ def test_sizes_are_those_of_the_model(model_config):
     sizes, model = sizes_of(model_config), build_model(model_config, seed=0)
     assert sizes.total == sum(parameter.numel() for parameter in model.parameters())
     assert sizes.embedding == model.get_input_embeddings().weight.numel() and sizes.is_tied
-    assert sizes.root == sizes.embedding + SHAPE["hidden_size"], "the embedding and the last norm"
+    assert sizes.root == sizes.embedding + SHAPE["hidden_size"], (
+        "the root must contain the embedding and the final norm"
+    )
     assert sizes.largest == sizes.embedding
 
 
-def test_layers_of_two_sizes_are_counted_each_as_it_is_and_traced_as_those_with_experts():
-    """DeepSeek-V3's first layer is dense."""
+def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
+    """With a dense first layer, as in DeepSeek-V3, each layer's size is counted and an MoE layer is traced."""
     dense_first = load_model_config("model_configs/deepseek_v3_4m.json")
     sizes, model = sizes_of(dense_first), build_meta_model(dense_first)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
@@ -81,7 +83,7 @@ def test_an_average_is_four_bytes_of_each_parameter_that_a_process_updates(model
     total = sizes_of(model_config).total
     expected = 4 * total / (1 if name in ("single", "ddp") else 2)
     added = after.total + after.host - before.total - before.host
-    # tp splits the layers alone; of a pipeline the process counts that has the embedding.
+    # tp shards only the layers. For pp, the process with the embedding counts.
     assert expected <= added < 4 * total if name in ("tp", "fsdp_tp", "pp") else added == pytest.approx(expected)
     assert (after.host > before.host) == (name == "zero3_offload")
 
@@ -104,7 +106,7 @@ def test_a_line_goes_through_its_points():
 
 
 def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
-    """Against torch's own saved tensors, on real tensors: hooks see each tensor that a backward pass will need."""
+    """Hooks record the tensors that autograd saves."""
     act = trace_activations(model_config, ForwardPass(WindowSpec(64, False), torch.float32, autocast=False))
     model = build_model(model_config, seed=0, attention="groundwork_sdpa")
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -113,14 +115,14 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # keeps it alive, so that no address comes twice
+            saved[storage.data_ptr()] = storage  # keeps the tensor alive, so that its address isn't reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         embeddings = torch.randn(2, 64, SHAPE["hidden_size"], requires_grad=True)
         hidden = model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     kept = sum(storage.nbytes() for storage in saved.values())
-    # Besides, the trace counts the embedding's output and what the caller still holds: 2 % of this.
+    # The trace also counts the embedding's output and tensors held by the caller, 2% of this total.
     assert act.kept(SHAPE["num_hidden_layers"], 2) == pytest.approx(kept, rel=0.05)
     assert act.hidden(2) == hidden.nbytes
 
@@ -128,7 +130,7 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):
     act = trace_activations(model_config, ForwardPass(WindowSpec(64, True), torch.float32, autocast=True))
     matrices = sizes_of(model_config).layer - 2 * SHAPE["hidden_size"]
-    assert act.per_layer.fixed == 2 * matrices, "autocast's copies of a layer's matrices in bf16"
+    assert act.per_layer.fixed == 2 * matrices, "autocast's bf16 copies of a layer's matrices must be counted once"
 
 
 def test_compiled_layers_keep_less(model_config, model_file):
@@ -136,7 +138,7 @@ def test_compiled_layers_keep_less(model_config, model_file):
     assert 0.4 * eager.activations < compiled.activations < 0.9 * eager.activations
 
 
-def test_what_costs_memory_and_what_saves_it(model_config, model_file):
+def test_settings_that_cost_or_save_memory(model_config, model_file):
     plain = need(run_config(model_file), model_config)
     assert need(run_config(model_file, attention="eager"), model_config).total > plain.total
     full = need(run_config(model_file, activation_checkpointing="full"), model_config)
@@ -146,7 +148,7 @@ def test_what_costs_memory_and_what_saves_it(model_config, model_file):
 
 
 def test_a_memory_budget_keeps_less_and_repeats_more(model_config, model_file):
-    """Planned at the micro-batch itself, because the compiler's choice depends on it."""
+    """A lower memory budget saves less and recomputes more. The compiler's choice depends on the micro-batch size."""
     kept, repeated = [], []
     for setting in ("none", MemoryBudget(memory_budget=0.5), MemoryBudget(memory_budget=0.1), "full"):
         config = run_config(model_file, activation_checkpointing=setting, compile="regional")
@@ -166,8 +168,8 @@ def test_the_loss_of_a_gpu_has_no_softmax_in_fp32_where_it_is_compiled(model_con
         assert need(config, model_config).activations > chunked.activations
 
 
-def test_strategies_divide_what_they_say(model_config, model_file):
-    """Rajbhandari et al., table 1: bytes per parameter of the states, here with fp32 gradients and 2 processes."""
+def test_strategies_shard_the_documented_states(model_config, model_file):
+    """Bytes per parameter match Rajbhandari et al., table 1, here with fp32 gradients and 2 processes."""
     total, config = sizes_of(model_config).total, run_config(model_file)
 
     def states(name):
@@ -181,8 +183,8 @@ def test_strategies_divide_what_they_say(model_config, model_file):
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero3"])
-def test_gradients_that_are_reduced_once_are_whole_between_micro_steps(model_config, model_file, name):
-    """In fp32; in the last backward pass of two micro-steps all of them are there."""
+def test_gradients_reduced_once_are_unsharded_between_micro_steps(model_config, model_file, name):
+    """With no_sync, the full fp32 gradients are in memory during the last backward pass."""
     batch = {"tokens_per_step": 128 * 8 * 8, "sequences_per_micro_batch": 8}
     often, once = (
         need(run_config(model_file, batch={**batch, "no_sync": once}), model_config, name, 4, "fp32")
@@ -205,7 +207,7 @@ STATES = {
     "single": (4 + 4 + 8, 0, 0),
     "ddp": (4 + 4 + 8, 0, 0),
     "fsdp2": ((4 + 4 + 8) / 2, 0, 0),
-    "hsdp": (4 + 4 + 8, 0, 0),  # two copies of one process each
+    "hsdp": (4 + 4 + 8, 0, 0),  # two replicas of one process each
     "zero1": (2 + 4 + (4 + 8) / 2, 0, 0),
     "zero2": (2 + 4 + (4 + 8) / 2, 0, 0),
     "zero3": ((2 + 4 + 4 + 8) / 2, 0, 0),
@@ -218,8 +220,8 @@ STATES = {
     "fsdp_tp": ((4 + 4 + 8) / 2, 0, 0),
     "pp": ((4 + 4 + 8) / 2, 0, 0),
 }
-"""{strategy: bytes per parameter of weights, gradients and moments on the device, in the host's memory, on disk}, for
-bf16 on 2 processes."""
+"""{strategy: bytes per parameter of weights, gradients and moments on the device, in CPU memory and on disk}, for bf16
+on 2 processes."""
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -227,11 +229,11 @@ def test_every_launcher_file_has_a_footprint(model_config, model_file, name):
     memory = need(run_config(model_file), model_config, name, ranks=1 if name == "single" else 2)
     total, (device, host, disk) = sizes_of(model_config).total, STATES[name]
     states = (memory.parameters + memory.gradients + memory.optimizer) / total
-    # Under tp norms are on both, under pp the tied embedding.
+    # Norms under tp, and the tied embedding under pp, are on both processes.
     whole = {"tp": 0.1, "fsdp_tp": 0.1, "pp": 0.1}.get(name, 0) * device
     assert device <= states <= device + whole
     assert (memory.host / total, memory.disk / total) == (host, disk)
-    # A micro-batch of 8 x 128 tokens through at least two of four layers, which keep 2 bytes of some 20 widths each.
+    # 8 x 128 tokens through at least two of four layers, each saving about 20 hidden-size vectors of 2 bytes.
     assert memory.activations * (2 if name == "cp" else 1) > 2 * 20 * 2 * 8 * 128 * SHAPE["hidden_size"]
     assert memory.total >= device * total + memory.activations
     assert (ROOT / f"accelerate_configs/{name}.yaml").exists()
@@ -243,7 +245,7 @@ def test_launcher_files_are_all_planned():
 
 def test_a_measured_peak_is_predicted_within_15_percent():
     result = run_script("bench/memory.py", "--only", "llama 1.3M")
-    assert "2 cases" in result.stdout, "several micro-steps; activations recomputed"
+    assert "2 cases" in result.stdout, "both cases must run: several micro-steps and recomputation"
 
 
 def test_the_ladder_climbs_until_it_fits(model_config, model_file):
@@ -260,7 +262,7 @@ def test_the_ladder_climbs_until_it_fits(model_config, model_file):
     assert "does not fit" in half and full.endswith("fits") and "does not" not in full
 
 
-def test_what_terms_of_the_loss_train_is_counted(model_config, model_file):
+def test_parameters_of_loss_terms_are_counted(model_config, model_file):
     load_extensions([str(ROOT / "examples/multi_token_prediction.py")])
     plain = run_config(model_file, budget={"steps": 4})
     with_term = run_config(model_file, budget={"steps": 4}, loss={"terms": {"multi_token_prediction": {"depths": 2}}})
@@ -269,6 +271,6 @@ def test_what_terms_of_the_loss_train_is_counted(model_config, model_file):
     terms = 2 * (works[0].sizes.layer + 2 * width * width + 3 * width)  # a block, a projection and three norms
     assert works[1].sizes.terms == terms and works[1].sizes.total == works[0].sizes.total + terms
     assert works[1].flops_per_token - works[0].flops_per_token == 6 * terms
-    for name, each in (("ddp", 8), ("fsdp2", 4), ("zero1", 6), ("tp", 8)):  # zero1: with the fp32 weights
+    for name, each in (("ddp", 8), ("fsdp2", 4), ("zero1", 6), ("tp", 8)):  # zero1 includes the fp32 weights
         without, whole = (need(config, model_config, name, ranks=2, precision="fp32") for config in (plain, with_term))
         assert whole.optimizer - without.optimizer == pytest.approx(each * terms), name

@@ -1,4 +1,4 @@
-"""train.py --text: from a text file to a trained model in one command; refusals, interruption and continuation."""
+"""Tests for train.py --text: training on a text file with one command, rejected input, interruptions and resuming."""
 
 import contextlib
 import json
@@ -28,13 +28,13 @@ MINUTES = "0.05"
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    """Sixty kilobytes of source."""
+    """60 KB of source code."""
     return "".join(Path(ROOT, "pretrain", name).read_text() for name in ("config.py", "recipe.py", "hardware.py"))
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text):
-    """(folder, what was printed) of one run of the command on a single file."""
+    """(folder, printed output) of the command for a single file."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "novel.txt").write_text(text)
     result = run_script(ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=folder)
@@ -54,9 +54,9 @@ def test_one_command_trains_on_a_text(trained, text):
         "tokenizers/novel", "data/novel", "model_configs/novel.json", "recipes/novel.yaml", "runs/novel",
     }  # fmt: skip
     manifest = read_manifest(folder / "data/novel")
-    assert manifest.totals("validation")[1] == 1, "the tail of the only document"
+    assert manifest.totals("validation")[1] == 1, "the document's tail must be the validation text"
     validated = events(folder / "runs/novel", "validation")
-    assert validated[-1]["loss"] < validated[0]["loss"] - 0.5, "it learns"
+    assert validated[-1]["loss"] < validated[0]["loss"] - 0.5, "the validation loss must fall"
     assert (folder / "runs/novel/final/config.json").exists()
     for name in ("text", "vocabulary", "model", "tokens", "steps", "written"):
         assert f"\n{name:<11} " in f"\n{printed}", name
@@ -103,7 +103,6 @@ def test_the_recipe_is_commented_and_reads_back(trained, monkeypatch):
 
 
 def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
-    """That the recipe's run is complete too: see the everyday commands."""
     folder, _ = trained
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
@@ -135,7 +134,7 @@ def test_a_changed_text_is_refused(tmp_path, trained):
 @pytest.mark.parametrize(
     "place", ["recipes/novel.yaml", "model_configs/novel.json", "runs/novel/notes", "data/novel/notes"]
 )
-def test_files_of_others_are_left_alone(tmp_path, text, place):
+def test_existing_files_are_not_overwritten(tmp_path, text, place):
     (tmp_path / "novel.txt").write_text(text)
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text("mine: 1\n")
@@ -146,7 +145,7 @@ def test_files_of_others_are_left_alone(tmp_path, text, place):
 
 
 def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
-    """After the tokenizer, and then in training."""
+    """The same command continues after an interruption, whether after the tokenizer or in training."""
     (tmp_path / "novel.txt").write_text(text)
     command = ("--text", "novel.txt", "--minutes", "0.1")
     asked = read_own_text(command)
@@ -162,7 +161,7 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
             if line.startswith("step 10/"):
                 process.send_signal(signal.SIGINT)
         assert process.wait(300) == 130, printed
-    assert "vocabulary  600 IDs" in printed, "what the interrupted start had chosen"
+    assert "vocabulary  600 IDs" in printed, "the interrupted command's vocabulary size must be kept"
     assert "tokenizers/novel: already complete" in printed
     recipe = (tmp_path / "recipes/novel.yaml").read_text()
     result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
@@ -203,11 +202,11 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
     assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
     assert "omit --config recipes/demo.yaml" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
-    assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing was written"
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "no folder may be created"
 
 
 def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, text, monkeypatch, capsys):
-    """The commands that prepare it by hand read the same files."""
+    """A folder is accepted, and the printed preparation commands read the same files."""
     mine = tmp_path / "mine"
     (mine / "in here").mkdir(parents=True)
     (mine / "in here" / "A.TXT").write_text(text)
@@ -232,7 +231,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     assert "was made by another command" in refused(tmp_path, "mine", "--minutes", MINUTES)
 
 
-def test_several_processes_take_only_what_is_prepared(trained, monkeypatch):
+def test_several_processes_need_prepared_data(trained, monkeypatch):
     folder, _ = trained
     monkeypatch.chdir(folder)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""What is chosen for a text and a budget: larger or longer with more of either, and never many epochs."""
+"""Tests for choosing model size and tokens: they grow with text and budget, and epochs stay bounded."""
 
 import itertools
 import math
@@ -40,10 +40,10 @@ def test_more_text_makes_the_model_no_smaller(flops):
     chosen = [sizing(flops, tokens) for tokens in TEXTS]
     sizes = [found.shape.parameters for found in chosen]
     if flops >= 1e18:
-        # A short text may have a larger model, so that the time is used.
+        # A smaller text may get a larger model, so that the budget is used.
         assert all(more * MOST_TIMES_LARGER >= less for less, more in itertools.pairwise(sizes))
         assert sizes[-1] > 10 * sizes[0]
-    assert chosen[-1].epochs <= chosen[0].epochs * 1.05  # whole steps
+    assert chosen[-1].epochs <= chosen[0].epochs * 1.05  # rounded to whole steps
 
 
 @pytest.mark.parametrize("tokens", TEXTS)
@@ -58,10 +58,10 @@ def test_epochs_budget_and_steps_stay_in_bounds(flops, tokens):
     assert math.log2(chosen.tokens_per_step).is_integer()
     assert chosen.tokens_per_step >= chosen.shape.sequence_length
     if chosen.tokens > 5e5:
-        assert chosen.steps >= 300, "hundreds of steps"
+        assert chosen.steps >= 300, "a run must have hundreds of steps"
 
 
-def test_a_small_text_gets_a_small_model_whatever_the_time():
+def test_a_small_text_gets_a_small_model_for_any_time():
     assert sizing(1e20, 300_000).shape.parameters < 5e6
     assert sizing(1e20, 10**10).shape.parameters > 1e8
 
@@ -85,8 +85,8 @@ def test_what_does_not_fit_is_not_chosen():
     assert sizing(1e20, 10**10, most_parameters=1).shape == Shape(*LADDER[0], 1024)
 
 
-def test_a_speed_that_depends_on_the_shape_is_heeded():
-    """Where small models are slow, the time is spent better on a larger one."""
+def test_the_choice_uses_a_shape_dependent_speed():
+    """If small models train slowly, a larger one is chosen."""
 
     def flops(shape):
         return 1e15 * (shape.layer_parameters / 1e8)
@@ -97,13 +97,13 @@ def test_a_speed_that_depends_on_the_shape_is_heeded():
 
 
 def test_the_law_is_that_of_the_papers():
-    assert 1 / parameters_per_token() == pytest.approx(19.6, abs=0.1)  # 20 tokens per parameter: Hoffmann et al.
-    # Muennighoff et al., section 6: four epochs are worth almost as much as new text, sixteen much less, forty little.
+    assert 1 / parameters_per_token() == pytest.approx(19.6, abs=0.1)  # 20 tokens per parameter (Hoffmann et al.)
+    # Muennighoff et al., section 6: four epochs are almost as good as new text, 16 much worse, and 40 hardly help.
     assert with_repetition(4.0, 1.0, 15.39) == pytest.approx(3.73, abs=0.01)
     assert with_repetition(16.0, 1.0, 15.39) == pytest.approx(10.58, abs=0.01)
     assert with_repetition(1e9, 1.0, 15.39) == pytest.approx(16.39)
     assert with_repetition(1.0, 1.0, 15.39) == 1.0
-    # Their Chinchilla-sized model of 2.8B parameters on 55B tokens.
+    # their Chinchilla-optimal model: 2.8B parameters, 55B tokens
     assert expected_loss(2.8e9, 55e9, 55e9) == pytest.approx(2.35, abs=0.05)
     assert expected_loss(2.8e9, 55e9, 55e9 / 4) > expected_loss(2.8e9, 55e9, 55e9)
 

@@ -1,4 +1,4 @@
-"""train.py --smoke: pass or fail for each part of a run, under a strategy that shards too."""
+"""Tests for train.py --smoke: each check passes or fails, including under a sharded strategy."""
 
 import json
 import shutil
@@ -31,20 +31,20 @@ def test_every_part_of_a_sound_recipe_passes(recipe, tmp_path, strategy):
 def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
     assert memory_problem(1.14e9, 1e9) is None and memory_problem(0.5e9, 1e9) is None
     assert memory_problem(1.2e9, 1e9).startswith("1.2 GB measured, 1 GB planned")
-    assert memory_problem(40e6, 10e6) is None, "a few megabytes are nobody's concern"
+    assert memory_problem(40e6, 10e6) is None, "a difference of a few megabytes must be ignored"
 
 
-def test_gradient_norms_outside_of_a_tenth_to_ten_are_told():
+def test_unusual_gradient_norms_are_reported():
     def told(*norms):
         return unusual_norms([{"grad_norm": norm} for norm in norms])
 
-    assert told(0.1, 0.2, 10.0) is None and told(0.01, 9.9, 99.0) is None, "by the median"
+    assert told(0.1, 0.2, 10.0) is None and told(0.01, 9.9, 99.0) is None, "the check must use the median"
     assert told(12.0, 11.0, 1.0) == "median gradient norm 11, usually 0.1 to 10"
     assert told(0.01, None, 0.03) == "median gradient norm 0.02, usually 0.1 to 10"
 
 
 def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
-    """Of 64 experts 8 are chosen: an entropy of log 8 / log 64 = 0.5 of the largest is that of 8 alone."""
+    """An entropy of log 8 / log 64 = 0.5 of the maximum means that the same 8 of 64 experts are always chosen."""
     config = load_model_config("model_configs/deepseek_v3_500m.json")
 
     def trained(*entropies):
@@ -68,15 +68,15 @@ ONE_PROCESS = SimpleNamespace(is_main=True, barrier=lambda: None, gather=lambda 
     ("last_loss", "resumed_loss", "failed"),
     [(4.0, 4.0, []), (6.0, 6.0, ["the loss falls"]), (4.0, 4.001, ["resumed exactly"])],
 )
-def test_a_part_that_fails_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
-    """On recorded runs: 12 steps, and again from the middle."""
+def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed_loss, failed):
+    """Recorded runs replace training: 12 steps, and a run resumed halfway."""
     config = read_run_config(recipe)
     planned = derive(config, 1).learning_rate
 
     def train(config, steps):
         run = config.output
         first = run / "first-end"
-        if first.exists():  # the second training
+        if first.exists():  # second training
             first.rename(run / "checkpoints" / f"step-{steps:08d}")
             (run / "elsewhere").rename(run / "final")
         else:

@@ -1,6 +1,7 @@
-"""What a plan says that a step needs, beside what it holds on GPUs that are not there; see
-support/memory_on_fake_cuda.py. STRATEGIES=all: every strategy, with and without compiled layers and several
-micro-steps, and whole models of up to 1.3B parameters.
+"""Tests for the planned memory of a step against a simulated GPU; see support/memory_on_fake_cuda.py.
+
+STRATEGIES=all tests every strategy, with and without compiled layers and several micro-steps, and full models of up to
+1.3B parameters.
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
-def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch):
+def test_a_plan_predicts_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch):
     seen = [outcomes[f"{setup.name}, rank {rank}"] for rank in setup.looked_at]
     assert all(outcome.error is None for outcome in seen), [outcome.error for outcome in seen]
     needed = max(max(outcome.result.values()) for outcome in seen)
@@ -32,5 +33,5 @@ def test_a_plan_knows_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypatch)
     run = PlannedRun(config, load_model_config(config.model.config), config.precision, device_bytes=80 << 30)
     planned = footprint(run, setup.layout, setup.sequences)
     print(f"{setup.name}: {planned.total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
-    # The last stage keeps activations for longer than its gradients need them: see docs/measurements_memory.md.
+    # The last stage keeps activations longer than their gradients are needed: see docs/measurements_memory.md.
     assert planned.total == pytest.approx(needed, rel=0.06 if "InterleavedZeroBubble" in setup.name else 0.05)

@@ -1,4 +1,5 @@
-"""Which files train.py --text takes of folders, patterns and names, and what it says of the rest."""
+"""Tests for the files that train.py --text selects from folders, patterns and names, and for its messages about the
+others."""
 
 import gzip
 import os
@@ -16,7 +17,7 @@ LATIN = TEXT.encode("latin1")
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A folder as people have it."""
+    """A typical folder of mixed files."""
     files = {
         "a.txt": TEXT.encode(), "B.TXT": TEXT.encode(), "c.md": TEXT.encode(), "sub dir/d[1].txt": TEXT.encode(),
         "e.txt.GZ": gzip.compress(TEXT.encode()), "old/it's.txt": LATIN, "late.txt": TEXT.encode() * 200 + LATIN,
@@ -56,7 +57,7 @@ def test_a_folder_is_searched_for_text_in_any_case(mine, word):
         assert said in files.left_out
     assert "\n" not in files.left_out and len(files.left_out) < 700
     by_prepare_data = find_sources(files.inputs, files.exclude)
-    assert by_prepare_data == files.sources, "the commands shown read the same"
+    assert by_prepare_data == files.sources, "prepare_data.py must read the same files"
 
 
 def test_a_file_that_is_named_is_text_or_refused(mine):
@@ -70,10 +71,12 @@ def test_a_file_that_is_named_is_text_or_refused(mine):
     assert len(refusal("mine/f.pdf", "mine/nul.txt", "mine/a.txt")) == 2, "all problems at once"
     (one,) = refusal("mine/a.txt", "mine/f.pdf", "mine/g.PDF", "mine/nul.txt", "mine/late.txt")
     assert "4 of 5 files no text: 2 of unknown format .pdf: " in one and "name the folder" in one
-    assert names(find_text_files(["mine/sub dir/d[1].txt"])) == ["d[1].txt"], "not a pattern"
+    assert names(find_text_files(["mine/sub dir/d[1].txt"])) == ["d[1].txt"], (
+        "the name of an existing file must not be used as a pattern"
+    )
 
 
-def test_a_pattern_takes_what_it_matches(mine):
+def test_a_pattern_selects_matching_files(mine):
     files = find_text_files(["mine/*.txt"], ["mine/[!aBc]*"])
     assert names(files) == ["a.txt"] and files.left_out.startswith("1 of 2 files left out: 1 not text in UTF-8: ")
     assert names(find_text_files(["mine/*.txt", "mine/*.md"], ["mine/[!aBc]*"])) == ["a.txt", "c.md"]
@@ -96,7 +99,7 @@ def test_what_is_excluded_is_not_counted_and_must_exist(mine):
     ]
 
 
-def test_what_holds_no_text_is_refused(mine):
+def test_input_without_text_is_rejected(mine):
     (mine / "empty").mkdir()
     assert refusal("mine/empty", "mine/*.pdf", "none") == [
         "--text mine/empty: is a folder without files",
@@ -116,7 +119,7 @@ def test_file_names_that_are_not_utf8(mine):
     files.left_out.encode()
 
 
-def test_more_files_than_a_command_line_holds_are_refused(mine, monkeypatch):
+def test_too_many_files_for_a_command_line_are_rejected(mine, monkeypatch):
     monkeypatch.setattr("pretrain_tools.planning.text_files.MOST_EXCLUDED", 3)
     assert "files left out" in refusal("mine")[0] and "--exclude their folders" in refusal("mine")[0]
     assert MOST_EXCLUDED < 10_000

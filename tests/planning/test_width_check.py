@@ -1,4 +1,5 @@
-"""The coordinate check: activations change as much at any width with mup, and more at larger widths without."""
+"""Tests for the coordinate check: activation changes don't depend on the width with muP, and grow with it
+otherwise."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A Python that has imported prepare_data.py's modules and forks for each run, to save the imports."""
+"""Python server that has imported prepare_data.py's modules and forks for each run, to save import time."""
 
 import json
 import subprocess
@@ -40,7 +40,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def run_killed():
-    """Runs prepare_data.py, kills it at a moment (support.prepared.KILLED; 0: never) and returns the result."""
+    """Returns a function that runs prepare_data.py, kills it at a moment (see support.prepared.KILLED; 0: never) and
+    returns the result."""
     command = [sys.executable, "-c", SERVER, KILLED]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 

@@ -1,4 +1,4 @@
-"""Exact copies are removed, and the first in input order is kept, for any workers and interruptions."""
+"""Tests for exact deduplication: the first copy in input order is kept, with any workers and interruptions."""
 
 import signal
 
@@ -26,7 +26,7 @@ def test_documents_have_equal_hashes_when_they_are_equal():
     ids = np.array([1, 2, 0, 1, 2, 0, 2, 1, 0, 0], np.uint16)
     first, second, third, empty = document_hashes(ids, np.array([3, 6, 9, 10]))
     assert first == second and len({first, third, empty}) == 3
-    assert len(document_hashes(ids[:0], np.empty(0, np.int64))) == 0, "a part may have no documents"
+    assert len(document_hashes(ids[:0], np.empty(0, np.int64))) == 0, "a partition without documents must be accepted"
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_copies_are_removed_across_files_and_workers(tmp_path, run, small_parts)
     (shard,) = read_manifest(tmp_path / "one").shards
     index = read_index(tmp_path / "one" / shard.file, 58)
     assert index["source"].tolist() == [0] * 40 + [1] * 18
-    assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first of each stays"
+    assert index["place"].tolist() == [*range(1, 41), *range(31, 49)], "the first copy must be kept"
 
 
 def test_copies_of_documents_before_a_kill_are_found(tmp_path, tokenizer, run_killed):

@@ -27,7 +27,7 @@ def loaded(tokenizer) -> LoadedTokenizer:
 
 
 def changed(tokenizer, tmp_path, **changes):
-    """Copies a tokenizer folder with changed fields in its tokenizer.json."""
+    """Returns a copy of a tokenizer folder with changed fields in tokenizer.json."""
     folder = tmp_path / "changed"
     shutil.copytree(tokenizer, folder)
     fields = json.loads((folder / "tokenizer.json").read_text())

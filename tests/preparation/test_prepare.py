@@ -1,4 +1,4 @@
-"""A preparation under kills, signals, locks and changes neither changes a byte nor loses work."""
+"""Tests that kills, signals, locks and changed inputs neither change the output nor lose finished work."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ from support.project import ROOT
 
 
 def prepare_files(tmp_path, tokenizer, **options):
-    """Prepares tmp_path/*.jsonl into tmp_path/out in this process."""
+    """Prepares tmp_path/*.jsonl in this process, writing to tmp_path/out."""
     return prepare(request_for(tmp_path, tokenizer, **options))
 
 
@@ -74,7 +74,7 @@ def test_input_that_changes_while_it_is_read_is_noticed(tmp_path, tokenizer):
 
 def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenizer, monkeypatch, capsys):
     make_parts_small(monkeypatch, 500)
-    # The part with the bad record also has a copy, which must not count twice.
+    # The partition with the bad record also has a duplicate, which must not be counted twice.
     write_jsonl(tmp_path / "a.jsonl", [*texts(50), "copy", "copy"], [b"bad"])
     with pytest.raises(InputError, match=r"a\.jsonl, line 53: invalid JSON"):
         prepare_files(tmp_path, tokenizer, deduplicate=True)
@@ -91,7 +91,7 @@ def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenize
 
 def wait_until_gone(pids, seconds=120):
     deadline = time.monotonic() + seconds
-    # A zombie process, as in a container without an init, also counts as gone.
+    # A zombie process, as in a container without an init process, counts as dead.
     while alive := [pid for pid in pids if process_state(pid) not in (None, "Z", "X")]:
         assert time.monotonic() < deadline, f"workers outlived their parent: {alive}"
         time.sleep(0.05)
@@ -136,7 +136,7 @@ def test_killed_at_random_writes_it_continues_to_the_same_bytes(tmp_path, tokeni
     assert kills > 2 and content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
 
-# Runs prepare_data.py with a limit on file sizes, as on a full disk.
+# Runs prepare_data.py with a file size limit, to simulate a full disk.
 FULL = (
     """
 import resource, sys

@@ -1,4 +1,4 @@
-"""Slices prepared on separate machines and merged have the same bytes as from one machine."""
+"""Tests that merged slices, prepared on separate machines, have the same bytes as output from one machine."""
 
 import json
 import os
@@ -23,7 +23,8 @@ def small_parts(monkeypatch):
 
 
 def write_inputs(tmp_path):
-    """Files of several sizes, with copies across them, bad lines and empty documents."""
+    """Writes files of several sizes with duplicates across them, bad lines and empty documents. Returns the
+    arguments."""
     documents = texts(150)
     write_jsonl(tmp_path / "a.jsonl", documents[:90], [b"bad", b'{"text": ""}'])
     write_jsonl(tmp_path / "b.jsonl", documents[40:100], [b"worse"])
@@ -92,7 +93,7 @@ def test_slices_are_runs_of_parts_of_about_the_same_size(tmp_path, small_parts):
     assert [part.after for parts in slices for part in parts] == whole
     sizes = [sum(part.input_bytes for part in parts) for parts in slices]
     assert sum(sizes) == documents.total_bytes and max(sizes) - min(sizes) < 4000
-    # Each slice continues from any of its parts.
+    # Each slice can be resumed from any of its partitions.
     middle = slices[3][1].after
     assert read_in(documents.sliced(3, 8).parts(Reading(), middle)) == read_in(slices[3][2:])
 
@@ -105,7 +106,7 @@ def test_one_large_file_is_sliced_too(tmp_path, run, small_parts, name):
     for number in range(3):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/3")
         made = read_manifest(tmp_path / f"merged.slices/{number}-of-3")
-        # Each slice of a compressed file is a run of 1,000-byte blocks.
+        # A slice of a compressed file is a range of 1,000-byte blocks.
         assert 10 < sum(shard.documents for shard in made.shards) < 80
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3)
     assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
@@ -147,7 +148,7 @@ def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
 
 def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    # Of several parts in the cluster's processes, too, which do not know of small ones; the long lines are left out.
+    # Long lines give several partitions even in Ray processes, which don't use the small size. They are filtered out.
     lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
     for name in ("e.jsonl", "f.jsonl"):
         write_jsonl(tmp_path / name, lines)
@@ -156,4 +157,6 @@ def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)
     assert content_of(tmp_path / "ray") == content_of(tmp_path / "whole")
-    assert '"items.txt": {' in (tmp_path / "ray/manifest.json").read_text(), "the actors must have found some"
+    assert '"items.txt": {' in (tmp_path / "ray/manifest.json").read_text(), (
+        "the actors must have found benchmark items"
+    )

@@ -1,4 +1,4 @@
-"""--write_text always gives the same bytes, and its documents can be read back."""
+"""Tests for --write_text: the bytes are reproducible, and the documents can be read back."""
 
 import json
 import signal
@@ -21,7 +21,7 @@ def lines_in(folder, split):
 
 
 def documents_of(folder, split):
-    """Decodes the token IDs of a split."""
+    """Returns the documents decoded from a split's token IDs."""
     if not open_shards(folder, split).tokens:
         return []
     text = load_decoder(folder / "tokenizer").decode(stream_of(folder, split).tolist(), skip_special_tokens=False)
@@ -34,7 +34,8 @@ def small_parts(monkeypatch):
 
 
 def inputs(tmp_path):
-    """Writes documents to two files, with copies, a near copy, addresses, an empty document and a bad line."""
+    """Writes two files with duplicates, a near duplicate, addresses, an empty document and a bad line. Returns the
+    arguments."""
     documents = [text.replace(END, "end").replace("\n", " \u2028\r\n") for text in texts(120)]
     near = " ".join(f"word{n}" for n in range(200))
     documents[10:10] = [near, f"{PROSE} Write to somebody@mail.org.", documents[3]]
@@ -88,7 +89,7 @@ def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers, 
     arguments = (*inputs(tmp_path), "--tokenizer", tokenizer, "--near_duplicates", "0.8")
     assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
     broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)
-    # By a name, at the first write of such a file: of compressed text in either pass, of the text that still grows.
+    # A string kills at the first write to such a file: compressed text in either pass, and text that is still growing.
     for at in ("documents/text/documents-00001", 9, ".unfinished/text/train-00001", "broken/text/train-00000", 23):
         killed = run_killed(at, *broken)
         assert killed.returncode == -signal.SIGKILL, killed.stderr

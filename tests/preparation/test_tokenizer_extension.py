@@ -1,4 +1,4 @@
-"""An extended tokenizer keeps its IDs and needs fewer tokens for the new text. Contents of a trained tokenizer."""
+"""Tests for tokenizer extension: old IDs are unchanged, and new text needs fewer tokens."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""With too few plain-text files to split by hash, the tail of the largest is for validation, everywhere."""
+"""Tests for the validation split of a few plain-text files, where the end of the largest file is held out."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_the_tail_of_a_single_text_is_held_out(tmp_path, run, tokenizer):
     assert "warning" not in told
     head, tail = both_splits(tmp_path / "out", tokenizer)
     assert head + tail == novel()
-    assert head.endswith("\n\n"), "cut at the end of a paragraph"
+    assert head.endswith("\n\n"), "the split must be at the end of a paragraph"
     size = len(novel().encode())
     assert 0.05 * size <= len(tail.encode()) <= 0.08 * size
     manifest = read_manifest(tmp_path / "out")
@@ -39,12 +39,15 @@ def test_the_tail_of_a_single_text_is_held_out(tmp_path, run, tokenizer):
     cut = json.loads((tmp_path / "out" / "manifest.json").read_bytes())["held_out_tail"]["first_byte"]
     assert novel().encode()[cut:].decode() == tail
     table = read_index(tmp_path / "out" / "validation-00000.bin", 1)
-    assert table["place"].tolist() == [1 + head.count("\n")], "the line on which it begins"
+    assert table["place"].tolist() == [1 + head.count("\n")], (
+        "the index must contain the line at which the tail starts"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
-    """Two large files and a copy of the largest, whose tail must not come back as training text."""
+    """Workers and slices give the same bytes. A copy of the largest file must not put its held-out end into the
+    training text."""
     for name, text in {"a": novel(300), "b": "b " + novel(380), "c": "b " + novel(380)}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     arguments = ("--input", f"{tmp_path}/*.txt", "--validation_fraction", 0.02)
@@ -53,12 +56,12 @@ def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)
     assert content_of(tmp_path / "merged") == content_of(tmp_path / "whole")
-    assert read_manifest(tmp_path / "whole").totals("validation")[1] == 2, "the tail of the copy, too"
+    assert read_manifest(tmp_path / "whole").totals("validation")[1] == 2, "the copy's tail must also be held out"
     assert "already complete" in run(*arguments, "--output", tmp_path / "whole")
 
 
 def test_a_tokenizer_is_not_trained_on_the_tail(tmp_path, run):
-    """Only the tail has a word that could be merged."""
+    """Only the held-out text has a word that could be merged."""
     (tmp_path / "text.txt").write_text(novel(200) + "\n\n" + "zyxwvu " * 100)
     run(
         "--input", tmp_path / "text.txt", "--train_tokenizer", 600, "--validation_fraction", 0.05, "--output",

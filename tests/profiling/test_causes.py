@@ -1,4 +1,5 @@
-"""The rules over made-up steps: each names its cause with figures, and none speaks where nothing is wrong."""
+"""Tests for the profiler's rules with synthetic steps: each cause is reported with figures, and there are no false
+alarms."""
 
 import pytest
 
@@ -8,7 +9,8 @@ from pretrain_tools.profiling.trace_events import StepRecord
 
 
 def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
-    """A rank's steps, in ms: 4 of data and communication each, 6 of Python, the rest at work."""
+    """Returns a rank's steps, in ms: 4 each of data loading and communication, 6 of Python, and the rest of
+    compute."""
     changes = {name: value for name, value in more.items() if name not in ("kernels", "idle_in")}
     data, idle = changes.pop("data", 1), changes.pop("idle", 6)
     blocked = 4 + wait
@@ -51,7 +53,7 @@ def test_nothing_is_wrong(on_device):
         "other ranks 0%, neither 6%"
     ) in text
     assert "matmuls 70.0 69%" in " ".join(text.split())
-    assert found(rank(0)) == {}, "a single process"
+    assert found(rank(0)) == {}, "a single process must have no cause"
 
 
 def test_a_slow_rank_and_who_waits_for_it():
@@ -65,13 +67,13 @@ def test_a_slow_rank_and_who_waits_for_it():
     assert "outside any operator: Python, a lock or a sleep" in asleep
 
 
-def test_one_odd_step_accuses_nobody():
+def test_a_single_odd_step_is_ignored():
     odd = rank(1)
     odd.steps[2].seconds, odd.steps[2].idle = 9.0, 8.0
     assert found(rank(0), odd) == {}
 
 
-def test_a_rank_that_gets_no_core_is_not_slow_but_its_machine_busy():
+def test_a_rank_without_a_core_means_a_busy_machine():
     ranks = [rank(0, wait=40), rank(1, forward=80, starved=45)]
     (name, text), *more = found(*ranks).items()
     assert name == "busy machine" and not more
@@ -115,10 +117,10 @@ def test_lines_of_every_micro_step():
     assert "the GPU is idle for 12 ms per step" in gpu["synchronizing line"] and len(gpu) == 1
 
 
-def test_a_gpu_that_the_host_keeps_waiting():
+def test_a_gpu_waiting_for_the_host():
     (text,) = found(rank(0, idle=40, launched=4000), rank(1, idle=40, launched=4000), on_device=True).values()
     assert "idle for 30% of the step (40 ms of 135 ms): the CPU is too slow to launch 4,000 kernels per step" in text
-    assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "on a CPU Python is a part of every step"
+    assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "Python time must not be reported on a CPU"
     (text,) = found(rank(0, idle=240), rank(1, idle=240)).values()
     assert text.startswith("Python takes 72% of the step")
 
@@ -143,14 +145,14 @@ def test_kernels_of_a_gpu():
     assert text.startswith("pointwise kernels and copies take 50% of the kernel time (45 ms per step)")
 
 
-def test_the_costliest_comes_first_and_a_busy_machine_before_it():
+def test_causes_are_sorted_by_cost_after_a_busy_machine():
     ranks = [rank(0, wait=90, starved=20), rank(1, forward=70, data=61, starved=0)]
     assert list(found(*ranks, read_bytes=1)) == ["waiting for data", "slow rank"]
     ranks = [rank(0, wait=90, starved=40), rank(1, forward=70, data=61, starved=0)]
     assert next(iter(found(*ranks, read_bytes=1))) == "busy machine"
 
 
-def test_of_many_ranks_the_slowest_are_shown():
+def test_only_the_slowest_ranks_are_shown():
     ranks = [rank(number, forward=40 + number / 10) for number in range(200)]
     text = report_text(Evidence(ranks, 2, False), [], "title")
     assert "rank 199" in text and "rank 183 " not in text and f"and {200 - RANKS_SHOWN} faster ones" in text

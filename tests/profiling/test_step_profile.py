@@ -1,4 +1,4 @@
-"""A profile names what was planted in a run of two processes, and finds nothing in a healthy one."""
+"""Tests for profiles of two processes: injected causes are reported, and a healthy run has none."""
 
 import gzip
 import json
@@ -14,12 +14,12 @@ from support.project import ROOT, events, losses, run_script
 
 STEPS = 4
 EFFECTS = {"busy machine"}
-"""What other tests beside these may cause."""
+"""Causes that may also come from tests running in parallel."""
 
 
 @pytest.fixture
 def train(recipe, tmp_path):
-    """Runs two processes with these faults; gives what they printed."""
+    """Returns a function that runs two processes with faults and returns the finished run."""
     model = json.loads((tmp_path / "tiny_llama.json").read_text())
     model |= {"hidden_size": 128, "intermediate_size": 384}
 
@@ -42,9 +42,9 @@ def report_of(run):
 
 
 def causes_of(ended, run):
-    """{name: text} of what was found, beside what a busy machine does."""
+    """Returns {name: text} for the reported causes, excluding those from a busy machine."""
     assert ended.code == 0, ended.output
-    assert events(run, "train")[-1]["step"] == 12, "training goes on after the profile"
+    assert events(run, "train")[-1]["step"] == 12, "training must continue after the profile"
     return {cause["name"]: cause["text"] for cause in report_of(run)["causes"] if cause["name"] not in EFFECTS}
 
 
@@ -54,7 +54,7 @@ def test_a_rank_that_takes_longer_is_named(train, tmp_path):
     assert list(found) == ["slow rank"]
     assert found["slow rank"].startswith("rank 1 on ") and "mostly in forward" in found["slow rank"]
     assert "the other ranks wait: rank 0 for " in found["slow rank"]
-    assert found["slow rank"] in " ".join(ended.output.split()), "the verdict is printed"
+    assert found["slow rank"] in " ".join(ended.output.split()), "the cause must be printed"
     folder = tmp_path / "run/profile" / f"step-{7:08d}"
     for rank in (0, 1):
         with gzip.open(folder / f"trace-rank-{rank:05d}.json.gz") as file:
@@ -81,7 +81,7 @@ def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     )
 
 
-def test_a_healthy_run_is_said_to_be_one(train, tmp_path):
+def test_a_healthy_run_is_reported_as_healthy(train, tmp_path):
     ended = train("--profile", STEPS)
     assert causes_of(ended, tmp_path / "run") == {}
     report = report_of(tmp_path / "run")
@@ -98,7 +98,7 @@ def test_a_profile_changes_no_loss(recipe, tmp_path):
 
 
 class NoRecording:
-    """Of a step that records nothing."""
+    """Mock recording that records nothing."""
 
     def __init__(self, *_):
         self.calls = []
@@ -109,7 +109,7 @@ class NoRecording:
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A profile of a run of 100 steps that trains nothing: (it, what it is told, what it says)."""
+    """Returns (function that advances a profile to a step, messages), for a mock run of 100 steps."""
     monkeypatch.setattr(step_profile, "Recording", NoRecording)
     said, state = [], SimpleNamespace(step=0)
     ranks = SimpleNamespace(gather=lambda value: [value], barrier=lambda: None, is_main=True)
@@ -131,7 +131,7 @@ def session(tmp_path, monkeypatch):
     return step_to, said
 
 
-def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back(session):
+def test_a_profile_starts_after_warm_up_and_is_canceled_by_a_rollback(session):
     step_to, said = session
     for step in range(1, 5):
         step_to(step)
@@ -141,7 +141,7 @@ def test_a_profile_begins_after_the_warm_up_and_is_given_up_if_the_run_goes_back
     step_to(3)
     assert said[1:] == ["profile canceled: the run rolled back to step 3 during the profile"]
     step_to(5)
-    assert len(said) == 2, "a run that goes back once more would never end it"
+    assert len(said) == 2, "the profile must be abandoned after a rollback"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lines that read a tensor's value are counted while asked for, and nothing is left behind."""
+"""Tests for counting lines that read a tensor's value, and for restoring torch afterwards."""
 
 import sys
 import warnings
@@ -18,7 +18,7 @@ def line_of(text):
         return next(number for number, line in enumerate(file, start=1) if line.rstrip().endswith(f"# {text}"))
 
 
-def test_lines_are_named_and_counted_in_the_passes_alone():
+def test_lines_are_counted_only_in_the_forward_and_backward_pass():
     phase, tensor = "forward", torch.ones(3)
     before = {name: getattr(torch.Tensor, name) for name in METHODS}
     lines = SyncLines(lambda: phase, "cpu")
@@ -45,7 +45,7 @@ def test_lines_are_named_and_counted_in_the_passes_alone():
     assert lines.found() == []
 
 
-def test_on_a_gpu_torchs_warnings_count_and_the_hosts_tensors_do_not(monkeypatch):
+def test_on_a_gpu_only_torchs_warnings_count(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -66,7 +66,7 @@ def test_places_are_short():
     assert sync_lines.short_path(torch.__file__) == "torch/__init__.py"
 
 
-def test_recompilations_are_told_with_their_reason():
+def test_recompilations_are_reported_with_their_reason():
     import time
 
     began = time.time()

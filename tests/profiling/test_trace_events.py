@@ -1,4 +1,4 @@
-"""From events to what a step was spent on, on made-up traces of a CPU and of a GPU."""
+"""Tests for the time breakdown of a step, from synthetic CPU and GPU traces."""
 
 import pytest
 
@@ -16,12 +16,12 @@ MS = 1_000_000
 
 
 def event(name, start, end, kind="operator", thread=MAIN, correlation=0):
-    """Times in ms."""
+    """Returns an event; times are in ms."""
     return TraceEvent(name, int(start * MS), int(end * MS), thread, kind, correlation)
 
 
 def marks(*phases):
-    """A step of these (name, start, end)."""
+    """Returns the marks of a step with these (name, start, end) phases."""
     begin, end = phases[0][1], phases[-1][2]
     step = event(f"{MARK}step 7", begin, end, "mark")
     return [step, *(event(MARK + name, *times, "mark") for name, *times in phases)]
@@ -49,7 +49,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
         event("autograd::engine::evaluate_function: MmBackward0", 40, 60), event("MmBackward0", 40, 60),
         event("aten::mm", 45, 50),
         event("aten::_fused_adamw_", 81, 88),
-        # Gradients are exchanged from 55 on; the main thread still computes until 58, and then waits.
+        # Gradients are exchanged from 55 on, while the main thread computes until 58 and then waits.
         event("gloo:all_reduce", 55, 79, "collective", OTHER), event("aten::mul", 56, 58),
         event("aten::copy_", 0, 100, thread=OTHER),
     ]  # fmt: skip
@@ -59,14 +59,14 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
     assert in_ms(figures) == {"seconds": 100, "busy": 32, "blocked": 22, "data": 10, "idle": 36, "own": 68}
     assert in_ms(record.kernels) == {
         "matmuls": 12, "attention": 10, "optimizer": 7, "pointwise and others": 3,
-    }, "addmm 7 and mm 5; linear's own ms and mul; within attention a product is attention"  # fmt: skip
+    }, "matmuls inside attention must count as attention, and linear's own time as other"  # fmt: skip
     assert in_ms(record.blocked_in) == {"0/backward": 22}
     assert in_ms(record.idle_in) == {"forward": 12, "backward": 11, "update": 3, "between": 10}
     assert in_ms(record.phases) == {"data": 10, "forward": 30, "backward": 40, "update": 10, "between": 10}
 
 
-def test_what_pythons_operators_wait_for_is_no_work():
-    """A tensor that is divided over processes dispatches itself again, and communicates in between."""
+def test_waiting_inside_operators_is_not_compute():
+    """An operator on a sharded tensor communicates and then dispatches itself again."""
     events = [
         *marks(*PHASES),
         event("aten::mm", 10, 38), event("_c10d_functional::all_gather_into_tensor", 11, 12),
@@ -76,13 +76,13 @@ def test_what_pythons_operators_wait_for_is_no_work():
     assert in_ms({"busy": record.busy, "blocked": record.blocked}) == {"busy": 7, "blocked": 18}
 
 
-def test_compiled_code_works_between_what_it_calls():
+def test_compiled_code_computes_between_its_calls():
     name = "## Call CompiledFxGraph abc ##"
     (record,) = read_steps([*marks(*PHASES), event(name, 10, 30), event("aten::mm", 15, 25)], on_device=False)
     assert in_ms(record.kernels) == {"matmuls": 10, "pointwise and others": 10}
 
 
-def test_on_a_gpu_its_timeline_counts():
+def test_on_a_gpu_the_gpu_timeline_is_used():
     events = [
         *marks(*PHASES),
         event("aten::mm", 10, 11), event("cudaLaunchKernel", 10.2, 10.4, correlation=1),
@@ -120,5 +120,5 @@ def test_on_a_gpu_its_timeline_counts():
         ("aten::comm", "pointwise and others"),
     ],
 )
-def test_kernels_are_told_by_their_names(name, kind):
+def test_kernels_are_classified_by_name(name, kind):
     assert kernel_kind(name) == kind

@@ -1,4 +1,4 @@
-"""The model card: true, complete, readable by the Hub, and silent about the machine it was made on."""
+"""Tests for the model card: correct, complete, readable by the Hub, and without details of the machine."""
 
 import json
 
@@ -15,7 +15,7 @@ OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
 
 @pytest.fixture
 def run(tmp_path):
-    """A run without its models, which no card reads."""
+    """A run without models, which the card doesn't need."""
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(recipe_values(folder)))
@@ -56,7 +56,7 @@ def test_metadata_survives_the_hubs_own_reader(run):
 
 
 def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
-    """A step that was trained twice has taken its energy twice; what came after the checkpoint is not its own."""
+    """The energy includes repeated steps, but no steps after the checkpoint."""
     change_recipe(run, energy={"carbon_grams_per_kwh": 400.0})
     add_event(run, event="start", step=6, energy="measured by NVML", parameters=106_816)
     for step, joules in ((7, 3.6e6), (8, 1.8e6), (9, 9e9)):
@@ -94,7 +94,7 @@ def test_the_card_states(run, line):
     assert line in card(run)
 
 
-def test_a_checkpoints_card_knows_nothing_of_what_came_later(run):
+def test_a_checkpoints_card_omits_later_events(run):
     write_evaluation(run, step=8, hellaswag={"acc": 0.31})
     text = card(run, step=4, offer=Publication("me/tiny", "step-4"))
     assert "4k tokens in 4 steps, 0.0374 per parameter of 8 planned" in text
@@ -104,7 +104,7 @@ def test_a_checkpoints_card_knows_nothing_of_what_came_later(run):
     assert "step 4 of 8, with the learning rate not decayed" in text
 
 
-def test_steps_that_were_taken_twice_count_once(run):
+def test_repeated_steps_count_once(run):
     add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
     add_event(run, event="train", step=5, tokens=5000, loss=1.25)
     facts = read_facts(run)
@@ -121,12 +121,12 @@ def test_the_scores_of_a_task_stand_together(run):
     assert rows in card(run)
 
 
-def test_processes_on_a_cpu_are_no_machines(run):
+def test_cpu_processes_are_not_counted_as_machines(run):
     (run / "environment.json").write_text(json.dumps({"device": "x86_64", "cores": 4}))
     assert "| hardware | CPU (x86_64, 4 cores), 8 processes |" in card(run)
 
 
-def test_scores_over_a_part_of_a_task_are_marked_and_no_result(run):
+def test_scores_on_part_of_a_task_are_marked_and_not_in_the_metadata(run):
     write_evaluation(run, "evaluation_quick.json", limit=10, piqa={"acc": 0.9})
     write_evaluation(run, "evaluation_whole.json", sciq={"acc": 0.5, "acc_stderr": 0.01})
     text = card(run)
@@ -174,7 +174,7 @@ def test_hub_datasets_and_the_base_model_are_linked(run, monkeypatch):
     assert "500 IDs; the 12 rows above them are padding" in text
 
 
-def test_the_data_is_told_from_what_the_run_kept_when_the_shards_have_gone(run):
+def test_the_data_is_described_from_the_runs_record_if_the_shards_are_gone(run):
     kept = {
         "tokenizer": {"name": "owner/bpe"},
         "vocabulary_size": 500,
@@ -203,7 +203,7 @@ def test_a_curriculum_shows_its_stages(run):
     assert "| 25% to 100% | a | 50.0%, at most 2 epochs |" in text
 
 
-def test_a_run_that_left_almost_nothing_still_has_a_card(tmp_path):
+def test_a_run_with_few_records_has_a_card(tmp_path):
     (tmp_path / "config.yaml").write_text("model: x.json\n")
     write_card(read_facts(tmp_path, model_folder=tmp_path), tmp_path)
     text = (tmp_path / "README.md").read_text()

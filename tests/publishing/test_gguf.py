@@ -1,4 +1,5 @@
-"""publish.py --gguf: a file that llama.cpp loads, computes alike and cuts text alike, or a refusal by name."""
+"""Tests for publish.py --gguf: llama.cpp loads the file with the same outputs and token IDs, or an error says
+why not."""
 
 import json
 
@@ -46,7 +47,7 @@ TEXT = (ROOT / "docs/learning_rate.md").read_text()
 
 @pytest.fixture(scope="module")
 def own_tokenizer(tmp_path_factory):
-    """A tokenizer as prepare_data.py trains it."""
+    """A tokenizer trained as by prepare_data.py."""
     folder = tmp_path_factory.mktemp("tokenizer")
     _trained(iter([TEXT]), 500, ["<|user|>"], "gpt4").save(folder)
     return folder
@@ -65,7 +66,7 @@ def test_the_text_to_compare_on_is_the_runs_own(shards, tmp_path):
 
 
 def write_varied(folder, tokenizer, model):
-    """A model whose norms and biases are not the ones and zeros that they start with."""
+    """Writes a model in which norms and biases differ from their initial ones and zeros."""
     write_model(folder, tokenizer, model, seed=1)
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(2)
@@ -133,7 +134,7 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
         ),
     ],
 )
-def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokenizer, changes, said):
+def test_models_that_llama_cpp_computes_differently_are_rejected(tmp_path, own_tokenizer, changes, said):
     folder = write_model(tmp_path / "model", own_tokenizer, MODELS["llama"], seed=1)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -155,7 +156,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path, own_tokeniz
         ([r"\S+|\s+"], False, None),
     ],
 )
-def test_a_tokenizer_is_known_by_how_it_cuts_text(pre_tokenizer, ignore_merges, name):
+def test_a_tokenizer_is_identified_by_its_pre_tokenizer(pre_tokenizer, ignore_merges, name):
     def step(given):
         split = {"type": "Split", "behavior": "Isolated", "invert": False}
         return {**split, "pattern": {"Regex": given}} if isinstance(given, str) else given

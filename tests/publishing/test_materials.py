@@ -1,4 +1,4 @@
-"""bom.cdx.json: valid by CycloneDX's official schema, and what it says is what the folder and the run hold."""
+"""Tests for bom.cdx.json: it is valid under CycloneDX's official schema and matches the folder and the run."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from support.run_folders import write_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """With energy, evaluations, and what it kept of one source's manifest; not to be changed."""
+    """A run with energy, evaluations and a record of one source's manifest. Tests must not change it."""
     run = write_run(tmp_path_factory.mktemp("runs") / "x", energy={"carbon_grams_per_kwh": 500.0})
     preparation = {
         "datasets": [{"name": "owner/web", "subset": "cc", "split": "train", "rows": 9, "fingerprint": "f" * 40}],
@@ -36,13 +36,13 @@ def run(tmp_path_factory):
 
 
 def bill(run, publication, folder, **wanted) -> dict:
-    """Of the model of the last step, or of another; valid by the schema."""
+    """Returns the bill of the run's final model, or of a different one, validated against the schema."""
     (model,) = find_publishable(run, **{"steps": [], "milestones": False, "final": not wanted.get("steps"), **wanted})
     return valid(stage(run, model, publication, folder / "staged"))
 
 
 def valid(folder) -> dict:
-    """The bill in a folder, after the official validator has read it."""
+    """Returns the bill in a folder, after checking it with the official validator."""
     text = (folder / "bom.cdx.json").read_text()
     error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     assert error is None, error
@@ -54,7 +54,7 @@ OFFER = Publication("me/tiny", license="apache-2.0", languages=("en",))
 
 @pytest.fixture(scope="module")
 def contents(run, tmp_path_factory):
-    """The bill of the run's last model."""
+    """The bill of the run's final model."""
     return bill(run, OFFER, tmp_path_factory.mktemp("published"))
 
 
@@ -62,7 +62,7 @@ def properties(entry) -> dict:
     return {item["name"].removeprefix("groundwork:"): item["value"] for item in entry["properties"]}
 
 
-def test_it_is_valid_and_says_what_the_run_holds(contents):
+def test_it_is_valid_and_matches_the_run(contents):
     model = contents["metadata"]["component"]
     assert (contents["specVersion"], contents["metadata"]["timestamp"]) == ("1.6", "2026-01-01T00:00:00Z")
     assert (model["type"], model["group"], model["version"]) == ("machine-learning-model", "me", "step-8")
@@ -104,7 +104,7 @@ def test_every_file_is_listed_by_its_hash(run, tmp_path):
     assert {"model.safetensors", "README.md", "training_content.md", "config.json"} <= listed.keys()
 
 
-def test_references_are_of_what_is_there_and_of_nothing_twice(contents):
+def test_references_exist_and_are_unique(contents):
     model = contents["metadata"]["component"]
     known = [entry["bom-ref"] for entry in [model, *model["components"], *contents["components"]]]
     assert len(known) == len(set(known))
@@ -112,7 +112,7 @@ def test_references_are_of_what_is_there_and_of_nothing_twice(contents):
     assert depends.keys() | set(depends["model"]) <= set(known) and len(depends["model"]) == 4
 
 
-def test_the_same_run_gives_the_same_bytes_and_another_another_number(run, contents, tmp_path):
+def test_the_same_run_gives_the_same_bytes_and_a_different_run_a_new_serial_number(run, contents, tmp_path):
     assert bill(run, OFFER, tmp_path / "a") == contents
     other = bill(run, Publication("me/other", license="mit"), tmp_path / "b")
     assert other["serialNumber"] != contents["serialNumber"]

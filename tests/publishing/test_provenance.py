@@ -1,4 +1,4 @@
-"""provenance.json: whatever was changed in a published folder is named; what the model was made from is in it."""
+"""Tests for provenance.json: any change to a published folder is reported, and the model's origin is recorded."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from support.run_folders import write_run
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """{revision: folder} of final/, and of a checkpoint with its optimizer; not to be changed."""
+    """{revision: folder} for final/ and for a checkpoint with its optimizer. Tests must not change them."""
     folder = tmp_path_factory.mktemp("runs")
     run, docs = write_run(folder / "x"), str(folder / "docs")
     record = {"manifest_sha256": "d" * 64, "tokenizer": {"name": "/home/me/bpe", "sha256": "e" * 64}}
@@ -58,8 +58,8 @@ def test_every_file_changed_by_a_byte_missing_or_added_is_named(folder):
     assert provenance_problems(folder) == ["code/more.py was added"]
 
 
-def test_no_byte_of_the_provenance_can_change_unseen(published, tmp_path):
-    """Every seventh; without the other files, whose hashing would take its time."""
+def test_a_change_to_any_byte_of_the_provenance_is_detected(published, tmp_path):
+    """To save time, only every seventh byte is tested, without the other files."""
     provenance = tmp_path / "provenance.json"
     content = (published["main"] / "provenance.json").read_bytes()
     for position in range(0, len(content), 7):
@@ -77,7 +77,7 @@ def test_several_changes_are_all_named(folder, capsys):
     assert named == ["provenance.json", "config.json", "README.md"]
 
 
-def test_it_says_what_the_model_was_made_from(published):
+def test_it_records_the_models_origin(published):
     contents = json.loads((published["main"] / "provenance.json").read_text())
     assert contents["model"] == {
         "run": "x", "repository": "me/tiny", "revision": "main", "step": 8, "tokens": 8000, "parameters": 106_816,

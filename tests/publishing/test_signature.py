@@ -1,4 +1,4 @@
-"""Signed folders: only the owner of the key can have written them, and what was changed is named."""
+"""Tests for signed folders: only the key's owner can sign, and any change is reported."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from support.run_folders import write_run
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
-    """{name: file} of two pairs, and of keys that are refused."""
+    """Folder with two key pairs, and with keys that must be rejected."""
     pytest.importorskip("model_signing.signing", exc_type=ImportError)
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -39,7 +39,7 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory, keys):
-    """A signed folder; not to be changed."""
+    """A signed folder. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs")
     offer = ["--repo", "me/tiny", "--license", "mit", "--sign", str(keys / "mine")]
     run = write_run(folder / "x", steps=(4,))
@@ -52,7 +52,7 @@ def folder(signed, tmp_path):
     return shutil.copytree(signed, tmp_path / "copy")
 
 
-def test_whatever_is_changed_is_named(folder, keys):
+def test_every_change_is_reported(folder, keys):
     def problems():
         return signature_problems(folder, load_key("--public_key", keys / "mine.pub"))
 
@@ -70,18 +70,18 @@ def test_whatever_is_changed_is_named(folder, keys):
         path.write_bytes(content)
 
 
-def test_no_byte_of_the_signature_can_change_unseen(folder, keys):
+def test_a_change_to_any_byte_of_the_signature_is_detected(folder, keys):
     path, verifier = folder / "model.sig", load_key("--public_key", keys / "mine.pub")
     content = path.read_bytes()
-    # All of its end, where the signature proper is, and a part of what it signs, which is long.
+    # all bytes of the signature, at the end, and a sample of the long signed content
     for position in [*range(0, len(content) - 200, 17), *range(len(content) - 200, len(content))]:
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         (problem,) = signature_problems(folder, verifier)
         assert problem.startswith("model.sig was changed"), position
 
 
-def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
-    """As someone would who can write the folder and does not have the key."""
+def test_a_forged_provenance_is_detected(folder, keys, capsys):
+    """A matching provenance.json isn't enough: a valid signature needs the key."""
     path = folder / "provenance.json"
     (folder / "README.md").write_text("a better model")
     contents = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def test_a_provenance_that_was_made_to_fit_is_seen(folder, keys, capsys):
     assert lines == [f"{folder}: {name} was changed after it was signed" for name in ("README.md", "provenance.json")]
 
 
-def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
+def test_the_signers_key_is_checked(folder, keys, capsys, tmp_path):
     verify = ["--verify", str(folder), "--public_key"]
     assert publish.main([*verify, str(keys / "mine.pub")]) == 0
     assert f"signed with the private key for {keys / 'mine.pub'}" in capsys.readouterr().out
@@ -103,21 +103,21 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
     assert "model.sig was changed, or doesn't match the key" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--public_key is required to check the signature"):
         publish.main(["--verify", str(folder)])
-    (tmp_path / "links").mkdir()  # as in the Hub's cache
+    (tmp_path / "links").mkdir()  # links, as in the Hub's cache
     for path in folder.iterdir():
         (tmp_path / "links" / path.name).symlink_to(path)
     assert publish.main(["--verify", str(tmp_path / "links"), "--public_key", str(keys / "mine.pub")]) == 0
 
 
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
-def test_keys_that_do_not_sign_are_refused(keys, name):
+def test_keys_that_cannot_sign_are_rejected(keys, name):
     with pytest.raises(
         InputError, match=rf"--sign .*{name}: not usable .*use an elliptic-curve private key in PEM format"
     ):
         load_key("--sign", keys / name)
 
 
-def test_the_missing_package_is_asked_for(monkeypatch, tmp_path):
+def test_a_missing_package_is_reported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(
         InputError, match=r"--public_key: requires model-signing .* pip install model-signing pyOpenSSL"

@@ -1,4 +1,4 @@
-"""training_content.md: the template's three sections, what the records say in them, and nothing that they do not."""
+"""Tests for training_content.md: it has the template's three sections, and only facts from the run's records."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ FILES = {"sources": [{"path": "https://data.example.net/a.jsonl", "bytes": 5_000
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    """Of a run on a dataset of the Hub and on files."""
+    """Facts of a run on a Hub dataset and on files."""
     run = write_run(tmp_path_factory.mktemp("runs") / "x")
     totals = {"docs": 2_000_000_000, "code": 50_000_000}
     kept = {
@@ -71,7 +71,7 @@ def offered(facts, **offer):
 
 
 def section(text, heading) -> str:
-    """What stands below a heading, to the next."""
+    """Returns the text between a heading and the next one."""
     return re.split(r"\n#+ ", text.split(f" {heading}\n", 1)[1])[0]
 
 
@@ -81,7 +81,7 @@ def test_it_has_the_templates_sections_in_their_order(facts):
     assert found == HEADINGS
 
 
-def test_it_says_what_the_records_say(facts):
+def test_it_contains_the_recorded_facts(facts):
     text = training_content(offered(facts, languages=("en", "de")))
     general = section(text, HEADINGS[3])
     assert "1 billion to 10 trillion tokens: 2.05B different tokens" in general
@@ -97,8 +97,7 @@ def test_it_says_what_the_records_say(facts):
 
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
-def test_what_no_record_says_is_left_to_the_provider(facts, heading):
-    """Who, when, with whose license, by which crawler, from which users and models."""
+def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
     assert FILL in section(training_content(offered(facts)), heading)
 
 
@@ -116,7 +115,7 @@ def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
     assert words in section(training_content(offered(facts)), "When it is required")
 
 
-def test_a_run_of_an_earlier_version_says_that_it_recorded_nothing(tmp_path):
+def test_missing_records_of_earlier_versions_are_reported(tmp_path):
     text = training_content(read_facts(write_run(tmp_path / "x"), 8))
     assert "No filter of documents is recorded" in text and "| docs | **To be filled in by the provider**" in text
     assert "No dataset of the Hugging Face Hub was used" not in text

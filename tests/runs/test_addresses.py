@@ -1,4 +1,4 @@
-"""Resolves a user's address to a model folder, with messages for wrong addresses."""
+"""Tests for resolving a user's address to a model folder, with messages for wrong addresses."""
 
 import json
 
@@ -16,7 +16,7 @@ def problems_of(call, *words) -> str:
 
 
 def make_run(run, steps, final_step=None, losses=None):
-    """The parts of a run's folder that addresses read."""
+    """Writes the parts of a run folder that are needed to resolve addresses."""
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("model: x\n")
     for step in steps:

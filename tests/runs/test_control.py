@@ -1,4 +1,4 @@
-"""Steering a live run with files: requests, answers, and everything that must not affect it."""
+"""Tests for controlling a live run with files: requests, answers, and everything that must not affect the run."""
 
 import json
 import os
@@ -25,12 +25,12 @@ from support.run_logs import end_line, finished_run, start_line, train_line, wri
 
 START = "start-1"
 SOON = 120.0
-"""A timeout in seconds for work of one or two, safe on any busy machine."""
+"""Timeout in seconds for work that takes one or two, even on a busy machine."""
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run whose folder says that this process trains it."""
+    """A run folder that is locked by this process, as if it were training."""
     folder = write_run(tmp_path / "run", [start_line(start_id=START), train_line(1)])
     with folder_lock(folder / ".lock"):
         yield folder
@@ -47,7 +47,7 @@ def ask(run, timeout_seconds=SOON, command="save"):
 
 
 def answer_one(run, step):
-    """A trainer in its own thread that processes one command, like the training loop."""
+    """Processes one command in a separate thread, like the training loop."""
     control = Control(run, START)
 
     def loop():
@@ -136,7 +136,7 @@ def test_polling_costs_next_to_nothing(run):
         return time.perf_counter() - start
 
     polling = min(seconds_of_a_hundred() for _ in range(50))
-    # Each takes 2 microseconds, or 20 if it read the file. Use the best of many on a busy machine.
+    # Each poll takes 2 microseconds, or 20 if it read the file. The machine may be busy, so compare the minima.
     assert polling < min(seconds_of_a_hundred(lambda: read_json(run / REQUEST_FILE)) for _ in range(50)) / 2
 
 
@@ -213,7 +213,7 @@ def test_an_inactive_run_cannot_be_steered(tmp_path):
     crashed = write_run(tmp_path / "crashed", [start_line(), train_line(1)])
     preempted = write_run(tmp_path / "preempted", [start_line(), train_line(4), end_line(4, 75, "preempted")])
     for folder in (crashed, preempted):
-        # A killed process leaves a lock that no process holds.
+        # A killed process leaves a lock that isn't held.
         (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     cases = {
         finished: "the run is not active (finished at step 100), so there is nothing to save; its model is in final",
@@ -312,14 +312,14 @@ def test_a_live_run_is_aborted_without_a_save_and_another_annealed_to_its_end(re
 
 def anneal_a_live_run(strategy, recipe, run):
     with live_run(strategy, recipe, run) as trainer:
-        wait_until(lambda: events(run, "train")[-1]["step"] >= 50, trainer)  # a decay of several steps
+        wait_until(lambda: events(run, "train")[-1]["step"] >= 50, trainer)  # for a decay of several steps
         step = steer(run, "anneal")
         trainer.wait(timeout=SOON)
     assert events(run, "end")[-1]["code"] == 0 and read_status(run).state == "finished"
     assert step < events(run, "train")[-1]["step"] <= 1.2 * step + 1
     last = events(run, "train")[-1]
     assert last["learning_rate"] < 0.5 * 0.003
-    # As after a crash in the decay, with only the command's checkpoint.
+    # Simulates a crash in the decay, with only the command's checkpoint left.
     for newer in (run / "final", run / "checkpoints" / f"step-{last['step']:08d}"):
         shutil.rmtree(newer)
     with live_run(strategy, recipe, run) as trainer:
@@ -330,7 +330,7 @@ def anneal_a_live_run(strategy, recipe, run):
 
 
 def steer(run, command):
-    """Sends the command. Returns the step in the run's answer, which must match its log."""
+    """Sends the command. Returns the step in the answer, which must match the log."""
     said = run_script("runs.py", command, run).stdout
     step = int(said.split("step ")[1].split()[0].replace(",", ""))
     assert [line["step"] for line in events(run, "control") if line["command"] == command][-1] == step
@@ -339,7 +339,7 @@ def steer(run, command):
 
 @contextmanager
 def live_run(strategy, recipe, run):
-    """An endless training run of one or two processes, after its first logged step."""
+    """Starts an endless training run of one or two processes, and yields after the first logged step."""
     before = len(events(run, "train")) if run.exists() else 0
     processes = 1 if strategy == "single" else 2
     trainer = start_script(
@@ -353,18 +353,18 @@ def live_run(strategy, recipe, run):
         yield trainer
     finally:
         if trainer.poll() is None:
-            trainer.terminate()  # the launcher passes it on to its processes
+            trainer.terminate()  # the launcher forwards the signal to its processes
             trainer.wait(timeout=SOON)
 
 
 def wait_until(happened, process, seconds=300):
-    """Waits until the process has reached this point."""
+    """Waits until the condition is true. Fails if the process has exited."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if happened():
                 return
-        except (FileNotFoundError, ValueError):  # not started, or in the middle of a line
+        except (FileNotFoundError, ValueError):  # no log yet, or an incomplete line
             pass
         time.sleep(0.02)
-    pytest.fail(f"it did not come so far; exit status {process.poll()}")
+    pytest.fail(f"the condition was never true; exit status {process.poll()}")

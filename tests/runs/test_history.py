@@ -1,4 +1,5 @@
-"""Reading a run's metrics: single-valued curves, running time, the end of long files, folders that are not runs."""
+"""Tests for reading a run's metrics: repeated steps, running time, the end of long files, and folders that aren't
+runs."""
 
 import json
 import os
@@ -75,7 +76,7 @@ def test_the_last_of_several_evaluations_of_the_same_thing_counts():
 def test_hours_leave_out_the_time_between_a_crash_and_the_restart(tmp_path):
     lines = [start_line(time=0.0), train_line(1, time=3600.0), start_line(0, time=90_000.0)]
     lines += [train_line(1, time=93_600.0), end_line(1) | {"time": 93_600.0}]
-    # An evaluation on the next day does not count as running time either.
+    # An evaluation on the next day doesn't count as running time either.
     lines += [{"event": "evaluation", "step": 1, "source": "demo", "loss": 2.0, "time": 180_000.0}]
     history = read_history(write_run(tmp_path / "run", lines))
     assert history.of("train")[0]["hours"] == pytest.approx(2.0)
@@ -108,7 +109,7 @@ def test_only_measures_of_an_evaluation_are_scores():
     assert (score.name, score.value, score.standard_error) == ("arc (5-shot) · acc", 0.3, 0.1)
     assert scores_of(line | about | {"is_part": True}) == []
     zero_shot = line | about | {"few_shots": 0}
-    assert len(current_events([line | about, zero_shot])) == 2, "neither replaces the other"
+    assert len(current_events([line | about, zero_shot])) == 2, "results with different shots must both be kept"
 
 
 def test_lines_of_another_process_neither_break_lines_nor_count_hours(tmp_path):
@@ -126,7 +127,8 @@ def test_the_end_of_a_long_file_holds_the_last_step_and_the_last_validation(tmp_
     run = write_run(tmp_path / "run", lines)
     assert (run / "metrics.jsonl").stat().st_size > 5 * (1 << 16)
     events = read_end(run, lines=50)
-    assert steps_of(events)[-1] == 2999 and len(steps_of(events)) == 49  # the 50th is the rest after the last newline
+    # The 50th line is the empty string after the last newline.
+    assert steps_of(events)[-1] == 2999 and len(steps_of(events)) == 49
     assert [e["source"] for e in events if e["event"] == "validation"] == ["web", "code"]
     assert steps_of(read_end(run, lines=50, look_back_bytes=1 << 16), "validation") == []
 
@@ -152,7 +154,7 @@ def test_the_newest_start_is_found_anywhere_in_the_file(tmp_path, place):
     if place:
         lines.insert(0, start_line(0, start_id="first"))
     run = write_run(tmp_path / "run", lines)
-    assert (run / "metrics.jsonl").stat().st_size > 1 << 21  # several read blocks
+    assert (run / "metrics.jsonl").stat().st_size > 1 << 21  # longer than several read blocks
     assert last_start(run)["start_id"] == "newest"
 
 

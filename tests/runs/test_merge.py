@@ -1,4 +1,4 @@
-"""The mean of several models is exact, and invalid requests are rejected."""
+"""Tests for averaging models: the mean is exact, and invalid requests are rejected."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_folders_of_several_dtypes_can_be_averaged(run, tmp_path):
 
 
 def test_experts_under_either_name_are_the_same_model(tmp_path):
-    """A checkpoint names experts like the training model; final/, the Hub and the mean list them one by one."""
+    """Checkpoints with stacked experts and exported folders with separate experts can be averaged."""
     ours = write_model(tmp_path / "ours", write_tokenizer(tmp_path / "tokenizer"), TINY_MOE, seed=1)
     shutil.copytree(ours, theirs := tmp_path / "theirs")
     expected = as_the_library_saves(ours, theirs, torch.float32)

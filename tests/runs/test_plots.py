@@ -1,4 +1,4 @@
-"""Curves and pictures: all axes, repeated steps once, gaps, and a visible spike in a long run."""
+"""Tests for curves and plots: all axes, repeated steps, gaps, and visible spikes in long runs."""
 
 import math
 from pathlib import Path
@@ -43,7 +43,8 @@ def test_flops_come_from_the_run_or_else_6_per_parameter(tmp_path):
 
 
 def test_flops_follow_the_stages_of_a_run(tmp_path):
-    """By hand: ten steps at 10 FLOPs a token, then at 40; a rollback comes to the second stage again."""
+    """FLOPs equal a hand calculation: ten steps at 10 FLOPs per token, then 40, with a rollback in the second
+    stage."""
     stages = [
         {"event": "stage", "step": step, "flops_per_token": flops} for step, flops in ((12, 40), (8, 10), (10, 40))
     ]
@@ -72,7 +73,7 @@ def test_the_loss_by_position_is_drawn_at_the_end_of_each_stage(tmp_path):
     assert run.validation["demo, stage's length"]["loss"] == pytest.approx([np.nan, np.nan, 2.5, 2.5], nan_ok=True)
     assert any(panel.title.startswith("Validation loss by position") for panel in picture_panels([whole]))
     short = curves(write_run(tmp_path / "b", [start_line(), train_line(1), validation(10, 4.0)]))
-    assert short.by_position == {}, "one range is the loss itself"
+    assert short.by_position == {}, "a single range must be omitted, because it equals the loss"
     write_png([whole], tmp_path / "plot.png")
 
 
@@ -110,7 +111,7 @@ def test_repeated_steps_replace_the_first_ones():
 def test_the_smoothed_line_neither_lags_nor_overshoots():
     falling = [10.0 - n / 100 for n in range(1000)]
     middle = slice(50, 950)
-    assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a lagging mean is above
+    assert smoothed(falling)[middle] == pytest.approx(falling[middle], abs=1e-9)  # a trailing mean would be higher
     assert smoothed([2.0] * 30) == pytest.approx([2.0] * 30)
     noisy = smoothed([math.sin(n * 2.4) for n in range(1000)])
     assert max(map(abs, noisy[100:])) < 0.1
@@ -152,17 +153,18 @@ def test_the_picture_has_a_panel_for_everything(tmp_path):
     header = path.read_bytes()[:24]
     width = int.from_bytes(header[16:20], "big")
     height = int.from_bytes(header[20:24], "big")
-    # Four losses, validation, learning rate, norm, speed and one evaluation: three rows of three panels.
+    # Four losses, validation, learning rate, norm, speed and one evaluation: three rows of three panels
     assert width == 1760 and height == round((3 * 4.1 + 0.9) * 110)
     titles = [panel.title for panel in picture_panels([busy, *plain])]
     assert len(titles) == 9 and titles[-1] == "Evaluation: arc_easy · acc"
-    assert len(picture_panels([busy, plain[0]])) == 8  # a single number needs no picture
+    assert len(picture_panels([busy, plain[0]])) == 8  # a single value isn't plotted
     alone = [panel.title for panel in picture_panels([busy])]
-    assert len(alone) == 6 and alone[-1] == "Training loss against running hours"  # two rows, no curve drawn twice
+    assert len(alone) == 6 and alone[-1] == "Training loss against running hours"  # two rows, no duplicate curves
 
 
 def test_a_single_step_and_every_loss_of_a_short_run_are_visible(tmp_path):
-    """Steps 10 and 20 of 20: each alone would be a line without length, and the first be left out of the range."""
+    """Single points have a marker, because a line would be invisible, and the first loss is within the plotted
+    range."""
     lines = [start_line(), validation_line(0, 6.2), train_line(10, loss=9.0), end_line(10)]
     one = plotted(write_run(tmp_path / "one", lines))
     two = plotted(write_run(tmp_path / "two", [*lines, train_line(2000, loss=3.0)]))

@@ -1,4 +1,4 @@
-"""The benchmarks' logic, with contestants that train nothing and shapes that take no time."""
+"""Tests for the benchmarks' logic, with contestants that don't train and tiny shapes."""
 
 import itertools
 import json
@@ -49,10 +49,10 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
     slow, fast = contestant(tmp_path, "slow", 0.2), contestant(tmp_path, "fast", 0.02)
     contest.hold([slow, fast], ROOT, rounds=2, reports=3, warm_up=1)
     assert slow.process is None and fast.process is None
-    # On a busy machine a contestant may write another line before it is stopped.
+    # On a busy machine, a contestant may write another line before it is stopped.
     assert len(slow.tokens_per_second) >= 6 and len(fast.tokens_per_second) >= 6
     assert len(slow.cpu_seconds_per_step) == 2
-    # Each stood still while the other ran, and no interval holds a standstill: 0.2 s of sleep are 500 tokens/s.
+    # Each contestant is paused while the other runs, and pauses don't count: 0.2 s of sleep gives 500 tokens/s.
     assert max(slow.tokens_per_second) <= 500 and max(slow.tokens_per_second) < max(fast.tokens_per_second)
     lines = [json.loads(line) for line in fast.steps_file.read_text().splitlines()]
     standstill = max(after["time"] - before["time"] for before, after in itertools.pairwise(lines))
@@ -60,10 +60,10 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
     assert slow.start_seconds > 0.2 and slow.peak_memory_bytes > 2**20
     size = fast.steps_file.stat().st_size
     time.sleep(0.1)
-    assert fast.steps_file.stat().st_size == size, "the process goes on"
+    assert fast.steps_file.stat().st_size == size, "the process must be paused"
 
 
-def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tmp_path):
+def test_a_contestant_that_dies_is_reported_with_its_output_and_the_others_end(tmp_path):
     well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
     bad.command = ["-c", "raise SystemExit('no such model')"]
     with pytest.raises(InputError, match="bad ended with status 1") as refused:
@@ -71,7 +71,7 @@ def test_contestant_that_dies_is_named_with_its_last_words_and_the_others_end(tm
     assert "no such model" in str(refused.value) and well.process is None
 
 
-def test_contestant_that_dies_in_its_turn_leaves_no_other_behind(tmp_path):
+def test_all_contestants_end_if_one_dies_in_its_turn(tmp_path):
     bad, well = contestant(tmp_path, "bad", 0.02), contestant(tmp_path, "well", 0.02)
     bad.command[1] = bad.command[1].replace("1_000_000", "8")
     with pytest.raises(InputError, match="bad ended with status 0"):
@@ -89,9 +89,9 @@ def test_table_has_medians_and_ratios_to_the_first():
     assert {row.count("|") for row in rows} == {9}
 
 
-def test_ratio_is_taken_within_rounds_whatever_the_machine_did_between_them():
+def test_the_ratio_is_computed_within_rounds():
     first, second = (Contestant(name, [], Path("x"), 1) for name in ("groundwork", "other"))
-    # In the second round the machine is half as fast, in the third it becomes so between the turns.
+    # The machine is half as fast in the second round, and slows down between the turns of the third.
     first.turns, second.turns = [[110.0, 110.0], [55.0], [110.0]], [[100.0], [50.0, 50.0, 20.0], [50.0]]
     assert contest.faster_by(first, second) == pytest.approx(1.1)
 
@@ -176,14 +176,15 @@ def test_mistyped_arguments_are_refused_in_words(arguments, message):
 
 
 class Forked(WarmPopen):
-    """In the place of a contestant's own interpreter."""
+    """Replacement for a contestant's own interpreter, forked from a warm one."""
 
     def __init__(self, *arguments, env, **settings):
         super().__init__(*arguments, env=env | {"HF_HUB_OFFLINE": "1"}, **settings)
 
 
-def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch, capsys):
-    """Its logic on a CPU, where flex_attention has no backward pass."""
+def test_gpu_bench_lists_all_combinations_or_the_reason(monkeypatch, capsys):
+    """The table contains all combinations that run, and explains why others don't. On a CPU, flex_attention has no
+    backward pass."""
     monkeypatch.setattr(contest.subprocess, "Popen", Forked)
     rows = gpu.measure_shape(
         TINY, ["compile=none"], attentions=["auto", "flex_attention"], losses=["logits"], peers=[], reports=1,
@@ -203,12 +204,12 @@ def test_gpu_bench_crosses_what_runs_and_says_why_the_rest_does_not(monkeypatch,
     assert any("flex_attention has no backward pass on cpu" in line for line in lines)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_gpu_bench_says_that_there_is_no_gpu():
     assert "torch finds none here" in run_script("bench/gpu.py").stdout
 
 
-def test_gpu_bench_refuses_names_that_there_are_not():
+def test_gpu_bench_rejects_unknown_names():
     with pytest.raises(InputError) as refused:
         gpu.parse_arguments(["--shapes", "124M", "--losses", "chunkd", "--reports", "0"])
     assert refused.value.problems == [
@@ -218,10 +219,10 @@ def test_gpu_bench_refuses_names_that_there_are_not():
     ]
 
 
-def test_the_time_to_a_loss_is_found_on_the_line_between_two_measurements():
+def test_the_time_to_a_loss_is_interpolated():
     points = [(10.0, 4.0), (20.0, 3.0), (30.0, 2.5)]
     assert time_to_loss.time_to(points, 3.5) == pytest.approx(15.0)
-    assert time_to_loss.time_to(points, 5.0) == 10.0  # at the first measurement, and no earlier
+    assert time_to_loss.time_to(points, 5.0) == 10.0  # at the first measurement, not earlier
     assert time_to_loss.time_to(points, 2.5) == pytest.approx(30.0)
     assert time_to_loss.time_to(points, 2.4) is None
 
@@ -259,21 +260,21 @@ def test_families_of_one_size_have_nearly_the_same_parameters_in_their_layers(tm
     assert max(counts.values()) / min(counts.values()) < 1.06, counts
 
 
-def test_both_ways_of_attention_over_parts_of_a_sequence_compute_the_same():
-    """The bench compares their gradients; a wrong order of the gathered chunks ends it."""
+def test_both_kinds_of_context_parallelism_give_the_same_results():
+    """The benchmark itself compares their gradients."""
     out = launch("ddp", 2, "bench/context.py", "--shapes", "64x4x2x8", "32x2x1x8", "--repeats", "1").stdout
     rows = [line for line in out.splitlines() if re.match(r"\| \d+ \| ", line)]
     assert [row.split(" | ")[:2] for row in rows] == [["| 64", "4 / 2 x 8"], ["| 32", "2 / 1 x 8"]]
 
 
-def test_a_race_to_a_loss_begins_with_a_recipe_that_train_py_takes(tmp_path, shards, monkeypatch):
+def test_time_to_loss_starts_with_a_valid_recipe(tmp_path, shards, monkeypatch):
     started = []
 
     def run(command, **_):
         started.append(command)
         return subprocess.CompletedProcess(command, 1, "", "stopped by the test")
 
-    # Measuring would change this process's threads.
+    # Measuring would change this process's number of threads.
     machine = Machine("cpu", "2 CPU threads", "fp32", 1e11, 2**33, 0.5)
     monkeypatch.setattr(Machine, "measured", lambda minutes: machine)
     monkeypatch.setattr(time_to_loss.subprocess, "run", run)

@@ -1,5 +1,4 @@
-"""What the guards cost is added up and shown as it was measured. Measured for real:
-tests/faults/test_fault_sweep.py."""
+"""Tests for the report on the guards' overhead. tests/faults/test_fault_sweep.py measures real runs."""
 
 import pytest
 
@@ -7,14 +6,14 @@ from bench.guards import GuardCost, parse_arguments, table
 from pretrain.errors import InputError
 
 
-def test_the_share_is_of_all_that_watches():
+def test_the_share_includes_all_guards():
     cost = GuardCost(step=2.0, after_step=0.002, watch=0.001, compare=1.0)
     assert cost.share == pytest.approx((0.002 + 0.001 + 0.001) / 2.0)
     assert "| of a step's time | 0.200% |" in table("llama", 2, cost)
     assert "| agreement, judgement, commands | 2,000 µs |" in table("llama", 2, cost)
 
 
-def test_all_that_is_wrong_with_the_command_is_told_at_once():
+def test_all_problems_with_the_command_are_reported_at_once():
     with pytest.raises(InputError) as caught:
         parse_arguments(["--shape", "lama", "--steps", "0"])
     assert len(caught.value.problems) == 2 and "llama" in caught.value.problems[0]

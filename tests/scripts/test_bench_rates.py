@@ -1,4 +1,4 @@
-"""Sweeps of learning rates: where they go on, what they find, and that `auto` is near their best."""
+"""Tests for learning-rate sweeps: where they continue, what they find, and that `auto` is near the optimum."""
 
 import math
 
@@ -23,14 +23,14 @@ SWEEPS = sorted({(point.size, point.optimizer) for point in read_points()})
 
 
 def parabola(rates, best=1e-2, size="1M"):
-    """Points with the lowest loss, 4, at `best`."""
+    """Returns points on a parabola with the lowest loss, 4, at `best`."""
     return [Point(size, "adamw", r, 4 + 0.1 * math.log(r / best) ** 2, 1, SIZES[size].tokens, 1) for r in rates]
 
 
 def test_the_best_rate_is_that_of_the_parabola():
     rate, loss = best_of(parabola([3e-3, 8e-3, 2e-2]))
     assert rate == pytest.approx(1e-2) and loss == pytest.approx(4)
-    assert best_of(parabola([2e-2, 4e-2]))[0] == 2e-2, "at an end: the best of those that are there"
+    assert best_of(parabola([2e-2, 4e-2]))[0] == 2e-2, "at an end of the range, the best tested rate must be returned"
 
 
 def test_between_rates_the_loss_is_linear_and_outside_it_is_unknown():
@@ -39,7 +39,7 @@ def test_between_rates_the_loss_is_linear_and_outside_it_is_unknown():
     assert loss_at(points, 1e-4) is None
 
 
-def test_a_sweep_goes_on_until_the_best_rate_has_worse_neighbours():
+def test_a_sweep_continues_until_the_best_rate_has_worse_neighbors():
     points, best = [], 4 * centre(SIZES["1M"])
     while (rate := next_rate("1M", "adamw", points)) is not None:
         points += parabola([rate], best)
@@ -65,7 +65,7 @@ def test_widths_are_swept_outwards():
     assert min(found, key=found.get) == 2**-9 and set(found) == {2.0**-n for n in (5, 6, 7, 8, 9, 10)}
 
 
-def test_the_sizes_are_what_they_say():
+def test_the_sizes_match_their_names():
     for size in SIZES.values():
         parameters = auto_rates.VOCABULARY * size.width + size.width
         parameters += size.layers * (4 * size.width**2 + 3 * size.width * size.intermediate + 2 * size.width)

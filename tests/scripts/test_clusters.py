@@ -1,4 +1,4 @@
-"""The files that start runs elsewhere: keys that their clusters know, commands that the scripts accept."""
+"""Tests for cluster configs: valid keys, and commands that the scripts accept."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from support.project import ROOT, run_script
 PAGE = ROOT / "docs/spot.md"
 COMMANDS = [c.text for c in commands_in(PAGE.name, PAGE.read_text()) if c.section == "Supported platforms"]
 ENDS = {errors.EXIT_BAD_INPUT, errors.EXIT_NUMERIC, errors.EXIT_NO_VALID_CHECKPOINT, errors.EXIT_CRASH_LOOP}
-"""Exit statuses after which another start would end alike."""
+"""Exit statuses after which a restart would fail again."""
 
 
 def document(name: str) -> dict:
@@ -28,7 +28,7 @@ def document(name: str) -> dict:
 
 
 def read_launch(script: str, **variables) -> tuple:
-    """(launcher's arguments, recipe) of the one call of pretrain.launch in a shell script; refused as it would be."""
+    """Returns (launcher arguments, recipe) of the only pretrain.launch call in a shell script, or raises its error."""
     text = script.replace("\\\n", " ")
     line = next(line for line in text.splitlines() if "pretrain.launch" in line)
     shell = {**os.environ, **variables}
@@ -43,7 +43,7 @@ def read_launch(script: str, **variables) -> tuple:
     return own, read_command_line(own.training_script_args, "").config
 
 
-def test_skypilot_recovers_what_can_go_on():
+def test_skypilot_restarts_only_resumable_runs():
     task = document("clusters/skypilot.yaml")
     jsonschema.validate(task, SKYPILOT)
     recovery = task["resources"]["job_recovery"]
@@ -69,19 +69,19 @@ def test_kubernetes_starts_all_machines_again_or_none():
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob" and rule["onExitCodes"]["containerName"] == container["name"]
     assert set(rule["onExitCodes"]["values"]) == ENDS | {errors.EXIT_INTERRUPTED}
-    assert pod["restartPolicy"] == "Never", "podFailurePolicy allows no other"
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy requires restartPolicy Never"
     (policy,) = jobset["spec"]["failurePolicy"]["rules"]
     assert policy["action"] == "FailJobSet" and policy["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert {v["name"] for v in pod["volumes"]} == {m["name"] for m in container["volumeMounts"]}
     own, recipe = read_launch(container["args"][0], JOB_COMPLETION_INDEX="0", **variables)
     name = jobset["metadata"]["name"]
-    assert own.main_process_ip == f"{name}-{job['name']}-0-0.{name}", "the first pod's name"
+    assert own.main_process_ip == f"{name}-{job['name']}-0-0.{name}", "the main process must be the first pod"
     assert own.num_processes == 8 and recipe.checkpoint.mirror == variables["MIRROR"]
     assert pod["terminationGracePeriodSeconds"] >= recipe.checkpoint.mirror_wait_seconds
 
 
 @pytest.mark.parametrize(("path", "key"), [("skypilot", "use_spots"), ("kubernetes", "failurePolicies")])
-def test_a_misspelt_key_would_be_seen(path, key):
+def test_a_misspelled_key_is_detected(path, key):
     values = document(f"clusters/{path}.yaml")
     (values["resources"] if path == "skypilot" else values["spec"])[key] = True
     with pytest.raises(jsonschema.ValidationError, match=key):
@@ -91,7 +91,9 @@ def test_a_misspelt_key_would_be_seen(path, key):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "pretrain.launch" in c], ids=lambda c: c.split()[0])
 def test_commands_that_launch_are_accepted(command):
     launcher, recipe = read_launch("python " + command[command.index("-m pretrain.launch") :])
-    assert launcher.num_processes >= 1 and recipe.checkpoint.every_steps, "what restarts has checkpoints to go on from"
+    assert launcher.num_processes >= 1 and recipe.checkpoint.every_steps, (
+        "a command that restarts needs regular checkpoints"
+    )
 
 
 def test_hugging_face_takes_its_command():
@@ -102,7 +104,7 @@ def test_hugging_face_takes_its_command():
     assert "Job not submitted" in shown.stdout + shown.stderr and "hf_x" not in shown.stdout
 
 
-def test_each_place_has_one_command():
+def test_each_platform_has_one_command():
     firsts = [re.match(r"\S+ \S+ \S+", command)[0] for command in COMMANDS]
     assert firsts == [
         "python -m pretrain.launch", "sbatch slurm/one_node.sbatch ddp", "docker build --tag", "docker run --init",
@@ -116,21 +118,22 @@ def test_each_place_has_one_command():
 
 
 def instructions() -> list[tuple[str, str]]:
-    """(instruction, its text) of the Dockerfile, continued lines joined."""
+    """Returns the Dockerfile's (instruction, arguments) pairs, with continued lines joined."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
 def test_the_dockerfile_is_well_formed():
-    """Without Docker: known instructions, shell that parses, files that exist, arguments declared in their stage."""
+    """The Dockerfile has only known instructions, valid shell code, existing files and declared arguments. Docker
+    isn't needed."""
     known = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
     stages, declared, device = [], set(), None
     for word, text in instructions():
         assert word in known, word
         if word == "FROM":
             base, _, stage = text.partition(" AS ")
-            assert ":" in base or base == "${DEVICE}", "a base has a version"
+            assert ":" in base or base == "${DEVICE}", "each base image must have a version"
             stages.append(stage)
             declared = set()
         elif word == "ARG":
@@ -146,11 +149,13 @@ def test_the_dockerfile_is_well_formed():
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {"data", "runs", "tokenizers", "sweeps", ".venv"} <= set(ignored)
     assert set(re.findall(r"^/(\w+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)) <= set(ignored)
-    assert re.search(r"^torch==[\d.]+$", (ROOT / "requirements.txt").read_text(), re.MULTILINE), "grep finds it"
+    assert re.search(r"^torch==[\d.]+$", (ROOT / "requirements.txt").read_text(), re.MULTILINE), (
+        "the pinned version must match the Dockerfile's grep pattern"
+    )
 
 
 def has_docker() -> bool:
-    """Whether Docker is here and its service answers."""
+    """Returns True if Docker is installed and its daemon answers."""
     return (
         shutil.which("docker") is not None and subprocess.run(["docker", "info"], capture_output=True).returncode == 0
     )

@@ -1,4 +1,4 @@
-"""Evaluation agrees with the training run, the harness, transformers and itself on two ranks."""
+"""Tests for evaluation: results match the training run, the harness and transformers, on one and two ranks."""
 
 import importlib.util
 import json
@@ -37,7 +37,7 @@ SENTENCES = (
 
 
 def script():
-    """Imports evaluate.py as a module under a name that shadows nothing."""
+    """Imports evaluate.py under a different name, so that it doesn't shadow the library."""
     spec = importlib.util.spec_from_file_location("evaluate_script", ROOT / "evaluate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -71,7 +71,8 @@ def model_folder(tmp_path_factory, tokenizer, manifest):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Three tasks, one of each kind of request, and a group. The first imports the `evaluate` library, as some do."""
+    """Three tasks, one per request type, and a group. One task imports the `evaluate` library, as some real
+    tasks do."""
     folder = tmp_path_factory.mktemp("tasks")
     lines = [
         {"text": f"{a}\n    {b}", "start": a, "choices": [b, c, "é" * (i + 1)], "answer": i % 2}
@@ -113,7 +114,7 @@ ALL_TASKS = "tiny_choice,tiny_plain,tiny_rolling,tiny_text"
 
 
 def harness_alone(folder, include_path, names, **settings):
-    """The scores of the lm_eval command: the same call, with a manager for only the local tasks."""
+    """Returns the lm_eval command's scores, with only the local tasks registered."""
     with evaluate_package_importable():
         from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
@@ -135,8 +136,8 @@ def harness_alone(folder, include_path, names, **settings):
 
 
 def flat(evaluation) -> dict:
-    """{task: {metric: value, metric_stderr: value}} of the harness's metrics; it writes N/A where there is no standard
-    error. Bits per byte are its own of running text alone."""
+    """Returns {task: {metric: value, metric_stderr: value}} with N/A for missing standard errors, as the harness
+    writes them. Bits per byte are dropped, except for the rolling task, where the harness also reports them."""
     tasks = evaluation["tasks"] if isinstance(evaluation, dict) else evaluation.as_dict()["tasks"]
     about = ["few_shots", "samples", "version", "is_part"]
     return {
@@ -151,13 +152,15 @@ def flat(evaluation) -> dict:
 
 def test_help_is_instant_and_importing_does_nothing():
     assert "--include_path" in run_script("evaluate.py", "--help").stdout
-    assert cpu_seconds("evaluate.py", "--help") < cpu_seconds("-c", "import numpy"), "0.04 s where that takes 0.1"
+    assert cpu_seconds("evaluate.py", "--help") < cpu_seconds("-c", "import numpy"), (
+        "--help must be faster than importing numpy (0.1 s)"
+    )
     code = "import evaluate, sys; assert not {'torch', 'lm_eval', 'numpy', 'rich'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_without_a_task_the_choices_are_listed():
-    # By its path: the library named `evaluate` must stay importable beside this script.
+    # Import by path: the `evaluate` library must stay importable.
     spec = importlib.util.spec_from_file_location("evaluation_script", ROOT / "evaluate.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -194,7 +197,7 @@ def test_without_a_task_the_choices_are_listed():
 def test_messages_of_the_command_line(words, message):
     text = problems_of(read, *words)
     assert message in text
-    assert "--model is required" in text  # all problems at once
+    assert "--model is required" in text  # all problems are reported together
 
 
 def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path):
@@ -226,7 +229,7 @@ def test_loss_equals_the_models_own(model_folder, shards, manifest):
     measured = result.sources["source"]
     tokens, _, text_bytes = manifest.totals("validation")
     assert measured["tokens"] == windows[:, 1:].numel()
-    assert measured["loss"] == pytest.approx(loss, rel=1e-5)  # fp32, summed in another order
+    assert measured["loss"] == pytest.approx(loss, rel=1e-5)  # fp32 with a different order of summation
     assert measured["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     assert measured["bits_per_byte"] == pytest.approx(loss / math.log(2) * tokens / text_bytes, rel=1e-5)
 
@@ -239,7 +242,7 @@ def test_another_tokenizer_is_rejected(model_folder, shards, tokenizer, manifest
     shutil.copytree(model_folder, other)
     changed = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(changed, indent=4))
-    evaluate("--model", other, "--data", shards, "--sequences", 1)  # the same tokenizer in another spelling
+    evaluate("--model", other, "--data", shards, "--sequences", 1)  # the same tokenizer with different JSON formatting
     changed["model"]["merges"] = changed["model"]["merges"][:-3]
     (other / "tokenizer.json").write_text(json.dumps(changed))
     text = problems_of(evaluate, "--model", other, "--data", shards)
@@ -262,13 +265,13 @@ def test_sequences_that_are_too_long(model_folder, shards):
 
 
 def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
-    """Trains, then reproduces the run's own numbers on one and two ranks. The lines are added to the run."""
+    """The run's own validation is reproduced on one and two ranks, and results are added to the run's metrics."""
     run_script("train.py", "--config", recipe)
     run = tmp_path / "run"
     last = events(run, "validation")[-1]
     words = ["--data", shards, "--sequences", 8]
     (result,) = evaluate("--model", f"{run}@12", *words)
-    # The run's windows, masks and micro-batches, and fp32 weights, so nothing can differ.
+    # With the run's windows, masks, micro-batches and fp32 weights, results must be identical.
     assert {"loss", "perplexity", "bits_per_byte", "tokens", "loss_by_position"} <= set(result.sources["source"])
     assert result.sources["source"] == {name: last[name] for name in result.sources["source"]}
     two = run_script(
@@ -276,12 +279,12 @@ def test_the_runs_own_validation_is_repeated(recipe, shards, tasks, tmp_path):
         "--main_process_port", free_port(), "evaluate.py", "--model", f"{run}@12", f"{run}/final", *words, "--tasks",
         ALL_TASKS, "--include_path", tasks, "--num_fewshot", "2", "--output", tmp_path / "two.json",
     )  # fmt: skip
-    assert two.stdout.count("bits per byte") == 1  # one table, from one rank
+    assert two.stdout.count("bits per byte") == 1  # one table, printed by one rank
     checkpoint, final = json.loads((tmp_path / "two.json").read_text())["models"]
     assert checkpoint["sources"]["source"]["loss"] == pytest.approx(last["loss"], rel=1e-6)  # two partial sums
     assert checkpoint["step"] == final["step"] == 12 and checkpoint["tokens"] == 12 * 256
     expected = harness_alone(run / "checkpoints/step-00000012", tasks, ALL_TASKS, num_fewshot=2)
-    assert flat(checkpoint) == expected  # including few-shot examples, which the harness alone draws per rank
+    assert flat(checkpoint) == expected  # few-shot examples, too, which the harness would sample per rank
     lines = events(run, "evaluation")
     assert [line["model"] for line in lines] == [f"{run}@12"] * 6 + [f"{run}/final"] * 5
     assert {"step", "tokens", "time", "loss", "perplexity", "bits_per_byte"} <= set(lines[0])
@@ -295,18 +298,18 @@ def test_scores_equal_the_harness_to_the_last_digit(model_folder, tasks):
     assert flat(result) == expected
     assert result.as_dict()["tasks"]["tiny_choice"]["samples"] == len(SENTENCES)
     assert 0 < result.tasks[0].measures["acc_stderr"] < 1
-    assert not any(score.is_part for score in result.tasks)  # all were requested by name
+    assert not any(score.is_part for score in result.tasks)  # all tasks were requested by name
 
 
 def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tmp_path, tokenizer, manifest, capsys):
-    """A local architecture is among them, without trust_remote_code."""
+    """One of them is a local architecture, loaded without trust_remote_code."""
     deepone = save_tiny(tmp_path / "deepone", tokenizer, manifest, "deepone")
     words = ["--tasks", "tiny_group,tiny_rolling", "--include_path", tasks, "--limit", 5]
     first, second, third = evaluate("--model", model_folder, deepone, model_folder, *words)
     assert flat(first) == flat(third) != flat(second)
     shown = capsys.readouterr().out
     assert "2 tasks in groups are not shown" in shown
-    assert "±" in shown and shown.count("k parameters") == 3, "long paths are wrapped"
+    assert "±" in shown and shown.count("k parameters") == 3, "each model must have one row, with long paths wrapped"
 
 
 def test_task_names_are_checked_first(model_folder, tasks, tmp_path):
@@ -377,11 +380,11 @@ def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
     )  # fmt: skip
     results = json.loads((tmp_path / "new/results.json").read_text())
     assert [model["tokens"] for model in results["models"]] == [40, 80]
-    assert results["models"][0]["source_settings"]["sequence_length"] == 64  # the run's own
+    assert results["models"][0]["source_settings"]["sequence_length"] == 64  # the run's sequence length
     assert results["settings"]["sequences"] == 4
     assert {"torch", "transformers", "lm_eval"} <= set(results["versions"])
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    assert lines[1] == '{"event": "tra'  # leftovers of a crash stay, and damage no other line
+    assert lines[1] == '{"event": "tra'  # a truncated line from a crash is kept
     assert [json.loads(line)["step"] for line in lines[2:]] == [4, 8]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -393,7 +396,7 @@ def test_json_and_lines_of_a_run(model_folder, shards, tmp_path):
 
 
 def test_an_emulated_precision_gives_a_warning(model_folder, shards):
-    """On an old CPU, simulated by variables, whose own choice is fp32."""
+    """Environment variables simulate an old CPU, where the default is fp32."""
     asked = ("evaluate.py", "--model", model_folder, "--data", shards, "--sequences", "1")
     old_cpu = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "CUDA_VISIBLE_DEVICES": ""}
     (_, in_bf16), (_, by_itself) = run_in_turn((*asked, "--precision", "bf16"), asked, **old_cpu)

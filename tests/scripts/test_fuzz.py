@@ -1,7 +1,7 @@
-"""Mutated recipes, model JSONs and command lines: done or refused in words that name the setting, at once.
+"""Tests with mutated recipes, model configs and command lines: each runs or gets an error that names the setting.
 
-make test takes a sample of a minute, make test-faults all of it. A case that fails is told with its number: run
-`CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again` to see it alone.
+make test runs a sample in about a minute, make test-faults all cases. A failed case is reported with its number. To
+run it alone: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
 """
 
 import json
@@ -33,7 +33,7 @@ from support.tiny_models import TINY_LLAMA
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}
 SAMPLE = 8
-"""make test takes every so manyth."""
+"""Step between the case numbers that make test runs."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def material(tmp_path_factory, shards, tokenizer, text_files) -> Material:
 
 
 def failures(material: Material, kind: str, numbers: range) -> list[str]:
-    """What is wrong with these cases, a paragraph each."""
+    """Runs cases and returns a paragraph for each failure."""
     found, codes = [], Counter()
     cases = [KINDS[kind](material, number) for number in numbers]
     for number, (case, result) in zip(numbers, run_cases(cases), strict=True):
@@ -73,8 +73,8 @@ def failures(material: Material, kind: str, numbers: range) -> list[str]:
     return found
 
 
-def test_what_the_cases_start_from_is_right(material):
-    """Else a refusal of something else would pass for that of the mistake."""
+def test_the_unmutated_cases_succeed(material):
+    """Otherwise, a different error could pass for the expected one."""
     for model_type in ARCHITECTURES:
         path = material.folder / f"{model_type}.json"
         path.write_text(json.dumps(model_of(material, model_type)))
@@ -84,7 +84,7 @@ def test_what_the_cases_start_from_is_right(material):
     cases = [
         Case(script, base_of(rng, script, material, place)) for script, place in zip(scripts, places, strict=True)
     ]
-    cases = [case for case in cases if case.script != "runs.py"]  # whose own cases are half of folders that are none
+    cases = [case for case in cases if case.script != "runs.py"]  # half of its cases are folders that aren't runs
     cases += [Case("runs.py", ["status", str(material.run)])]
     cases += [Case("train.py", ["--config", str(places[0] / "recipe.yaml"), "--check"])]
     for case, result in run_cases(cases):
@@ -111,8 +111,8 @@ def test_mistakes_are_refused_in_words(material, kind):
     ],
     ids=["train", "plan", "runs", "evaluate"],
 )
-def test_mistakes_in_a_process_of_its_own(material, words, named):
-    """As a user starts it: what the worker of the cases has imported beforehand hides nothing."""
+def test_mistakes_are_reported_in_a_new_process(material, words, named):
+    """Other cases run in a worker that has already imported the modules."""
     recipe = material.folder / "alone.yaml"
     recipe.write_text(yaml.safe_dump(material.recipe))
     ended = run_script(
@@ -122,7 +122,7 @@ def test_mistakes_in_a_process_of_its_own(material, words, named):
     assert named in ended.stderr
 
 
-def test_the_judgement_sees_what_is_wrong():
+def test_the_checker_detects_wrong_results():
     case = Case("train.py", [], ["learning_rate"])
     assert Result(2, "recipe.yaml: optim.learning_rate: must be above 0", 1.0).problem(case) is None
     assert Result(0, "No problems found: this run can start.", 1.0).problem(case) is None

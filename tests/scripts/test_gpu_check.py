@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: what it runs in which order, how it goes on, what it says; and its checks on a CPU."""
+"""Tests for `make gpu` without a GPU: order of checks, resuming, the report, and the checks themselves on a CPU."""
 
 import json
 import os
@@ -50,7 +50,7 @@ run_script(lambda: gpu_check.main(["--device", "cpu", "--output", str(folder / "
 """
 
 
-def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_cut(tmp_path):
+def test_an_interrupted_call_prints_its_results_and_the_next_one_resumes(tmp_path):
     with start_script("-c", GOES_ON, tmp_path, 1, stdout=subprocess.PIPE) as process:
         while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().endswith("\n"):
             assert process.poll() is None
@@ -60,7 +60,7 @@ def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_
     assert process.returncode == 75 and "interrupted; run the same command again" in said
     assert "| first | passed | said by first |" in said and "| slow | missing |" in said
     assert "incomplete: 1 passed, 1 not run, 3 missing" in said
-    assert not is_alive(int((tmp_path / "child").read_text())), "what the row has started lives on"
+    assert not is_alive(int((tmp_path / "child").read_text())), "the child process must be killed"
     second, third = (run_script("-c", GOES_ON, tmp_path, number, check=False) for number in (2, 3))
     assert (second.returncode, third.returncode) == (1, 0)
     assert "failed: wrong: said by wrong" in second.stdout and "FAILED: 3 passed, 1 failed, 1 not run" in second.stdout
@@ -69,7 +69,7 @@ def test_a_cut_call_says_what_it_has_and_the_next_goes_on_with_the_row_that_was_
     assert "| slow | passed | said by slow |" in (tmp_path / "out/table.md").read_text()
 
 
-def test_results_of_other_code_or_another_gpu_do_not_count_and_a_torn_line_is_passed_over(tmp_path):
+def test_results_of_other_code_or_gpus_and_truncated_lines_are_ignored(tmp_path):
     path = tmp_path / "results.jsonl"
     Results(path, {"device": "A100"}).add("kill", Outcome(PASSED, "well"), 1.0)
     with path.open("a") as file:
@@ -83,7 +83,7 @@ def test_results_of_other_code_or_another_gpu_do_not_count_and_a_torn_line_is_pa
     assert Results(path, {"device": "A100"}, again=True).word("kill") is None
 
 
-def test_what_matters_most_comes_first(tmp_path):
+def test_the_most_important_checks_come_first(tmp_path):
     names = [check.name for check in checks_of("cpu", 2, tmp_path, Worker())]
     kinds = list(dict.fromkeys(name.split()[0] for name in names))
     assert kinds == ["attention", "loss", "train", "kill", "export", "strategy", "speed"] and len(set(names)) == len(
@@ -106,7 +106,9 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6, "no triton")}
     assert checks["strategy fsdp2 with default kernels"].why_not == "no triton"
     assert checks["strategy zero2"].why_not == "deepspeed is not installed" and checks["strategy tp"].why_not is None
-    assert checks["strategy tp"].measure.args == ("tp", 4), "the model's heads and layers are divided by powers of two"
+    assert checks["strategy tp"].measure.args == ("tp", 4), (
+        "the number of processes must be a power of two, to divide heads and layers"
+    )
     assert "triton" in gpu_check.missing_compiler()
     with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic; install them"):
         gpu_check.require_packages()
@@ -115,14 +117,14 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     assert "too large" in speeds["speed 7b trainer"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
 def test_without_a_gpu_it_says_so():
     ended = run_script("bench/gpu_check.py", check=False)
     assert ended.returncode == 2 and "torch finds none here" in ended.stderr
 
 
 def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:
-    """Speeds that make these MFUs at a peak of 1 PFLOP/s."""
+    """Returns (checks, results) with these MFUs at a peak of 1 PFLOP/s."""
     results = Results(folder / "results.jsonl", {})
     checks = [
         check for check in speed_checks(SCALES["cuda"], "cpu", None) if "whole windows auto chunked_c" in check.name
@@ -135,7 +137,7 @@ def results_with(folder, mfu: dict[str, float]) -> tuple[list[Check], Results]:
     return checks, results
 
 
-def test_verdict_has_mfu_beside_what_is_published_for_this_gpu_and_slowness_fails_nothing(tmp_path):
+def test_the_verdict_compares_the_mfu_with_published_figures_and_allows_slowness(tmp_path):
     checks, results = results_with(tmp_path, {"124m": 0.41, "1.3b": 0.40})
     lines, good = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
     assert lines[:2] == [
@@ -158,7 +160,7 @@ def test_bars_name_gpus_and_shapes_that_are_known():
         assert gpu_name in GPUS and shape in GPU_SHAPES
 
 
-def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
+def test_out_of_memory_and_a_broken_baseline_are_not_failures():
     def outcome(name, problem):
         return gpu_check.speed("124m", lambda: Row(name, "off", "auto", "logits", problem=problem)).word
 
@@ -179,7 +181,7 @@ def test_what_does_not_fit_and_a_peer_that_does_not_run_fail_nothing():
     ],
 )
 def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
-    """Each GPU has the batch of one: the command, its recipe's tokens, and the MFU of all of them."""
+    """Each strategy is measured on all GPUs, with the same batch size per GPU, and the MFU covers all of them."""
     held = {}
 
     def hold(contestants, *_, **__):
@@ -205,7 +207,7 @@ def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes,
 
 
 def test_the_command_for_several_gpus_trains(tmp_path):
-    """Its recipe and settings are right: checked as the first of two processes on a CPU, not run."""
+    """The multi-GPU command passes --check on a CPU, as the first of two processes."""
     scale = SCALES["cpu"]
     given = {"strategy": "ddp", "processes": 2}
     (contestant,) = contestants_of(["groundwork"], scale.shapes["small"], tmp_path, ["compile=none"], 1, **given)
@@ -240,7 +242,7 @@ def test_a_process_that_dies_is_a_failure_and_the_next_check_has_another():
 
 
 @pytest.mark.parametrize("backend", ["chunked", "torch", "logits"])
-def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_seen(backend, monkeypatch):
+def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_detected(backend, monkeypatch):
     assert check_loss(backend, "cpu", SCALES["cpu"].loss_sizes).word == PASSED
     right = loss_module.LOSS_BACKENDS[backend]
 
@@ -254,7 +256,7 @@ def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_seen(backend, monkeypatch)
         assert found.word == FAILED and "fp32: error" in found.said
 
 
-def test_attention_is_right_on_a_cpu_and_a_document_that_ends_late_is_seen(monkeypatch):
+def test_attention_is_right_on_a_cpu_and_a_wrong_document_end_is_detected(monkeypatch):
     found = check_attention("sdpa", "cpu")
     assert found.word == PASSED and len(found.figures["errors"]) == 4
     layout = attention_module.document_layout
@@ -268,7 +270,7 @@ def test_attention_is_right_on_a_cpu_and_a_document_that_ends_late_is_seen(monke
     assert attention_error("groundwork_sdpa", "cpu", "bf16", 64, True) > references.MOST_ERROR["bf16"]
 
 
-def test_numbers_that_are_not_finite_are_infinitely_wrong():
+def test_non_finite_values_have_an_infinite_error():
     assert references.relative_error([torch.tensor([float("nan")])], [torch.ones(1)]) == float("inf")
 
 
@@ -283,7 +285,7 @@ REFERENCE = Curve({step: 7.0 - step / 10 for step in range(1, 13)}, dict.fromkey
         (StrategyOutcome(None, ("needs libaio",)), NOT_RUN, "needs libaio"),
     ],
 )
-def test_a_strategy_is_held_to_one_process(outcome, word, said, monkeypatch, tmp_path):
+def test_a_strategy_is_compared_with_one_process(outcome, word, said, monkeypatch, tmp_path):
     monkeypatch.setattr(Runs, "recipe", lambda runs: runs.folder / "recipe.yaml")
     trained = {"single": StrategyOutcome(REFERENCE), "ddp": outcome}
     monkeypatch.setattr(references, "train_under", lambda strategy, *_: trained[strategy])

@@ -1,4 +1,5 @@
-"""A recipe's changes of its model through the scripts: recorded, resumed, refused where a checkpoint has others."""
+"""Tests for model settings in a recipe: they are recorded, resumed, and rejected if a checkpoint has different
+ones."""
 
 import json
 import re
@@ -21,7 +22,7 @@ def train(recipe, *overrides, **settings):
 
 @pytest.fixture
 def shorter(recipe, tmp_path):
-    """The recipe on a model that leaves its vocabulary to the data, 600 IDs stated too many."""
+    """A recipe whose model config has vocab_size 1112, 600 more than the data needs."""
     path = tmp_path / "tiny_llama.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": 1112}))
     return recipe
@@ -42,12 +43,12 @@ def test_changes_are_recorded_resumed_and_exported(shorter, tmp_path):
     train(shorter, *CHANGES, "--budget.steps", "8", "--optim.schedule", "constant")
     assert [event["step"] for event in events(run, "resume")] == [4]
     train(run / "config.yaml", "--budget.steps", "12", "--optim.schedule", "constant")
-    assert sorted(losses(run)) == list(range(1, 13)), "the record is a recipe"
+    assert sorted(losses(run)) == list(range(1, 13)), "the recorded config must work as a recipe"
 
     refused = train(shorter, check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "was trained with num_hidden_layers 1, now 2, vocab_size 512, now 1112" in refused.stderr
-    # A model of two layers would take what it finds of one and leave the second as it was made.
+    # Without this check, a two-layer model would load one layer and leave the second at its initial values.
     named = train(shorter, "--model.num_hidden_layers", "2", "--model.vocab_size", "auto", check=False)
     assert named.returncode == 2 and "Traceback" not in named.stderr
     assert "num_hidden_layers 1, now 2: the checkpoint's weights do not fit" in named.stderr
@@ -64,7 +65,7 @@ def test_a_key_without_shape_may_change_when_it_is_named(recipe, tmp_path):
     assert train(recipe, "--model.attention_dropout", "0.1").returncode == 0
 
 
-def test_mistakes_are_told_at_once_with_the_nearest_name(recipe):
+def test_mistakes_are_reported_together_with_the_nearest_name(recipe):
     refused = train(recipe, "--model.num_hiden_layers", "8", "--model.hidden_size", "many", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?" in refused.stderr
@@ -106,7 +107,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr
     said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
     assert "88 new tokens are initialized with the mean of their old tokens" in said
-    # The rows are those of the parts, but for two steps of a tiny rate.
+    # New rows must equal the mean of their parts, except for two steps with a tiny learning rate.
     old, new = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "more"))
     name = next(name for name in old if name.endswith("embed_tokens.weight"))
     before = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
@@ -119,7 +120,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
         torch.testing.assert_close(new[name][number].float(), expected, atol=2e-3, rtol=1e-2)
 
 
-def test_plan_and_compare_know_them(shorter, tmp_path):
+def test_plan_and_compare_use_them(shorter, tmp_path):
     plan = run_script("plan.py", "--config", shorter, "--json", *CHANGES)
     planned = json.loads(plan.stdout)
     for name, changes in (("one", CHANGES), ("two", ())):

@@ -1,4 +1,4 @@
-"""plan.py: what it says of a run, and what it refuses."""
+"""Tests for plan.py: its reports and its errors."""
 
 import json
 import math
@@ -86,15 +86,15 @@ def candidate(plan, name):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_mixture_of_experts_is_planned(precision):
-    """torch knows the shapes of grouped products in bf16 alone."""
+def test_moe_models_are_planned(precision):
+    """torch knows the output shapes of grouped matmuls only in bf16."""
     plan = plan_of(ROOT / "recipes/moe_5m.yaml", ("precision", precision), gpus=2, mfu=0.4)
     assert candidate(plan, "ddp").fits
     assert candidate(plan, "tp").problems == candidate(plan, "ep").problems == []
     assert candidate(plan, "pp").problems == []
 
 
-def test_work_of_a_run_is_arithmetic(plan):
+def test_the_work_of_a_run_equals_a_hand_calculation(plan):
     values = json.loads(plan_json(plan))
     assert values["steps"] == math.ceil(1_000_000 / 8192) == 123 and values["tokens"] == 123 * 8192
     layers, hidden, length = 2, 64, 64
@@ -104,7 +104,7 @@ def test_work_of_a_run_is_arithmetic(plan):
 
 def test_hours_cost_and_energy_follow_from_the_mfu(plan):
     chosen = plan.recommended
-    assert chosen.time.exposed > 0, "so small a model waits for its gradients"
+    assert chosen.time.exposed > 0, "a model this small must wait for gradient communication"
     computing = plan.work.flops / (8 * 989e12 * 0.4)
     assert plan.work.steps * (chosen.step_seconds - chosen.time.exposed) == pytest.approx(computing)
     assert plan.gpu_hours == 8 * plan.hours
@@ -121,8 +121,8 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
 
 
-def test_gradients_are_reduced_once_where_that_is_faster_and_fits(recipe):
-    """16 micro-steps on a slow network."""
+def test_gradients_are_reduced_once_if_that_is_faster_and_fits(recipe):
+    """The case has 16 micro-steps and a slow network."""
     settings = [("batch.sequences_per_micro_batch", "1")]
     plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
     asked = candidate(plan_of(recipe, *settings, ("batch.no_sync", "true"), mfu=0.4, gpus=8), "fsdp2")
@@ -148,8 +148,8 @@ def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
     return Case(run, plan.work, Hardware(gpu, gpus, machines), plan.speed)
 
 
-def test_the_search_finds_what_trying_every_product_finds(recipe, monkeypatch):
-    """Two machines of four, with a network so slow that it matters what crosses it."""
+def test_the_search_matches_an_exhaustive_search(recipe, monkeypatch):
+    """The case has two machines of four GPUs and a network slow enough to matter."""
     use_quick_traces(monkeypatch)
     case = case_of(recipe, ("batch.sequences_per_micro_batch", "1"), ("pipeline.schedule", "1F1B"), gpus=8, machines=2)
     tried = [consider_layout(each, case) for each in products(8, 2) if not each.is_planned]
@@ -166,25 +166,28 @@ def test_inner_dimensions_stay_in_a_machine_and_outer_ones_cross_the_network():
     product = Layout.of(Sizes(pp=2, dp_replicate=2, dp_shard=8, tp=4), machines=16)
     assert product.name == "mesh" and product.groups["tp"] == (4, 1)
     assert links.seconds(100.0, *product.groups["tp"]) == 1.0
-    assert links.seconds(100.0, *product.groups["fsdp"]) == 5.0, "two of its eight in a machine, each with its adapter"
+    assert links.seconds(100.0, *product.groups["fsdp"]) == 5.0, (
+        "two of the group's eight processes share a machine, with an adapter each"
+    )
     assert links.seconds(100.0, *product.groups["dp_replicate"]) == 10.0
     exchange = links.seconds(70.0, 8, 4, is_exchange=True)
-    assert exchange == pytest.approx(60.0 / 10), "of seven others one is in the same machine"
+    assert exchange == pytest.approx(60.0 / 10), "one of the seven other processes is on the same machine"
 
 
 @pytest.mark.parametrize(
     ("name", "machines", "per_machine", "gbits", "published"),
     [
         ("a100", 1, 8, None, 232.5),  # NVIDIA/nccl-tests issue 175
-        ("a100", 2, 8, 100, 86.0),  # the same, with 4 adapters of 200 Gbit/s per machine
-        ("a100", 3, 8, 100, 96.0),  # issue 119: the peak with as many adapters
-        ("h100", 1, 8, None, 476.0),  # issue 290, which reduces in NVLink switches
-        ("h100", 16, 1, None, 46.0),  # issue 290: NVIDIA's figure for an adapter of 400 Gbit/s
+        ("a100", 2, 8, 100, 86.0),  # issue 175, with 4 adapters of 200 Gbit/s per machine
+        ("a100", 3, 8, 100, 96.0),  # issue 119: peak with the same number of adapters
+        ("h100", 1, 8, None, 476.0),  # issue 290, with reduction in NVLink switches
+        ("h100", 16, 1, None, 46.0),  # issue 290: NVIDIA's figure for a 400 Gbit/s adapter
         ("h200", 248, 8, None, 350.0),  # issue 283
     ],
 )
 def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machines, per_machine, gbits, published):
-    """nccl-tests measures all-reduces of gigabytes. Those of a step are smaller, and reach 65% to 85% of its GB/s."""
+    """Planned bandwidths are below those of nccl-tests, whose all-reduces of gigabytes are larger than a step's. A
+    step's reach 65% to 85% of its GB/s."""
     gpu = GPUS[name]
     if gbits:
         gpu = replace(gpu, network_bytes_per_second=gbits * 1e9 / 8)
@@ -193,7 +196,7 @@ def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machine
     assert 0.65 * published < planned < 0.95 * published
 
 
-def test_products_have_the_names_and_the_launchers_of_their_files():
+def test_meshes_have_the_names_and_configs_of_their_files():
     names = {"fsdp2": Sizes(dp_shard=8), "hsdp": Sizes(dp_replicate=4, dp_shard=2), "tp": Sizes(dp_replicate=2, tp=4)}
     names |= {"fsdp_tp": Sizes(dp_shard=4, tp=2), "cp": Sizes(cp=8), "pp": Sizes(pp=2, dp_replicate=4)}
     names |= {"ep": Sizes(dp_shard=8, ep=4), "mesh": Sizes(dp_replicate=2, cp=4)}
@@ -204,7 +207,7 @@ def test_products_have_the_names_and_the_launchers_of_their_files():
     assert Layout.of(names["hsdp"]).launcher == "accelerate launch"
 
 
-def test_a_command_says_how_groups_are_made_where_the_file_says_otherwise(recipe):
+def test_a_command_sets_group_sizes_that_differ_from_the_file(recipe):
     plan = plan_of(recipe, ("batch.sequences_per_micro_batch", "1"), gpus=32, machines=4)
     hardware, config = plan.hardware, plan.config
     hsdp = command_of(candidate(plan, "hsdp"), str(recipe), [], hardware, config)
@@ -223,7 +226,7 @@ def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
     assert chosen.memory.total <= plan.hardware.usable_bytes
 
 
-def test_auto_on_a_t4_is_fp16_under_strategies_that_scale_the_loss_alone(recipe):
+def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
     memory = candidate(auto, "ddp").memory
     assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
@@ -250,7 +253,7 @@ def test_shards_have_their_share_of_8_bit_moments(recipe):
     states = {name: [candidate(plan, name).memory.optimizer for plan in (exact, coarse)] for name in names}
     assert candidate(coarse, "fsdp2").runs
     share = states["ddp"][1] / states["ddp"][0]
-    assert 2 + 2 / 64 < 8 * share < 2.6, "bytes per parameter; some matrices are too small"
+    assert 2 + 2 / 64 < 8 * share < 2.6, "bytes per parameter, a bit more than two because some matrices are too small"
     for exactly, coarsely in states.values():
         assert coarsely / exactly == pytest.approx(share)
 
@@ -294,7 +297,7 @@ def test_needless_recomputation_is_reported(recipe):
 
 
 def test_a_memory_budget_that_frees_nothing_is_reported(recipe):
-    """Nothing is compiled, so the compiler recomputes nothing."""
+    """Without compiled layers, a memory budget frees no memory, and the plan says so."""
     budget = ("activation_checkpointing", "{memory_budget: 0.5}")
     plan = plan_of(recipe, budget, ("compile", "none"), gpus=1)
     assert "single: activation_checkpointing: {memory_budget: 0.5} frees no memory" in remarks(plan)
@@ -306,17 +309,19 @@ def test_a_plan_where_nothing_fits(recipe):
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
 
 
-def test_disk_counts_what_is_kept(recipe):
+def test_disk_usage_counts_kept_checkpoints(recipe):
     config = read_run_config(recipe)
     from pretrain.model.model_config import load_recipe_model_config
 
     work = work_of_run(config, load_recipe_model_config(config.model, None))
     storage, total = storage_of(config, work), work.sizes.total
-    assert storage.checkpoint == 12 * total, "fp32 weights and AdamW's two moments"
+    assert storage.checkpoint == 12 * total, "a checkpoint must contain fp32 weights and AdamW's two moments"
     averaging = config.model_copy(update={"averaging": Averaging(kind="tail")})
     assert storage_of(averaging, work).checkpoint == 16 * total
     assert storage.kept == 2 + 1 + 123 // 50
-    assert storage.total == 12 * total * 6 + 2 * total, "one more while it is written, and final/ in bf16"
+    assert storage.total == 12 * total * 6 + 2 * total, (
+        "the total must include a checkpoint being written, and final/ in bf16"
+    )
 
 
 def test_tokens_drawn_from_each_source(plan, recipe, shards):
@@ -406,7 +411,7 @@ def test_runs_that_cannot_be_planned_are_refused(recipe, overrides, gpu, message
         plan_of(recipe, *overrides, gpu=gpu)
 
 
-def test_a_gpu_that_nobody_knows_can_be_described():
+def test_an_unknown_gpu_can_be_described():
     gpu = find_gpu("mine", memory_bytes=48e9, bf16_flops=2e14, price_per_hour=0.5)
     assert (gpu.memory_bytes, gpu.bf16_flops, gpu.price_per_hour) == (48e9, 2e14, 0.5)
 
@@ -437,7 +442,7 @@ def test_a_gpu_that_is_not_listed_stays_unknown():
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """Returns what plan.py prints if stdout isn't a terminal."""
+    """Returns a function that returns plan.py's output when stdout isn't a terminal."""
 
     def printed(*arguments) -> str:
         monkeypatch.setattr(sys, "argv", ["plan.py", *map(str, arguments)])
@@ -466,7 +471,8 @@ def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
-    """docs/memory.md, 1.1B on 8 GPUs; `python plan.py ... --comment` writes the recipe's anew."""
+    """The plan for 1.1B on 8 GPUs is current in docs/memory.md and in the recipe, where `python plan.py ... --comment`
+    writes it."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
     page = (ROOT / "docs/memory.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
@@ -484,7 +490,7 @@ def test_the_page_is_readable_when_piped(recipe, printed):
     assert str(ROOT) not in text
 
 
-def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
+def test_untested_optimizers_are_rejected_with_disk_offload(recipe):
     found = candidate(plan_of(recipe, ("optim.name", "muon"), gpus=1, mfu=0.4), "zero3_offload_nvme")
     assert any(
         problem.startswith("optim.name: muon does not run with its state on disk") for problem in found.problems
@@ -492,7 +498,8 @@ def test_what_has_not_been_tested_on_a_disk_is_refused_there(recipe):
 
 
 def test_muon_sends_matrices_to_their_owners_and_back(recipe):
-    """Beside what AdamW sends: in bf16, all to everyone under ddp, a part there and back under fsdp2 and ZeRO-3."""
+    """Muon communicates more than AdamW, in bf16: an all-gather under ddp, and shards sent and returned under fsdp2
+    and ZeRO-3."""
     adamw, muon = (plan_of(recipe, ("optim.name", name), mfu=0.4) for name in ("adamw", "muon"))
     longer = {
         name: candidate(muon, name).step_seconds - candidate(adamw, name).step_seconds
@@ -507,7 +514,7 @@ def test_muon_sends_matrices_to_their_owners_and_back(recipe):
     assert longer["zero1"] == 0
 
 
-def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
+def test_offload_on_one_gpu_rejects_the_same_settings(recipe):
     found = candidate(plan_of(recipe, ("optim.name", "adamw_8bit"), gpus=1, mfu=0.4), "zero3_offload")
     assert found.problems[0].startswith(
         "optim.name: adamw_8bit does not run with zero3_offload; use adamw or adafactor or muon"
@@ -516,8 +523,8 @@ def test_offload_on_one_gpu_refuses_what_it_refuses_elsewhere(recipe):
 
 
 @pytest.mark.parametrize(("share", "parts"), [(1.01, 2), (0.7, 4)])
-def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, parts, monkeypatch):
-    """Eight GPUs, four query heads: all eight cannot; two do, unless their parts are too long for the memory."""
+def test_the_smallest_cp_size_that_fits_is_chosen(recipe, share, parts, monkeypatch):
+    """The smallest cp size that fits in memory is chosen for eight GPUs. With four query heads, it can't be eight."""
     use_quick_traces(monkeypatch)
     settings = (
         ("data.sequence_length", "64k"), ("model.max_position_embeddings", "65536"), ("batch.tokens_per_step", "512k"),
@@ -531,5 +538,5 @@ def test_as_few_processes_share_a_sequence_as_it_takes_to_fit(recipe, share, par
     found = candidate(plan, "cp")
     assert found.fits and found.layout.options == f" --parallelism_config_cp_size {parts}"
     assert f"cp: {parts} of 8 processes share each sequence" in found.notes
-    assert plan.recommended.name == "cp", "no whole sequence fits"
+    assert plan.recommended.name == "cp", "cp must be recommended, because a whole sequence doesn't fit"
     assert f"--num_processes 8 --parallelism_config_cp_size {parts} train.py" in plan.command

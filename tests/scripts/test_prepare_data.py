@@ -43,7 +43,7 @@ def test_shards_have_every_document_in_order_with_its_end_id(tmp_path, run, toke
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_the_tokenizer_travels_with_the_shards(tmp_path, run, tokenizer):
+def test_the_tokenizer_is_copied_to_the_shards(tmp_path, run, tokenizer):
     from transformers import AutoTokenizer
 
     write_jsonl(tmp_path / "a.jsonl", ["one text"])
@@ -190,7 +190,7 @@ def test_a_long_document_goes_through(tmp_path, run, megabytes):
     assert verify_shards(tmp_path / "out") == []
 
 
-def test_all_that_is_wrong_with_the_command_is_told_at_once(tmp_path, run):
+def test_all_problems_with_the_command_are_reported_at_once(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(
             *("--input", f"{tmp_path}/*.jsonl", "--tokenizer", "./none", "--shard_tokens", "0", "--max_tokens", "ten"),
@@ -287,7 +287,7 @@ def test_a_stream_continues_from_any_part_without_earlier_files(tmp_path, monkey
         done = 0
         for part in parts:
             done += len(list(part.records(Reading())))
-            # As read from progress.json.
+            # as read from progress.json
             start = Position(*json.loads(json.dumps(part.after)))
             assert parts_from(dataset, start)[1] == expected[done:], (limit, start)
     source, record = list(parts[-1].records(Reading()))[-1]
@@ -300,7 +300,7 @@ def test_a_stream_continues_from_any_part_without_earlier_files(tmp_path, monkey
 
 
 def test_a_missing_dataset_is_named(run, tmp_path, monkeypatch):
-    # The libraries read these on import. Without them, they would wait long for the network.
+    # The libraries read these on import. Without them, they would wait a long time for the network.
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
     with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder; searched on"):
@@ -332,7 +332,7 @@ def test_bad_input_exits_with_2_and_no_traceback_and_help_is_fast(tmp_path):
     assert failed.stderr.startswith("use either --tokenizer")
     assert "Traceback" not in failed.stderr
     assert "--max_tokens" in run_script("prepare_data.py", "--help").stdout
-    # 0.05 s. An import of numpy would take 0.1 s, and one of torch 1.5 s.
+    # --help takes 0.05 s. Importing numpy would take 0.1 s, and torch 1.5 s.
     assert cpu_seconds("prepare_data.py", "--help") < cpu_seconds("-c", "import numpy")
 
 
@@ -348,7 +348,7 @@ def test_a_name_that_is_not_utf8_is_recorded_by_its_bytes(tmp_path, run):
     try:
         write_jsonl(tmp_path / "caf\udce9.jsonl", [*texts(20), ""])
     except OSError:
-        pytest.skip("this file system has UTF-8 names only")
+        pytest.skip("this file system supports only UTF-8 names")
     arguments = ("--input", f"{tmp_path}/*.jsonl", "--output", tmp_path / "out")
     run(*arguments)
     assert json.loads((tmp_path / "out/manifest.json").read_bytes())["sources"][0]["path"] == "caf\\xe9.jsonl"
@@ -366,7 +366,7 @@ def test_unread_archive_members_are_reported_and_recorded(tmp_path, run):
     told = run(*arguments, "--output", tmp_path / "out")
     line = "not read         members of tar archives that are not documents: 4 .html, 2 .zip"
     assert line in told and "documents        2;" in told
-    assert line in run(*arguments, "--output", tmp_path / "out"), "of a finished folder as well"
+    assert line in run(*arguments, "--output", tmp_path / "out"), "a finished folder must show the same line"
     for number in range(2):
         run(*arguments, "--output", tmp_path / "merged", "--slice", f"{number}/2")
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 2)

@@ -1,4 +1,4 @@
-"""publish.py, end to end against a stand-in for the Hub on this machine."""
+"""Tests for publish.py, end to end against a local mock of the Hub."""
 
 import hashlib
 import itertools
@@ -39,7 +39,7 @@ from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE
 
 SOON = 300
-"""Seconds that no machine, however busy, needs for what is waited for here."""
+"""Timeout in seconds, long enough for any busy machine."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
     "README.md", "bom.cdx.json", "config.json", "generation_config.json", "loss.png", "model.safetensors",
@@ -49,7 +49,7 @@ WENT_UP = {
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """A run with milestones at the steps 4 and 8; not to be changed."""
+    """A run with milestones at steps 4 and 8. Tests must not change it."""
     return write_run(tmp_path_factory.mktemp("runs") / "x")
 
 
@@ -66,7 +66,7 @@ def hub():
 
 @pytest.fixture
 def home(tmp_path):
-    """An account of its own: the developer's token and cache are not a test's."""
+    """Separate Hub settings, so that tests don't use the developer's token and cache."""
     return {"HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "home/token")}
 
 
@@ -85,7 +85,7 @@ def publish_run(run, hub, home, *arguments, check=True, **environment):
     )  # fmt: skip
 
 
-def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
+def test_final_and_milestones_are_uploaded_and_load_again(run, hub, home, tmp_path):
     before = fingerprint(run)
     out = publish_run(run, hub, home, "--final", "--milestones")
     repository = hub.repositories["models", "me/tiny"]
@@ -98,7 +98,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
     assert f"main is at {hub.url}/me/tiny/tree/main" in out.stdout
     assert fingerprint(run) == before and not list((run / "publish").iterdir())
 
-    # What the world gets: the logits of the weights that were trained, rounded to bf16 as the recipe says.
+    # The published logits equal those of the trained weights, rounded to bf16 as in the recipe.
     program = (
         "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "from safetensors.torch import save_file\n"
@@ -118,13 +118,13 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
         assert torch.equal(loaded[revision], model(ids_BT).logits)
     assert torch.equal(loaded["step-8"], loaded["main"])
 
-    # Once more: nothing is sent twice, and no empty commit is made.
+    # A second call sends nothing and makes no empty commit.
     uploads = list(hub.uploads)
     publish_run(run, hub, home, "--final", "--milestones")
     assert hub.uploads == uploads and len(repository.messages) == 4
 
 
-def test_a_dry_run_writes_exactly_what_goes_up(run, hub, home, tmp_path):
+def test_a_dry_run_writes_exactly_what_is_uploaded(run, hub, home, tmp_path):
     output = tmp_path / "dry"
     out = publish_run(run, hub, home, "--checkpoint", "4", "--final", "--dry_run", "--output", output, HF_TOKEN="")
     assert "main: step 8, 10 files" in out.stdout and not hub.repositories
@@ -172,18 +172,18 @@ def test_an_upload_that_was_killed_is_completed(run, hub, home):
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
-        assert reached.wait(SOON), "the upload did not come to its second file"
+        assert reached.wait(SOON), "the upload must reach its second file"
         wait_for(lambda: len(hub.uploads) == 1)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         go_on.set()
     hub.before_upload = lambda sha256: None
-    assert set(hub.files("me/tiny")) == {".gitattributes"}, "half a model must not be visible"
+    assert set(hub.files("me/tiny")) == {".gitattributes"}, "an incomplete upload must not be visible"
     before = fingerprint(run)
     publish_run(run, hub, home)
     assert set(hub.files("me/tiny")) == WENT_UP | {".gitattributes"}
-    assert len(hub.uploads) == len(set(hub.uploads)) == 2, "what had arrived is not sent again"
+    assert len(hub.uploads) == len(set(hub.uploads)) == 2, "finished files must not be sent again"
     assert fingerprint(run) == before
 
 
@@ -200,7 +200,7 @@ def test_control_c_ends_in_words(run, hub, home):
     assert "Traceback" not in said
 
 
-def test_a_network_that_is_down_is_said_and_the_run_is_intact(run, hub, home):
+def test_a_network_failure_is_reported_and_leaves_the_run_intact(run, hub, home):
     before = fingerprint(run)
     out = publish_run(run, hub, home, check=False, HF_ENDPOINT="http://127.0.0.1:9")
     assert out.returncode == 1
@@ -217,7 +217,7 @@ def test_failures_are_retried(run, hub, home):
     assert TOKEN not in out.stderr
 
 
-def test_what_the_user_must_change_is_said(run, hub, home):
+def test_rejected_requests_say_what_to_change(run, hub, home):
     def refused(*arguments, **environment):
         out = publish_run(run, hub, home, *arguments, check=False, **environment)
         assert out.returncode == 2 and "Traceback" not in out.stderr
@@ -227,7 +227,7 @@ def test_what_the_user_must_change_is_said(run, hub, home):
     assert "rejected the token; log in again" in refused(HF_TOKEN="hf_wrong" + "0" * 20)
     assert "--repo you/tiny: the token has no write access" in refused("--repo", "you/tiny")
     assert "the Hub rejected the model card" in refused("--license", "my-own")
-    # The card was refused before a file of the model went up.
+    # The card was rejected before any model file was uploaded.
     assert set(hub.files("me/tiny")) == {".gitattributes"} and not hub.uploads
     assert "me/tiny already exists and is public" in refused("--private")
 
@@ -250,7 +250,7 @@ def logged_out(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
 
 
-def test_everything_wrong_is_said_at_once(finished_run, logged_out):
+def test_all_problems_are_reported_at_once(finished_run, logged_out):
     problems = refusal(
         "--run", finished_run, "--repo", "a/b/c", "--language", "english", "--checkpoint", 5, "x", "--dryrun",
         "--attempts", 0, "--output", "somewhere",
@@ -285,7 +285,7 @@ def test_bad_input_is_refused(arguments, words, logged_out):
     assert any(words in problem for problem in refusal(*arguments))
 
 
-def test_a_run_that_is_not_done_offers_its_checkpoint(run, logged_out):
+def test_an_unfinished_run_offers_its_checkpoint(run, logged_out):
     shutil.rmtree(run / "final")
     assert f"--run {run}: contains no final/, so training hasn't finished; use --checkpoint 8" in refusal("--run", run)
 
@@ -314,7 +314,7 @@ def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
     assert any("already contains main" in p for p in refusal("--run", run, "--dry_run", "--output", tmp_path / "dry"))
 
 
-def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
+def test_no_secret_is_uploaded(tmp_path, logged_out, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-0123456789")
     run = write_run(tmp_path / "x", steps=(4,), trackers=["https://user:canary-0123456789@host"])
     problems = refusal("--run", run, "--repo", "me/x", *OFFER, "--dry_run", "--output", tmp_path / "dry")
@@ -322,7 +322,7 @@ def test_no_secret_goes_up(tmp_path, logged_out, monkeypatch):
         f"{name} contains the value of the secret WANDB_API_KEY; remove it from the recipe and publish again"
         for name in ("README.md", "provenance.json")
     ]
-    assert not list((tmp_path / "dry").iterdir()), "not even staged"
+    assert not list((tmp_path / "dry").iterdir()), "nothing may be staged"
 
 
 def test_a_checkpoint_in_several_files_is_rounded(run, tmp_path, monkeypatch):
@@ -364,7 +364,7 @@ def test_the_best_checkpoint_has_the_lowest_validation_loss(run):
     assert model.step == 4
 
 
-def test_no_best_where_nothing_was_measured(run, logged_out):
+def test_without_validation_there_is_no_best_checkpoint(run, logged_out):
     for folder in (run / "checkpoints").iterdir():
         (folder / "trainer_state.json").write_text('{"state": {}}')
     problems = refusal("--run", run, "--checkpoint", "best")
@@ -372,7 +372,7 @@ def test_no_best_where_nothing_was_measured(run, logged_out):
 
 
 def wait_for(is_so, log=None):
-    """Until the processes beside have come so far."""
+    """Waits until the condition is true."""
     deadline = time.monotonic() + SOON
     while not is_so():
         assert time.monotonic() < deadline, log.read_text() if log else "too late"
@@ -389,9 +389,9 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     hub.before_upload = lambda sha256: returned.wait(SOON)
     offer = {"private": False, "license": "apache-2.0", "languages": ["en"]}
     with open(evaluation, "a+b") as held:
-        hold_while_open(held)  # as the evaluation of this step does
+        hold_while_open(held)  # held by the evaluation of this step
         assert publish_in_background(run, "me/tiny", step=4, **offer) is None
-        assert not hub.uploads, "it does not wait for what cannot go on before it has returned"
+        assert not hub.uploads, "publishing must not block training"
         returned.set()
         log = run / "publish" / "publish.log"
         wait_for(lambda: "step-4: waiting for evaluation scores" in log.read_text(), log)
@@ -408,7 +408,7 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     commit = hub.repositories["models", "me/tiny"].branches["step-4"]
     assert [event["commit"] == commit for event in events(run, "publish")] == [False, True]
     assert not list((run / "publish").glob(".*.waiting"))
-    # Where nothing can be started or written, the run is told so in words and goes on.
+    # If a process can't be started or a file written, the run gets a message and continues.
     problem = publish_in_background(run / "no such run", "me/tiny", step=4, **offer)
     assert "could not be started" in problem
 
@@ -419,7 +419,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     settings += ["--hub.repository", "me/tiny", "--hub.every", "milestones", "--validation.every_steps", 100]
     down = {**home, **hub.environment, "HF_ENDPOINT": "http://127.0.0.1:9"}
     try:
-        # Its publishers are found by their command lines.
+        # The publishers are found by their command lines.
         run_script("train.py", "--config", recipe, *settings, fresh=True, **down)
         wait_for(lambda: len(events(run, "publish")) == 3, run / "publish/publish.log")
     finally:
@@ -428,11 +428,11 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
         for process in publishers:
             process.kill()
     psutil.wait_procs(publishers, timeout=SOON)
-    assert len(publishers) == 3, "they try again for hours, after the run has ended"
+    assert len(publishers) == 3, "publishers must keep retrying after the run has ended"
     assert events(run, "end")[0]["code"] == 0 and (run / "final/MANIFEST.json").exists()
     assert all("ConnectError" in event["problem"] for event in events(run, "publish")) and not hub.repositories
 
-    # The machine went down with them: the next start of the run takes their work up again.
+    # As after a machine failure, the run's next start resumes the uploads.
     for name, value in {**home, **hub.environment}.items():
         monkeypatch.setenv(name, value)
     warnings = []
@@ -441,18 +441,18 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     wait_for(lambda: not list((run / "publish").glob(".*.waiting")), run / "publish/publish.log")
     repository = hub.repositories["models", "me/tiny"]
     assert set(repository.branches) == {"main", "step-4", "step-8"} and not warnings
-    assert repository.private, "what nobody has looked at is not for the world unless the recipe says so"
+    assert repository.private, "repositories must be private by default"
     assert set(hub.files("me/tiny", "step-4")) == WENT_UP | {".gitattributes"}
     assert b"source" in hub.files("me/tiny")["README.md"].content and TOKEN not in (run / "train.log").read_text()
 
 
-def test_a_disk_that_cannot_be_written_is_said(run, hub, home):
+def test_an_unwritable_folder_is_reported(run, hub, home):
     (run / "publish").write_text("a file where a folder should be")
     out = publish_run(run, hub, home, check=False)
     assert out.returncode == 1 and "publish is not writable" in out.stderr and "Traceback" not in out.stderr
 
 
-def test_the_recipes_offer_is_checked_before_training(recipe, monkeypatch):
+def test_publishing_settings_are_checked_before_training(recipe, monkeypatch):
     problems = offer_problems("tiny", None, ["xx-", "en"])
     assert [problem.split()[0] for problem in problems] == ["hub.repository", "publish.license", "publish.language"]
     monkeypatch.setenv("HF_TOKEN", TOKEN)

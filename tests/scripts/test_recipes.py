@@ -1,4 +1,4 @@
-"""Every shipped recipe can run: with stand-in shards for its data it passes the check, and the plan in it holds."""
+"""Tests that every shipped recipe passes the check with stand-in shards, and that its plan is current."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ TOKENIZERS = {
     "HuggingFaceTB/SmolLM2-135M": 49_152,
     "Qwen/Qwen3-0.6B-Base": 151_669,
 }
-"""{tokenizer on the Hub that recipes name: its ids}"""
+"""{Hub tokenizer named in recipes: number of its IDs}"""
 
 
 def stand_ins(name, shards, folder) -> list[tuple[str, str]]:
-    """Overrides that put small shards under the names of the recipe's folders, without limits on their epochs.
+    """Returns overrides that replace the recipe's shards with small ones, without epoch limits.
 
-    The model of a recipe that continues one from the Hub is the same shape from here.
+    Recipes that continue a Hub model use a local config of the same shape.
     """
     data = read_run_config(ROOT / f"recipes/{name}.yaml").data
     overrides = []
@@ -63,7 +63,7 @@ def test_the_recipes_that_are_documented_exist():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_check(name, shards, tmp_path, monkeypatch):
-    """On a CPU a recipe's attention and precision are those of the CPU; everything else is as on a GPU."""
+    """Each recipe passes the check on a CPU, where attention and precision are the CPU's."""
     monkeypatch.chdir(ROOT)
     config = read_run_config(f"recipes/{name}.yaml", stand_ins(name, shards, tmp_path))
     run = derive(config, ranks=1)
@@ -78,7 +78,8 @@ def test_the_check_itself_says_that_a_recipe_can_run(shards, tmp_path):
 
 
 def preparations_in(text: str) -> dict[str, tuple[str, int]]:
-    """{folder of shards: (tokenizer, its ids)} of the commands of prepare_data.py in a recipe's comment or a page."""
+    """Returns {shard folder: (tokenizer, number of IDs)} for the prepare_data.py commands in a recipe's comments or a
+    page."""
     lines = text.replace("\\\n#", " ").replace("\\\n", " ").splitlines()
     commands = [shlex.split(line.strip("# ")) for line in lines if "python prepare_data.py" in line]
     options = [dict(itertools.pairwise(words)) for words in commands]
@@ -88,7 +89,8 @@ def preparations_in(text: str) -> dict[str, tuple[str, int]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
-    """Every folder of shards comes from a command in the comment, whose tokenizer is trained there or can be had."""
+    """Each shard folder is created by a command in the comments, with a tokenizer that is trained there or on
+    the Hub."""
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     commands = (ROOT / "Makefile").read_text().replace("$(BIN)/", "") if "`make demo`" in text else text
     prepared = preparations_in(commands)
@@ -101,8 +103,7 @@ def test_a_recipe_says_how_its_data_is_prepared_and_the_vocabulary_fits(name):
     assert check_vocabulary(load_recipe_model_config(source, vocabulary[1]), vocabulary[1]) == []
 
 
-def test_folders_of_one_name_are_prepared_with_one_tokenizer():
-    """Two recipes may share shards: who prepared them for the one can train the other."""
+def test_folders_of_the_same_name_have_the_same_tokenizer():
     tokenizers: dict[str, set] = {}
     for name in RECIPES:
         for folder, tokenizer in preparations_in((ROOT / f"recipes/{name}.yaml").read_text()).items():
@@ -117,16 +118,16 @@ def test_the_readmes_shards_are_those_of_its_recipe():
 
 
 HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
-"""The comment that `plan.py --comment` prints, with its wrapped lines joined."""
+"""The comment printed by `plan.py --comment`, with its wrapped lines joined."""
 ALL = os.environ.get("PLANS") == "all"
 TRACED = {"llama_125m", "long_context_demo", "moe_5m"}
-"""Recipes whose memory is planned in every run of the tests, and not with PLANS=all alone: a trace takes seconds."""
+"""Recipes whose memory plan is always tested. The others need PLANS=all, because a trace takes seconds."""
 USES_AUTOCAST = {"single": True, "ddp": True, "fsdp2": False, "hsdp": False}
-"""Whether a strategy's forward pass runs on fp32 weights under autocast, or else on weights in bf16."""
+"""{strategy: True if the forward pass uses fp32 weights under autocast, False if it uses bf16 weights}"""
 
 
 def plan_as_user(command, folder, monkeypatch, capsys) -> str:
-    """What `python plan.py COMMAND --comment` prints, where no data is prepared."""
+    """Returns the output of `python plan.py COMMAND --comment` without prepared data."""
     for name in ("recipes", "model_configs"):
         (folder / name).symlink_to(ROOT / name)
     monkeypatch.chdir(folder)
@@ -136,7 +137,7 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
 
 
 def trace_only(strategies, monkeypatch) -> None:
-    """Traces the forward passes of these strategies; the memory of the others is not shown, and counts as nothing."""
+    """Traces only the forward passes of these strategies. The activations of others count as zero."""
     consider, trace, considered = report.consider, memory.trace_activations, []
 
     def consider_now(name, *rest):
@@ -155,7 +156,8 @@ def trace_only(strategies, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch, capsys):
-    """`python plan.py ... --comment` writes it again. The time on a CPU depends on the machine."""
+    """The plan in each recipe is current. Update it with `python plan.py ... --comment`. The time on a CPU isn't
+    compared."""
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     header = HEADER.search(text.replace("\n#   ", " "))
     assert header, "no plan: python plan.py --config recipes/NAME.yaml --gpus N --gpu KIND --comment"
@@ -185,13 +187,13 @@ PLANS = {
     "| `big_batch_adamw` with `llama_13b.json`, 260B tokens | 64 |": "--config recipes/big_batch_adamw.yaml --model "
     "model_configs/llama_13b.json",
 }
-"""{beginning of a row of the plans in docs/memory.md: how plan.py is asked for it}"""
+"""{first columns of a plan's row in docs/memory.md: plan.py arguments}"""
 SHORT_PLANS = list(PLANS) if ALL else list(PLANS)[:1]
 PAGE = (ROOT / "docs/memory.md").read_text()
 
 
 def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
-    """The plan of `python plan.py COMMAND --gpu h100`, with the memory of these strategies traced."""
+    """Returns the plan of `python plan.py COMMAND --gpu h100`, tracing only the memory of these strategies."""
     monkeypatch.chdir(ROOT)
     trace_only(strategies, monkeypatch)
     options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])
@@ -220,8 +222,8 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
     assert found.work.tokens == pytest.approx(tokens * 1e9, rel=0.01)
 
 
-@pytest.mark.skipif(not ALL, reason="two models of 7B are planned: PLANS=all")
-def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
+@pytest.mark.skipif(not ALL, reason="plans two 7B models: PLANS=all")
+def test_the_moe_figures_on_the_page_match_plan_py(monkeypatch):
     command = "--config recipes/llama_1b.yaml --model model_configs/olmoe_7b.json --gpus 8"
     found = plan_on_page(command, ["fsdp2", "ep"], monkeypatch)
     fsdp2, ep = ({each.name: each for each in reversed(found.candidates)}[name] for name in ("fsdp2", "ep"))
@@ -233,14 +235,14 @@ def test_what_the_page_says_of_experts_is_what_plan_py_says(monkeypatch):
     assert said in (ROOT / "docs/experts.md").read_text().replace("\n", " ") and ep.fits and fsdp2.fits
 
 
-def test_the_smollm_corpus_is_mixed_as_it_is():
-    """220B, 28B and 4B tokens: one pass over each takes the same part of the run."""
+def test_the_smollm_corpus_has_natural_weights():
+    """The datasets have 220B, 28B and 4B tokens."""
     sources = read_run_config(ROOT / "recipes/smollm_corpus.yaml").data.train
     tokens = {"fineweb_edu_dedup": 220, "cosmopedia_v2": 28, "python_edu": 4}
     assert {source.shards.name: round(source.weight * 252) for source in sources} == tokens
 
 
-def test_the_pile_recipe_is_the_one_of_gpt2_at_406m():
+def test_the_pile_recipe_is_the_gpt2_recipe_at_406m():
     config = read_run_config(ROOT / "recipes/pile_406m.yaml")
     model = load_model_config(str(ROOT / config.model.config))
     assert (model.hidden_size, model.num_attention_heads, model.num_hidden_layers) == (1024, 16, 24)

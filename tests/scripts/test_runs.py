@@ -1,4 +1,4 @@
-"""runs.py describes runs in every state, side by side, as a table, and shows the data of a step."""
+"""Tests for runs.py: status of runs in every state, comparisons, tables, and the data of a step."""
 
 import json
 import os
@@ -43,7 +43,7 @@ DEAD = {"pid": 2**22 + 1, "host": socket.gethostname()}
 
 
 def refused(*arguments) -> str:
-    """Returns runs.py's error message on stderr, with status 2 and without a traceback."""
+    """Returns runs.py's error message on stderr. The status must be 2, without a traceback."""
     result = run_script("runs.py", *arguments, check=False)
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
     return result.stderr
@@ -55,7 +55,7 @@ def test_a_run_whose_process_holds_the_lock_is_running(tmp_path):
         status = read_status(run)
     assert status.state == "running" and f"process {os.getpid()} on" in status.where
     assert status.step == 25 and status.progress == 0.25
-    assert status.seconds_left == pytest.approx(75, rel=0.01)  # a line each second
+    assert status.seconds_left == pytest.approx(75, rel=0.01)  # one line per second
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_reading_a_lock_never_acquires_it(tmp_path):
     with folder_lock(run / ".lock"):
         for _ in range(50):
             assert is_training(run)
-    with folder_lock(run / ".lock"):  # nothing blocks the next process
+    with folder_lock(run / ".lock"):  # the lock can still be acquired
         assert is_training(run)
 
 
@@ -140,7 +140,7 @@ def test_the_time_left_excludes_compilation():
 
     stage = {"event": "stage", "step": 20, "stage": 2}
     begun = [start_line(time=0), line(10, 600), line(20, 610)]
-    assert _seconds_left(begun, 20, 100) == 80, "the first 600 s compiled"
+    assert _seconds_left(begun, 20, 100) == 80, "the first 600 s must not count, because they were compilation"
     assert _seconds_left([*begun, stage, line(30, 1210)], 30, 100) == pytest.approx(70 * 610 / 20)
     assert _seconds_left([*begun, stage, line(30, 1210), line(40, 1230)], 40, 100) == 60 * 2
 
@@ -182,7 +182,7 @@ def test_long_runs_are_listed_quickly(tmp_path):
         return time.perf_counter() - start
 
     brief = min(seconds(lambda: read_status(run, brief=True)) for _ in range(20))
-    # Reading the end takes 2 ms, and the whole file 0.2 s.
+    # Reading the end takes 2 ms; reading the whole file takes 0.2 s.
     assert size > 4_000_000 and brief < min(seconds(lambda: read_history(run)) for _ in range(3)) / 10
 
 
@@ -225,7 +225,9 @@ def test_energy_counts_repeated_steps(tmp_path):
     lines += [start_line(step=1, energy="measured by RAPL"), train_line(2, joules=1800.0)]
     run = write_run(tmp_path / "run", [*lines, end_line(2) | {"joules": 0.0}])
     results = results_of(read_history(run), read_status(run))
-    assert results["energy"] == "0.001 kWh, measured by RAPL", "written before the recipe had a grid"
+    assert results["energy"] == "0.001 kWh, measured by RAPL", (
+        "a run without a carbon intensity must show only the energy"
+    )
 
 
 def test_results_of_a_run_that_lost_its_numbers(tmp_path):
@@ -243,7 +245,7 @@ def test_plot_writes_a_picture(tmp_path):
 
 
 def trained(tmp_path, shards, **more):
-    """A run of 20 steps of 4 sequences of 64 tokens over real shards, as its folder records it."""
+    """Writes a run folder with 20 steps of 4 sequences of 64 tokens from real shards."""
     ramp = {"sequences_per_level": [4], "first_steps": [0]}
     run = write_run(tmp_path / "run", [start_line(0, 20, **ramp), *(train_line(step) for step in range(1, 21))])
     data = {"train": [{"shards": str(shards), "weight": 1.0}], "sequence_length": 64}
@@ -255,7 +257,7 @@ def test_the_documents_of_a_step_match_the_training_loop(tmp_path, shards):
     run = trained(tmp_path, shards)
     batches, first_sample, count = open_step(run, 7)
     assert (first_sample, count) == (24, 4)
-    read = batches.read(6, 0, 0, ranks=1, sequences=4)  # the seventh step is number 6 in the loop
+    read = batches.read(6, 0, 0, ranks=1, sequences=4)  # the seventh step has index 6
     stream = np.fromfile(shards / "train-00000.bin", dtype=batches.dtype)
     for row in range(4):
         (sequence,) = read_sequences(batches, first_sample + row)
@@ -311,7 +313,7 @@ def test_documents_are_counted_per_shard(tmp_path, shards):
             inside = stream[max(begin, sequence.offset) : min(stop, sequence.offset + 64)]
             assert (inside == document.ids).all()
         several += len(sequence.documents) > 1
-    assert several  # or the test does not cover boundaries
+    assert several  # otherwise, the test wouldn't cover boundaries
 
 
 def test_skipped_samples_shift_the_data_of_later_steps(tmp_path, shards):
@@ -388,7 +390,7 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
 
 
 def test_help_of_every_command_is_quick():
-    """Takes 0.07 s with only the standard library. numpy would take 0.1 s, and torch 1.5 s."""
+    """--help takes 0.07 s because it imports only the standard library. numpy would take 0.1 s, and torch 1.5 s."""
     code = """import runs, sys
 for command in sys.argv[1:]:
     try:

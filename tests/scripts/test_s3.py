@@ -1,4 +1,4 @@
-"""A server that speaks S3, on this machine: documents, prepared folders and the mirror of a run, through s3fs."""
+"""Tests with a local S3 server: documents, prepared folders and a run's mirror, through s3fs."""
 
 import contextlib
 import json
@@ -29,8 +29,9 @@ def store():
         yield server
 
 
-def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
-    """One command with one URL, on machines with empty disks: a second is refused, a killed one followed exactly."""
+def test_a_run_in_the_object_store(store, shards, recipe, tmp_path):
+    """A run that writes to S3 works on machines with empty disks: a second start is rejected, and a killed run resumes
+    exactly."""
     run_script("train.py", recipe, "--output", tmp_path / "whole")
     values = yaml.safe_load(recipe.read_text()) | {"output": "s3://mine/runs/demo"}
     values["data"]["train"] = [{"shards": "s3://mine/corpus"}]
@@ -73,7 +74,8 @@ def test_a_run_that_lives_in_the_store(store, shards, recipe, tmp_path):
 
 
 def test_a_server_that_is_killed_in_the_middle_of_a_copy(store, recipe, tmp_path):
-    """Training goes on and says so, the copy never looks complete, and once the server is back everything arrives."""
+    """If the server dies during a copy, training continues with a warning. The copy never looks complete before
+    it is."""
     gateway = Gateway(store, dies_at="/optimizer.safetensors")
     run = tmp_path / "killed"
     settings = ("--config", recipe, "--output", run, "--checkpoint.mirror", "s3://mine", "--budget.steps", 10**6)
@@ -121,7 +123,7 @@ def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
     assert all(store.read(f"shards/{name}") == (tmp_path / "here" / name).read_bytes() for name in shards)
     assert "already complete" in prepare("s3://mine/docs", "s3://mine/shards")
 
-    # On three machines that share nothing but the store; the second is killed and goes on.
+    # Three machines share only the object store. The second one is killed and restarted.
     asked = ("s3://mine/docs", "s3://mine/sliced")
     prepare(*asked, "--slice", "0/2", machine="one")
     killed = run_killed(8, *words(*asked, machine="two"), "--slice", "1/2", **store.environment)
@@ -137,7 +139,7 @@ def test_documents_and_prepared_folders(store, tokenizer, tmp_path):
 
 
 def actors_of(driver) -> list[psutil.Process]:
-    """The processes of Ray's actors that work now."""
+    """Returns the Ray actor processes that are working."""
     found = []
     for process in psutil.Process(driver.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -146,7 +148,7 @@ def actors_of(driver) -> list[psutil.Process]:
 
 
 def test_a_cluster_whose_driver_and_actor_are_killed(store, tokenizer, tmp_path):
-    """prepare_data.py with Ray into the store, started again: the bytes that one process makes on a disk."""
+    """prepare_data.py with Ray, killed and restarted, writes the same bytes to S3 as one process to disk."""
     (tmp_path / "docs").mkdir()
     for part in range(20):
         write_jsonl(tmp_path / f"docs/{part:02d}.jsonl", [text * 20 for text in texts(400)])

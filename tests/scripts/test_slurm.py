@@ -1,4 +1,4 @@
-"""The batch scripts: on a real SLURM of three machines in one, and, in seconds, with stand-ins for its commands."""
+"""Tests for the batch scripts: with a real SLURM of three simulated nodes, and quickly with mock commands."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from support.slurm_cluster import INSTALL, missing, running_cluster, wait_for
 
 SCRIPTS = ("one_node", "many_nodes")
 SOON = 300
-"""Seconds that no machine, however busy, needs for what takes twenty."""
+"""Timeout in seconds for work that takes twenty, even on a busy machine."""
 LIMITS = 2
 LONG = ("--budget.steps", "100000", "--checkpoint.every_steps", "100000", "--validation.every_steps", "100000")
 SLOW_TRAIN = f"""
@@ -31,20 +31,20 @@ backward = torch.Tensor.backward
 torch.Tensor.backward = lambda *given, **named: (time.sleep(0.1), backward(*given, **named))
 runpy.run_path("{ROOT}/train.py", run_name="__main__")
 """
-"""A train.py that leaves the cores to other tests while its jobs wait for SLURM."""
+"""A train.py that leaves CPU time to other tests while its jobs wait for SLURM."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     if missing():
-        pytest.skip(f"no {', '.join(missing())} here, so the real SLURM is not tested: as root, {INSTALL}")
+        pytest.skip(f"no {', '.join(missing())} found, so the real SLURM isn't tested; install as root: {INSTALL}")
     with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A folder with all that is in the repository, but for train.py, which is SLOW_TRAIN."""
+    """A copy of the repository with SLOW_TRAIN as train.py."""
     (tmp_path / "repository").mkdir()
     for path in ROOT.iterdir():
         (tmp_path / "repository" / path.name).symlink_to(path)
@@ -54,7 +54,7 @@ def repository(tmp_path):
 
 
 def submit(cluster, repository, script, recipe, run, *settings) -> str:
-    """The number of a job of two processes, warned of its end two minutes before."""
+    """Submits a job of two processes, with a signal two minutes before the time limit. Returns its ID."""
     gpus = 2 if script == "one_node" else 1
     options = (f"--gpus-per-node={gpus}", "--cpus-per-task=1", "--time=60", "--signal=B:USR1@120")
     job = cluster.ask(
@@ -64,9 +64,8 @@ def submit(cluster, repository, script, recipe, run, *settings) -> str:
     return job.strip()
 
 
-def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path):
-    """In both scripts at the same time. SLURM looks at its limits twice a minute: after the first limit, what it would
-    send comes from here."""
+def test_repeated_time_limits_lose_no_step(cluster, repository, recipe, tmp_path):
+    """SLURM checks limits only twice a minute, so the test itself sends the signals after the first limit."""
 
     def through_time_limits(script):
         run = tmp_path / script
@@ -89,7 +88,7 @@ def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path
         wait_for(has_trained_on, cluster, SOON)
         cluster.ask("scancel", job)
         wait_for(lambda: cluster.job(job)["JobState"] == "CANCELLED", cluster, SOON)
-        assert cluster.job(job)["Restarts"] == str(LIMITS), "who cancels does not want it back"
+        assert cluster.job(job)["Restarts"] == str(LIMITS), "a canceled job must not be requeued"
         output = run.with_suffix(".out").read_text()
         assert "Traceback" not in output, output
         ends, resumes = events(run, "end"), events(run, "resume")
@@ -102,7 +101,7 @@ def test_time_limits_in_a_row_lose_no_step(cluster, repository, recipe, tmp_path
 
 
 def test_a_time_limit_before_the_first_process_requeues(cluster, repository, recipe, tmp_path):
-    """SLURM delivers a signal to the processes that there are, without a word about those to come."""
+    """SLURM only signals existing processes."""
     job = submit(cluster, repository, "one_node", recipe, tmp_path / "run", *LONG)
     wait_for(lambda: f"{job}.0" in cluster.ask("squeue", "-h", "--steps", "-o", "%i"), cluster)
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
@@ -118,14 +117,16 @@ def test_bad_input_ends_a_job_with_its_problems(cluster, recipe, tmp_path):
     assert cluster.job(job)["ExitCode"] == "2:0" and said.count("batch.tokens_per_step: 250 is not") == 1, said
 
 
-def test_the_cluster_is_asked_before_the_queue(cluster):
+def test_the_cluster_rejects_a_job_without_enough_gpus(cluster):
     asked = cluster.ask("sbatch", "--test-only", "slurm/one_node.sbatch", "ddp", "recipes/demo.yaml", check=False)
-    assert "Requested node configuration is not available" in asked, "it has no eight GPUs"
+    assert "Requested node configuration is not available" in asked, (
+        "the test cluster must reject a job with eight GPUs"
+    )
 
 
 @pytest.mark.parametrize("reads_the_variable", [True, False])
 def test_torchrun_waits_for_the_checkpoint_on_every_torch(monkeypatch, reads_the_variable):
-    """torch 2.11 doesn't read the variable that slurm/job.sh sets."""
+    """torchrun waits 270 s for checkpoints, even on torch 2.11, which ignores the variable set by slurm/job.sh."""
     if not reads_the_variable:
         monkeypatch.delitem(LaunchConfig.__dataclass_fields__, "shutdown_timeout")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
@@ -161,7 +162,7 @@ kill -TERM "$(cat "$LOG/task")"
 
 @pytest.fixture
 def slurm(tmp_path):
-    """An environment in which srun, scontrol and scancel write down what they were asked for."""
+    """Environment with mock srun, scontrol and scancel commands that log their arguments."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "scancel": SCANCEL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -177,7 +178,7 @@ def test_the_time_limit_saves_and_requeues(slurm, tmp_path, script):
     process = subprocess.Popen(command, cwd=ROOT, env=slurm)
     try:
         deadline = time.monotonic() + SOON
-        while not (tmp_path / "srun.log").exists():  # the task may not have begun
+        while not (tmp_path / "srun.log").exists():  # the task may not have started
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.02)
         for _ in range(2):
@@ -185,13 +186,17 @@ def test_the_time_limit_saves_and_requeues(slurm, tmp_path, script):
         assert process.wait(timeout=SOON) == 75
     finally:
         process.kill()
-    assert (tmp_path / "saved").exists(), "training is told to save"
+    assert (tmp_path / "saved").exists(), "training must get the signal to save"
     assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
-    assert (tmp_path / "scancel.log").read_text() == "--signal=TERM 7\n", "once: another one ends without a save"
+    assert (tmp_path / "scancel.log").read_text() == "--signal=TERM 7\n", (
+        "the signal must be sent only once, because a second one skips the save"
+    )
     told = (tmp_path / "srun.log").read_text()
     assert told.startswith("270 64 ") and "--seed 3" in told and "train.py --config" in told
     assert "--max_restarts 9" in told and "-m pretrain.launch" in told
-    assert f"--signal=B:USR1@{300}" in (ROOT / f"slurm/{script}.sbatch").read_text(), "before the 270 s of torchrun"
+    assert f"--signal=B:USR1@{300}" in (ROOT / f"slurm/{script}.sbatch").read_text(), (
+        "the signal must come earlier than torchrun's 270 s"
+    )
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -1,4 +1,4 @@
-"""The whole of a run through the real scripts: train, kill, resume, on one process and two."""
+"""Tests of complete runs with the real scripts: train, kill and resume, on one and two processes."""
 
 import importlib.util
 import json
@@ -26,10 +26,13 @@ from support.project import cpu_seconds, events, losses, run_script, start_scrip
 from train import check
 
 GOLDEN = {1: 6.24694, 4: 6.21027, 8: 6.16098, 12: 6.13158}
-"""{step: loss} on made-up shards, which no version of Python changes. If these move, then so does what every user
-trains: initial weights, order of the data, loss or optimizer. Say why in the commit that moves them."""
+"""{step: loss} on synthetic shards, independent of the Python version.
+
+If these change, then so does every user's training: initial weights, data order, loss or optimizer. Explain the reason
+in the commit message.
+"""
 NUMBERS = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds")
-"""Of a train event, which trackers get too."""
+"""Keys of a train event that are also sent to trackers."""
 
 
 def train(recipe, *overrides, **kwargs):
@@ -89,11 +92,11 @@ def test_golden_losses(recipe, tmp_path, tokenizer):
     shutil.copytree(tokenizer, folder / "tokenizer")
     train(recipe, "--data.train", f"[{{shards: {folder}}}]")
     curve = losses(tmp_path / "run")
-    # Sums in another order, on another processor, move the last of twelve losses by some 1e-5.
+    # On other processors, a different summation order changes the last of the twelve losses by about 1e-5.
     assert {step: curve[step] for step in GOLDEN} == pytest.approx(GOLDEN, abs=1e-3)
 
 
-def test_a_run_longer_than_before_goes_on(recipe, tmp_path):
+def test_a_run_can_be_extended(recipe, tmp_path):
     train(recipe, "--optim.schedule", "constant")
     first = losses(tmp_path / "run")
     train(recipe, "--optim.schedule", "constant", "--budget.steps", "14")
@@ -118,8 +121,8 @@ def test_control_c_ends_in_words(recipe):
 
 
 def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
-    """One process; tests/parallel/test_kill_strategies.py kills several."""
-    # Dropout on: randomness must be a function of the step as well.
+    """tests/parallel/test_kill_strategies.py tests several processes."""
+    # With dropout, the random state must also be restored.
     model = json.loads((tmp_path / "tiny_llama.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "tiny_llama.json").write_text(json.dumps(model))
     arguments = ["train.py", "--config", str(recipe), "--budget.steps", "40", "--attention", "eager"]
@@ -133,7 +136,7 @@ def test_a_killed_run_continues_to_the_last_bit(recipe, tmp_path):
     assert losses(broken) == losses(tmp_path / "whole")
     expected, found = weights(tmp_path / "whole", 40), weights(broken, 40)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert not list((broken / "checkpoints").glob(".*")), "no leftovers of a killed save"
+    assert not list((broken / "checkpoints").glob(".*")), "no temporary files of a killed save may be left"
 
 
 def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
@@ -143,7 +146,7 @@ def test_the_micro_batch_changes_speed_only(recipe, tmp_path):
     assert all(abs(one[step] - four[step]) < 1e-5 for step in one)
 
 
-def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
+def test_settings_that_differ_from_the_checkpoint_are_rejected(recipe, tmp_path):
     train(recipe, "--budget.steps", "4")
     recipe.write_text(
         recipe.read_text().replace("seed: 1", "seed: 2").replace("sequence_length: 64", "sequence_length: 32")
@@ -153,10 +156,10 @@ def test_other_settings_than_the_checkpoints_are_refused(recipe, tmp_path):
     assert "seed: the run was started with 1, and 2 would change the data order" in refused.stderr
     assert "data.sequence_length: the run was started with 64, and 32 would change the data order" in refused.stderr
     named = train(recipe, "--seed", "2", "--data.sequence_length", "32", check=False)
-    assert named.returncode == 2, "named or not, some data would be read twice and some never"
+    assert named.returncode == 2, "the change must be rejected even if named, because it would change the data order"
 
 
-def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
+def test_a_damaged_checkpoint_is_skipped(recipe, tmp_path):
     train(recipe)
     whole = losses(tmp_path / "run")
     path = tmp_path / "run/checkpoints/step-00000012/model.safetensors"
@@ -164,7 +167,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
     content[-5] ^= 1
     path.write_bytes(content)
     folder = tmp_path / "run/checkpoints"
-    for name in ("step-00000008.bak", "step-00000010"):  # a user's copy, and a renamed one
+    for name in ("step-00000008.bak", "step-00000010"):  # a user's copy, and a renamed checkpoint
         shutil.copytree(folder / "step-00000008", folder / name)
     out = train(recipe).stdout
     assert "step-00000012 cannot be used: model.safetensors does not match its sha256" in out
@@ -193,7 +196,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
     assert "this run can start" in train(recipe, "--check").stdout
     imports = cpu_seconds("-c", "import torch, transformers, accelerate", tries=1)
     checking = cpu_seconds("train.py", "--config", recipe, "--check", tries=1)
-    assert checking < 5 * imports, "5 s, of which the imports are half"
+    assert checking < 5 * imports, "the check takes 5 s, half of it for imports"
     bad = train(
         recipe, "--check", "--batch.tokens_per_step", "300", "--data.sequence_length", "256",
         "--data.train", "[{shards: no/such/folder}]", check=False,
@@ -219,7 +222,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
         (["--data.train.0.max_epochs", "0.001"], "used up"),
     ],
 )
-def test_what_cannot_work_is_refused(recipe, tmp_path, overrides, message):
+def test_impossible_settings_are_rejected(recipe, tmp_path, overrides, message):
     refused = train(recipe, *overrides, check=False)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert message in refused.stderr and "Traceback" not in refused.stderr
@@ -251,8 +254,11 @@ def test_settings_train(recipe, tmp_path, overrides):
 
 
 def records_of(content: bytes) -> list[bytes]:
-    """Of a .wandb file: LevelDB's log (blocks of 32 KiB, a checksum, a length and a kind before each part of a record)
-    after seven bytes of wandb's own."""
+    """Returns the records of a .wandb file.
+
+    After seven bytes of wandb's own, it is a LevelDB log: blocks of 32 KiB, and a checksum, a length and a type before
+    each fragment of a record.
+    """
     records, begun, position = [], b"", 7
     while position + 7 <= len(content):
         if (left := -position % 2**15) and left < 7:
@@ -261,13 +267,13 @@ def records_of(content: bytes) -> list[bytes]:
         length, kind = struct.unpack_from("<HB", content, position + 4)
         begun += content[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # complete record, or its last fragment
             records, begun = [*records, begun], b""
     return records
 
 
 def logged_by_wandb(folder):
-    """(the run as wandb knows it, {name: {step: number}}) of an offline run."""
+    """Returns (wandb's run record, {name: {step: value}}) for an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("offline-run-*/*.wandb")
@@ -296,8 +302,10 @@ def test_trackers_get_the_same_numbers(recipe, tmp_path):
     assert (list(known.tags), known.run_group) == (["a", "b"], "g")
     assert known.run_id == json.loads((run / ".trackers.json").read_text())["wandb"]["id"]
     curves = {name for name in in_wandb if not name.startswith("_")}
-    assert {name.partition("/")[0] for name in curves} == {"train", "validation"}, "and no charts of one point"
-    assert "joules" not in trained.stdout + trained.stderr, "wandb lists no curves on the console"
+    assert {name.partition("/")[0] for name in curves} == {"train", "validation"}, (
+        "wandb must get no single-point charts"
+    )
+    assert "joules" not in trained.stdout + trained.stderr, "wandb must not print curves to the console"
     lines = {name: events(run, name) for name in ("train", "validation")}
     for event, number in [("train", n) for n in NUMBERS] + [("validation", n) for n in ("loss", "perplexity")]:
         name = f"train/{number}" if event == "train" else f"validation/{number}/source"
@@ -307,13 +315,13 @@ def test_trackers_get_the_same_numbers(recipe, tmp_path):
 
 
 def check_problems(recipe, *overrides) -> str:
-    """What --check says, in this process."""
+    """Returns the problems that --check finds, in this process."""
     with pytest.raises(InputError) as caught:
         derive(read_run_config(recipe, list(overrides)), ranks=1)
     return "\n".join(caught.value.problems)
 
 
-def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
+def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
     (tmp_path / "file").touch()
     assert f"output: {tmp_path}/file: {tmp_path}/file is a file" in check_problems(
         recipe, ("output", f"{tmp_path}/file")
@@ -336,9 +344,8 @@ def test_check_looks_at_the_places_that_a_run_comes_to(recipe, tmp_path):
     assert "init: pretrained, but model: " in found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is there")
-def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
-    """All at once, with what is found elsewhere."""
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the package is installed")
+def test_check_finds_problems_of_optimizer_and_loss(recipe):
     found = check_problems(
         recipe,
         ("optim.name", "adamw_8bit"),
@@ -362,7 +369,7 @@ def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monke
     assert found == "activation_checkpointing: full does not work with llama in transformers; use none"
 
 
-def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recipe, monkeypatch):
+def test_check_finds_a_model_that_cannot_recompute_some_layers(recipe, monkeypatch):
     monkeypatch.setattr(compile, "GradientCheckpointingLayer", torch.nn.Bilinear)
     found = check_problems(recipe, ("activation_checkpointing", "50%"))
     assert found.startswith(
@@ -370,7 +377,7 @@ def test_check_finds_a_model_whose_layers_are_recomputed_all_or_not_at_all(recip
     )
 
 
-def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch):
+def test_check_reports_strategy_problems_with_all_others(recipe, monkeypatch):
     monkeypatch.setattr(registry, "launched_strategy", lambda: "fsdp2")
     monkeypatch.setattr(registry, "launcher_problems", lambda config, precision, name: [])
     overrides = [("compile", "full"), ("batch.tokens_per_step", "300")]
@@ -379,6 +386,6 @@ def test_check_finds_what_the_strategy_refuses_with_all_else(recipe, monkeypatch
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["compile", "batch.tokens_per_step"]
 
 
-def test_a_run_that_has_begun_needs_its_trunk_no_more(recipe, tmp_path):
+def test_a_started_branch_no_longer_needs_its_trunk(recipe, tmp_path):
     (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
     assert derive(read_run_config(recipe, [("branch_from", "gone@500")]), ranks=1)

@@ -1,4 +1,4 @@
-"""Words are split at spaces, and lines have the counts for the rules."""
+"""Tests for the compiled word and line statistics."""
 
 import numpy as np
 import pytest
@@ -114,7 +114,7 @@ def test_phrases_are_counted_per_line_ignoring_case():
     pieces = [*phrases, *(phrase[:-1] for phrase in phrases), *map(str.upper, phrases), "s", "é", " uses ", "[", "u"]
     lines = ["".join(rng.choice(pieces, rng.integers(0, 40))) for _ in range(300)]
     lines = [line for line in lines if line.strip()]
-    # Each a document: no phrase spans two of them.
+    # Each line is a document, so that phrases don't span two lines.
     table = phrases_in(lines_of(lines), np.ones(len(lines), bool))
     found = np.array([table[phrase.encode()] for phrase in phrases]).T
     assert found.tolist() == [[line.lower().count(phrase) for phrase in phrases] for line in lines]

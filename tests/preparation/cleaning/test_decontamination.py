@@ -1,4 +1,4 @@
-"""Decontamination removes planted items and real lm-eval tasks, and reports them."""
+"""Tests for decontamination: planted items and real lm-eval tasks are removed and reported."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LETTERS = list(string.ascii_lowercase)
 
 
 def sentence(count):
-    """Words that occur nowhere else."""
+    """Returns a sentence of random words."""
     return " ".join("".join(RNG.choice(LETTERS, 7)) for _ in range(count)).capitalize() + "."
 
 
@@ -38,7 +38,8 @@ COPIES = (str, str.upper, lambda text: text.translate(str.maketrans(" ", "\n", "
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """(arguments, numbers of the documents with items): items of two files in 24 of 96 documents, however spelt."""
+    """(arguments, indices of the documents with items): items from two files, spelled differently, in 24 of 96
+    documents."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 3000)
     write_jsonl(tmp_path / "long.jsonl", LONG)
@@ -104,7 +105,7 @@ def test_changed_benchmarks_are_rejected(planted, tmp_path, run):
     with pytest.raises(InputError, match=r"finished from a different request: options\.cleaning.*") as caught:
         run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     name = r"options\.cleaning\.decontamination\.benchmarks\.long\.jsonl\.sha256"
-    # The difference alone, not both lists.
+    # The message must show only the difference, not both lists.
     assert re.search(rf"a different request: {name} was '\w+', is now '\w+'; use another", str(caught.value))
 
 
@@ -165,7 +166,7 @@ UNNATURAL = [
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Folders with tasks, and with the same items as files."""
+    """Folders with tasks, and with the same items as plain files."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for folder in ("tasks", "files"):
         (tmp_path / folder).mkdir()
@@ -199,7 +200,7 @@ def test_lm_eval_items_are_questions_with_answers(tasks):
     quiz = found["quiz"]
     sums = found["sums"]
     question = "Which of these is it then?"
-    # The task's own words, the passage and the identifier do not belong to an item.
+    # The task's own words, the passage and the ID aren't part of an item.
     assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)
     assert pairs.items == (BenchmarkItem(("Some turtles alarm Kimberley.", "Some turtles come here Kimberley.")),)
     problem = "Ann has two pears and eats one."

@@ -1,4 +1,4 @@
-"""Valid values of --filter, --language and --clean, and messages for invalid ones."""
+"""Tests for the values of --filter, --language and --clean, and the messages for invalid ones."""
 
 import pytest
 

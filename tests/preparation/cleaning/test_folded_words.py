@@ -1,4 +1,4 @@
-"""Near duplicates compare words without case, accents, width, line ends and invisible characters."""
+"""Tests that near-duplicate detection ignores case, accents, width, line ends and invisible characters."""
 
 import unicodedata
 
@@ -66,7 +66,8 @@ def test_different_words_differ():
 
 
 def test_composed_or_not_and_in_either_case_a_letter_is_the_same():
-    """Over all letters of the basic plane; ı becomes I, the others two words."""
+    """Case and Unicode normalization make no difference for any letter in the BMP, except three. Dotless ı becomes I;
+    the others become two words."""
     letters = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] in "LN"]
     changes = (lambda letter: unicodedata.normalize("NFD", letter)), str.casefold, str.upper
     for change, different in zip(changes, ("ဦ", "ŉ", "ıŉ"), strict=True):
@@ -86,6 +87,8 @@ def test_neighboring_documents_make_no_difference():
         alone = folded_words([text], 5)[0]
         assert np.array_equal(alone, together[ends[number - 1] if number else 0 : end])
     short = [folded_words([text], 5)[0].tolist() for text in texts[1:6]]
-    assert all(len(found) == 5 and len(set(found)) == 1 for found in short), "short ones are one word"
+    assert all(len(found) == 5 and len(set(found)) == 1 for found in short), (
+        "documents shorter than a shingle must have a single hash"
+    )
     assert words("!!!", 5) != words("???", 5) and words("two words", 5) != words("word two", 5)
     assert words("Two  WORDS.", 5) == words("two words", 5) and words(" ! ! !", 5) == words("!!!", 5)

@@ -1,4 +1,4 @@
-"""The form of a text decides which rules apply: good text of each form is kept, and bad text is removed."""
+"""Tests for document types: each type has its own rules, which keep good documents and remove bad ones."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The index finds runs of words from benchmark items, like a string search in plain Python."""
+"""Tests for the index of benchmark items, which must find the same word runs as a string search."""
 
 import unicodedata
 
@@ -11,7 +11,8 @@ WORDS = 4
 
 
 def words_of(text):
-    """Folds words of text without hyphens, apostrophes and ideograms, without the module's table."""
+    """Returns the folded words of a text without hyphens, apostrophes and ideograms, computed without the module's
+    table."""
     kept = (c for c in unicodedata.normalize("NFKD", text.casefold()) if unicodedata.category(c) != "Mn")
     return "".join(c if c.isalnum() else " " for c in kept).split()
 
@@ -25,7 +26,7 @@ def holds(document, item, words):
             if len("".join(of_item[first:stop])) >= LEAST_LETTERS:
                 if f" {' '.join(of_item[first:stop])} " in found:
                     return True
-                break  # a longer run contains this one
+                break  # longer runs contain this one
     return False
 
 
@@ -36,7 +37,7 @@ def found_in(documents, items, words=WORDS):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_finds_the_same_runs_as_a_string_search(seed):
-    """Uses few distinct words, so that runs begin, break and repeat everywhere."""
+    """There are only a few distinct words, so that many runs match."""
     rng = np.random.default_rng(seed)
     vocabulary = ["a", "Élan", "ΜΕΘΟΔΟΣ", "Gänse", "reason", "mentions"]
 
@@ -73,7 +74,7 @@ def test_case_punctuation_spaces_and_accents_make_no_difference(copy):
     assert found_in([f"Before it. {copy} After it.", "Nothing."], [ITEM], words=13) == {(0, 0)}
 
 
-def test_a_run_is_thirteen_words_and_no_less():
+def test_a_run_has_at_least_thirteen_words():
     words = ITEM.split()
     for count in (11, 12, 13, 14):
         for first in range(len(words) - count):
@@ -110,5 +111,5 @@ def test_many_copies_empty_texts_and_document_boundaries():
     assert index.find([]) == [] and index.find([b"", b"..."]) == []
     assert index.find([b"x", (ITEM * 2000).encode()]) == [(1, 0), (1, 2)]
     half = len(ITEM) // 2
-    assert index.find([ITEM[:half].encode(), ITEM[half:].encode()]) == [], "a run of two documents"
+    assert index.find([ITEM[:half].encode(), ITEM[half:].encode()]) == [], "a run must not span two documents"
     assert build_index([], [], 13).find([b"something", b"of several words"]) == []

@@ -1,4 +1,4 @@
-"""Languages are detected by function words if these are clear, else by lingua."""
+"""Tests for language detection, by function words if they are clear and with lingua otherwise."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_the_language_is_that_of_most_of_the_text(most, language):
     assert languages_of([half + other + half, other + half + half, half + half + other]) == [language] * 3
 
 
-def test_indonesian_and_malay_are_one_to_lingua():
+def test_lingua_does_not_separate_indonesian_and_malay():
     batch = TextBatch([INDONESIAN.encode()], [None])
     for wanted in ("id", "ms", "en+id"):
         verdicts = parse_filter(f"language({wanted})").open()(batch)

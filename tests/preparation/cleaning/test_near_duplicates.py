@@ -1,4 +1,4 @@
-"""Exactly the near copies are removed, by their exact similarity, under all interruptions."""
+"""Tests for near-duplicate removal: exact similarities, recall, and the same result after interruptions."""
 
 import collections
 import json
@@ -27,7 +27,7 @@ def words(rng, count):
 
 
 def edited(rng, document, share):
-    """Returns a copy with this share of its words replaced, or with a part moved or removed."""
+    """Returns a copy with this share of its words replaced, and sometimes rotated."""
     changed = [words(rng, 1)[0] if rng.random() < share else word for word in document]
     if rng.random() < 0.2:
         cut = rng.randrange(len(changed))
@@ -36,7 +36,7 @@ def edited(rng, document, share):
 
 
 def documents_with_copies(count, seed=0):
-    """(texts, their pairs): `count` documents, a third of them copies of earlier ones with all shares of changes."""
+    """Returns (texts, pairs): `count` documents plus edited copies of half of them, with their index pairs."""
     rng = random.Random(seed)
     documents = [words(rng, rng.choice([2, 12, 40, 150, 400])) for _ in range(count)]
     pairs = []
@@ -47,7 +47,7 @@ def documents_with_copies(count, seed=0):
 
 
 def documents_in(folder):
-    """{place: (split, ids)} of a folder prepared from one file."""
+    """Returns {place: (split, IDs)} for a folder prepared from one file."""
     found = {}
     for shard in read_manifest(folder).shards:
         index = read_index(folder / shard.file, shard.documents)
@@ -58,13 +58,14 @@ def documents_in(folder):
 
 
 def exact(one, other, shingle=5):
-    """The Jaccard similarity of two lists of words, by definition."""
+    """Returns the Jaccard similarity of two lists of words, computed from its definition."""
     sets = [{tuple(words[n : n + shingle]) for n in range(max(1, len(words) - shingle + 1))} for words in (one, other)]
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
 def test_near_copies_are_removed_and_others_kept(tmp_path, run):
-    """Recall is 0.95 at 0.8 and more; at most 0.02 of pairs below 0.5 are removed; also across splits."""
+    """Recall is 0.95 for similarities of 0.8 and more, also across splits. At most 0.02 of pairs below 0.5 are
+    removed."""
     documents, pairs = documents_with_copies(900)
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.3)
@@ -83,7 +84,7 @@ def test_near_copies_are_removed_and_others_kept(tmp_path, run):
     splits = [
         {everything[place + 1][0] for place in pair} for pair, similarity in similar.items() if similarity >= 0.8
     ]
-    assert splits.count(set(SPLITS)) > 20, "copies across splits go too"
+    assert splits.count(set(SPLITS)) > 20, "copies across splits must be removed"
     manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
     sizes = [len(documents[place - 1].encode()) for place in gone]
     assert manifest["skipped"]["near_duplicate_documents"] == len(sizes)
@@ -108,11 +109,12 @@ DISGUISES = [
     lambda text: re.sub(r"(\w{4})(\w{4})", "\\1\u00ad\\2", text).replace(" ", " \u200b"),
     lambda text: re.sub(r"\b(\w{4})(\w{4})", "\\1-\n\\2", text).replace(" ", ", "),
 ]
-"""Disguises of copies: different case, spaces, line ends and punctuation."""
+"""Changes of case, spaces, line ends and punctuation that hide a copy."""
 
 
 def excerpts():
-    """(documents of real prose as words, their copies as texts). Copies have all similarities and a disguise."""
+    """Returns (documents as words, texts of originals and disguised copies) from real prose, with a range of
+    similarities."""
     rng = random.Random(3)
     prose = [word for topic in sorted(topics) for word in re.findall("[A-Za-z0-9]+", topics[topic])]
     originals = []
@@ -124,7 +126,7 @@ def excerpts():
         first += size
     for number, words_of in enumerate(originals[:600]):
         copy = list(words_of)
-        # A changed word is in five shingles, or at the end in one.
+        # A changed word affects five shingles, or one at the end.
         spread, at_end = divmod(number, 2)
         changed = len(copy) // ((9 if at_end else 45) if number < 400 else (3 if at_end else 12))
         for place in range(changed):
@@ -135,7 +137,7 @@ def excerpts():
 
 
 def similar_pairs(documents):
-    """{(one, other): Jaccard similarity} of all pairs with a common shingle, by definition."""
+    """Returns {(one, other): Jaccard similarity} of all pairs with a common shingle, computed from its definition."""
     sets = []
     holders = {}
     shared = collections.Counter()
@@ -151,7 +153,7 @@ def similar_pairs(documents):
 
 
 def test_disguised_copies_of_real_prose_are_removed_by_similarity(tmp_path, run):
-    """Recall is 0.95 from 0.8 to 0.83, and only documents connected at 0.8 are removed."""
+    """Recall is 0.95 for similarities from 0.8 to 0.83, and only documents connected at 0.8 are removed."""
     documents, contents = excerpts()
     write_jsonl(tmp_path / "a.jsonl", contents)
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", "0.8")
@@ -169,7 +171,8 @@ def test_disguised_copies_of_real_prose_are_removed_by_similarity(tmp_path, run)
 
 
 def test_a_chain_keeps_its_first_document(tmp_path, run):
-    """a ~ b ~ c is one component, even if a and c are less similar. Short and equal documents are copies, too."""
+    """A chain a ~ b ~ c is one component, even if a and c are less similar. Short and identical documents are also
+    removed."""
     rng = random.Random(1)
     chain = [words(rng, 300)]
     for _ in range(6):
@@ -212,7 +215,7 @@ def test_workers_slices_and_small_memory_give_the_same_bytes(tmp_path, run, smal
     run(*arguments, "--output", tmp_path / "merged", "--merge_slices", 3, "--workers", 2)
     whole = content_of(tmp_path / "w1")
     assert content_of(tmp_path / "w3") == whole and content_of(tmp_path / "merged") == whole
-    # All in one run and one partition.
+    # everything in one sorted run and one partition
     monkeypatch.setattr(near_duplicate_search, "RUN_DOCUMENTS", 1 << 20)
     monkeypatch.setattr(near_duplicate_search, "KEYS_AT_ONCE", 1 << 20)
     run(*arguments, "--output", tmp_path / "large")
@@ -232,12 +235,13 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""Kills in the first pass, at its end, in the search, before and in the second pass, and before the manifest."""
+"""Kill moments: in the first pass, at its end, in the search, before and in the second pass, and before the
+manifest."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_kill_at_any_moment_changes_nothing(tmp_path, tokenizer, workers, run_killed):
-    """With FAULTS=all, 20 at random."""
+    """FAULTS=all tests 20 random moments."""
     write_jsonl(tmp_path / "a.jsonl", documents_with_copies(40)[0])
     arguments = ("--input", tmp_path / "a.jsonl", "--tokenizer", tokenizer, "--near_duplicates", "0.8")
     arguments = (*arguments, "--validation_fraction", 0.2, "--shard_tokens", 9000)
@@ -272,7 +276,7 @@ def test_a_stopped_search_continues(tmp_path, run, small_parts, monkeypatch):
         with pytest.raises(InputError, match=r"No space left on device; free up space .* to resume"):
             run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
     run(*arguments, "--workers", 1, "--output", tmp_path / "broken")
-    assert len(performed) == len(set(performed)) + 4, "each task once, but for those that failed"
+    assert len(performed) == len(set(performed)) + 4, "only failed tasks may run twice"
     assert {stage for stage, _ in performed} == {"keys", "candidates", "pairs"}
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
 
@@ -320,7 +324,7 @@ def test_the_agreement_of_signatures_estimates_the_similarity():
             other[rng.integers(0, length, length // 30)] += 1
             signatures = near.signatures(np.concatenate([one, other]), np.array([length, 2 * length]))
             alone = near.signatures(other, np.array([length]))
-            assert np.array_equal(signatures[1], alone[0]), "a document's signature is its own"
+            assert np.array_equal(signatures[1], alone[0]), "a signature must not depend on the other documents"
             similarity = near.similarity(one, other)
             assert similarity == pytest.approx(exact(one.tolist(), other.tolist()))
             differences.append((signatures[0] == signatures[1]).mean() - similarity)
@@ -345,7 +349,7 @@ def test_every_bin_has_the_smallest_hash_of_its_shingles():
 def test_the_similarity_is_exact(size):
     near = NearDuplicates()
     rng = np.random.default_rng(size)
-    one = rng.integers(0, 20, size).astype(np.uint32)  # few words: shingles repeat within a document
+    one = rng.integers(0, 20, size).astype(np.uint32)  # few distinct words, so that shingles repeat within a document
     other = np.concatenate([one[: size // 2], rng.integers(0, 20, 40).astype(np.uint32), one[size // 2 :]])
     found = near.similarity(one, other)
     assert found == near.similarity(other, one) == exact(one.tolist(), other.tolist())

@@ -1,4 +1,4 @@
-"""Personal data is replaced."""
+"""Tests for replacing personal data."""
 
 import pytest
 

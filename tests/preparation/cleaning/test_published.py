@@ -1,5 +1,4 @@
-"""The published filters: each rule by a text that breaks it alone, what good and bad text of each form gets, and the
-verdicts of datatrove on many texts, where the definitions are the same."""
+"""Tests for published filters: each rule alone, good and bad documents of each type, and agreement with datatrove."""
 
 import re
 from functools import cache
@@ -35,7 +34,7 @@ SENTENCES = [
 
 @cache
 def web_texts() -> list[str]:
-    """Texts of all kinds: prose, lists, repetitions and fragments, with several kinds of line ends."""
+    """Returns prose, lists, repetitions and fragments, with several kinds of line ends."""
     rng = np.random.default_rng(5)
     texts = [PROSE]
     for number in range(240):
@@ -57,7 +56,7 @@ def judged(stage, texts):
 
 @cache
 def datatrove_filters() -> dict[str, object]:
-    """{name of our filter: datatrove's filter}"""
+    """Returns {our filter's name: datatrove's filter}."""
     pytest.importorskip("datatrove", reason="requirements-dev.txt")
     from datatrove.pipeline.filters import (
         C4QualityFilter,
@@ -99,19 +98,19 @@ RULES = {
     **{f"top_{n}_gram": f"top_{n}_gram" for n in (2, 3, 4)},
     **{f"duplicated_{n}_n_grams": f"duplicate_{n}_gram" for n in range(5, 11)},
 }
-"""{datatrove's name of a rule: ours}"""
+"""{datatrove's rule name: ours}"""
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "known"),
     [
         ("gopher_quality", GopherQuality(by_form=False), []),
-        # Lines are compared without spaces at their ends, and count for both line rules.
+        # Lines are compared without trailing spaces and count in both line rules.
         ("gopher_repetition", GopherRepetition(by_form=False),
          [("duplicate_line_characters", "duplicate_lines"), ("top_4_gram", "top_3_gram")]),
         ("c4", C4Quality(by_form=False), []),
         ("c4 of FineWeb", C4Quality(endings=False, by_form=False), []),
-        # A closing quote or bracket does not hide the end of a sentence.
+        # Our rule ignores closing quotes and brackets after the end of a sentence.
         ("fineweb", FineWebQuality(by_form=False), [("few_ending_lines", None)]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -125,7 +124,7 @@ def test_verdicts_match_datatrove_with_words_split_at_spaces(name, stage, known,
         monkeypatch.setattr(module, "split_into_words", lambda text, language: text.split())
     ends = re.compile(r"(?<=[.!?])[\"')]*\s+")
     monkeypatch.setattr(filters.c4_filters, "split_into_sentences", lambda text, language: ends.split(text))
-    # There, a line of spaces is one that is repeated, and only one of the signs for a line end counts for some rules.
+    # In datatrove, lines of spaces count as repeated, and some rules know only one kind of line end.
     texts = [text for text in web_texts() if not re.search("\n \n|\r|\u2028", text)]
     removed, changed = judged(stage, texts)
     expected_changed, differing = {}, []

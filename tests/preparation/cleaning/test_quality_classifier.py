@@ -1,4 +1,4 @@
-"""The quality classifier: deterministic training on good and other texts, and its use as a filter."""
+"""Tests for the quality classifier: deterministic training on good and ordinary documents, and filtering."""
 
 import json
 

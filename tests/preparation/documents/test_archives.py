@@ -1,4 +1,4 @@
-"""Tar archives never lose data silently, and every member is a document or counted."""
+"""Tests for tar archives: no data is lost silently, and every member is either a document or counted."""
 
 import gzip
 import io
@@ -19,7 +19,7 @@ BLOCK = 512
 
 
 def tar_of(members, **options):
-    """(archive, first byte of each header) of {name: content, or a TarInfo}."""
+    """Returns (archive, offset of each header) for {name: content or TarInfo}."""
     file, starts = io.BytesIO(), []
     with tarfile.open(fileobj=file, mode="w", **options) as archive:
         for name, content in members.items():
@@ -37,7 +37,7 @@ def records_of(path, reading=None):
 
 
 def read(path, reading=None):
-    """(texts, problems, suffixes of unread members)."""
+    """Returns (texts, problems, suffixes of unread members)."""
     found = records_of(path, reading)
     texts = [record.text.decode() for record in found if record.text is not None]
     others = sum((Counter(record.not_read) for record in found), Counter())

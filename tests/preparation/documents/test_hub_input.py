@@ -1,4 +1,4 @@
-"""The real scripts use datasets, tokenizers and models from the Hub."""
+"""Tests of the real scripts with datasets, tokenizers and models from the Hub."""
 
 import json
 
@@ -17,7 +17,7 @@ DOCUMENTS = [f"{TEXT}# document {number}\n" for number in range(40)]
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A Hub with a tokenizer, a dataset and a model, and the environment to use it."""
+    """A mock Hub with a tokenizer, a dataset and a model, and the environment variables to use it."""
     folder = tmp_path_factory.mktemp("hub")
     with running_hub() as hub:
         tokenizer = write_tokenizer(folder / "tokenizer")
@@ -97,7 +97,7 @@ def test_missing_hub_content_is_reported(hub, tmp_path):
 
 @pytest.fixture(scope="module")
 def evaluated(hub, shards, tmp_path_factory):
-    """(evaluate.py's file and output for the Hub model at its tag)"""
+    """(evaluate.py's results, printed output) for the Hub model at its tag."""
     results = tmp_path_factory.mktemp("evaluated") / "results.json"
     out = run_script(
         "evaluate.py", "--model", "owner/base@v1", "--data", shards, "--sequence_length", "64", "--sequences", "8",
@@ -110,7 +110,7 @@ def test_a_model_of_the_hub_is_evaluated_at_a_revision(hub, evaluated):
     model, said = evaluated
     assert model["name"] == "owner/base@v1"
     assert model["revision"] == hub[0].repositories["models", "owner/base"].tags["v1"]
-    assert 4 < model["sources"]["web"]["loss"] < 8  # ln 512 = 6.2: the weights are random
+    assert 4 < model["sources"]["web"]["loss"] < 8  # ln 512 = 6.2, because the weights are random
     assert TOKEN not in said
 
 
@@ -134,8 +134,8 @@ def test_a_model_of_the_hub_is_trained_further(hub, shards, evaluated, tmp_path)
     run = tmp_path / "run"
     measured = [event["loss"] for event in events(run, "validation")]
     on_the_hub = evaluated[0]["sources"]["web"]["loss"]
-    # The same windows in fp32 on another number of processes: only the order of sums differs.
-    assert measured[0] == pytest.approx(on_the_hub, abs=1e-4), "training must begin with the weights of the Hub"
+    # the same windows in fp32 on a different number of processes, so only the order of summation differs
+    assert measured[0] == pytest.approx(on_the_hub, abs=1e-4), "training must start from the Hub's weights"
     assert measured[-1] < measured[0] - 0.5
     assert "base_model: owner/base" in (run / "final/README.md").read_text()
     assert "- owner/web" in (run / "final/README.md").read_text()

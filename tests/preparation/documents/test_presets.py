@@ -1,4 +1,4 @@
-"""Datasets by name, with stand-ins that have each repository's name, subsets, files and columns."""
+"""Tests for dataset presets, with mock repositories that have the same names, subsets, files and columns."""
 
 import json
 
@@ -21,7 +21,7 @@ WIKITEXT = [
     " In 2000 he began . \n", "", " = Homarus = \n", "", " A lobster . \n",
 ]  # fmt: skip
 WEB_COLUMNS = {"id": "a", "dump": "CC", "url": "http", "language": "en", "score": 3.1, "token_count": 9}
-# Per repository: {subset: (file, columns other than text)}, from its card and its files.
+# {repository: {subset: (file, columns other than text)}}, according to its card and files
 REPOSITORIES = {
     "Salesforce/wikitext": {
         name: (f"{name}/train-00000-of-00001.parquet", {}) for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1")
@@ -86,7 +86,7 @@ def hub(tmp_path_factory):
         yield home, folder / "tokenizer"
 
 
-# Opens and reads every preset in one process, because importing datasets for each would take minutes.
+# Opens and reads every preset in one process, because importing datasets once per preset would take minutes.
 READ = """
 import json, sys
 from pretrain_tools.preparation.documents.hub_dataset import open_dataset

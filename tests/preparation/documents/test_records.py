@@ -1,4 +1,4 @@
-"""Texts from several fields, and documents selected by field and length."""
+"""Tests for texts built from several fields, and for selecting documents by field and length."""
 
 import csv
 import io

@@ -278,7 +278,7 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
 
 
 def lost_records(path, **reading):
-    """The number of records lost in the unreadable rest of a file."""
+    """Returns the number of records lost in the unreadable rest of a file."""
     return sum(r.problem_records for r in records_of_parts([path], Reading(**reading)) if r.problem is not None)
 
 
@@ -363,7 +363,7 @@ def test_circular_links_give_each_file_once_and_quickly(tmp_path):
         source.name for source in found
     ]
     (only,) = find_sources([f"{tmp_path}/data/0.txt"])
-    assert only.path == f"{tmp_path}/data/0.txt", "what is named alone is read, by its name"
+    assert only.path == f"{tmp_path}/data/0.txt", "a file that is named explicitly must be found under that name"
 
 
 def test_patterns_find_what_glob_finds(tmp_path, monkeypatch):
@@ -383,7 +383,7 @@ def test_a_name_that_is_not_utf8_is_read_and_recorded_by_its_bytes(tmp_path, nam
         WRITERS[name](tmp_path / name)
         (tmp_path / name).rename(path)
     except OSError:
-        pytest.skip("this file system has UTF-8 names only")
+        pytest.skip("this file system supports only UTF-8 names")
     (source,) = find_sources([f"{tmp_path}/*"])
     assert source.name == f"caf\\xe9-{name}" and source.place(1).isprintable()
     assert len([r for r in records_of_parts([path]) if r.text]) == len(TEXTS)
