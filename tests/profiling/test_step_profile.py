@@ -75,7 +75,7 @@ def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     found = causes_of(ended, tmp_path / "run")
     assert list(found) == ["synchronizing line"]
     source = (ROOT / "tests/support/reading_llama.py").read_text().splitlines()
-    line = next(number for number, text in enumerate(source, start=1) if "# the line" in text)
+    line = next(number for number, text in enumerate(source, start=1) if "# reads the value" in text)
     assert (
         f"tests/support/reading_llama.py:{line} (.item() in forward, 2 times per step)" in found["synchronizing line"]
     )
