@@ -114,9 +114,7 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
     assert damage(run / "checkpoints/step-00000008") == [] and not (run / "final").exists()
 
     warnings = stop("check", 0, {"where": "check", "what": "sleep", "seconds": 600, "rank": 0})
-    assert {event["step"] for event in events(run, "validation")} == {0, 8}, (
-        "the restarted run must validate"
-    )
+    assert {event["step"] for event in events(run, "validation")} == {0, 8}, "the restarted run must validate"
     assert any(message.startswith("verification of") and "final skipped" in message for message in warnings)
     assert end_of(run)["code"] == 0 and damage(run / "final") == []
 

@@ -175,6 +175,4 @@ def test_the_script_prints_the_warnings(recipe):
     assert "warning: batch: with 256 tokens per step, the run has only 12 steps" in out
     assert "\ntime on this machine: about " in out
     assert f"\nstart it with: python train.py --config {recipe}\n" in out
-    assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), (
-        "warnings must be counted"
-    )
+    assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), "warnings must be counted"
