@@ -94,7 +94,7 @@ def test_the_mean_and_the_weights_change_places_and_back_to_the_last_bit():
         ),
         (
             {"averaging.kind": "tail"},
-            "averaging.every_steps: 10 averages only 0 of the 2 steps, but a mean needs two; use at most 1,",
+            "averaging.every_steps: 10 averages only 0 of the 2 steps, but an average needs at least two",
         ),
         ({"averaging.kind": "ema"}, "averaging.every_steps: 10 averages only 1 of the 12 steps"),
     ],

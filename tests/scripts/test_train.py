@@ -209,7 +209,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
+        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run (12 steps)"),
         (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
         (["--precision", "fp16"], "precision: fp16 needs a GPU"),
         (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 matrix units"),
@@ -353,7 +353,7 @@ def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
 
 def test_check_finds_muon_without_matrices_to_update(recipe, monkeypatch):
     monkeypatch.setattr(ModelShapes, "is_hidden_matrix", lambda self, name: False)
-    assert "optim.name: muon finds no hidden matrices" in check_problems(recipe, ("optim.name", "muon"))
+    assert "optim.name: this model has no hidden matrices" in check_problems(recipe, ("optim.name", "muon"))
 
 
 def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monkeypatch):
