@@ -192,8 +192,8 @@ class OptimizerSpec(ABC):
     ) -> list[dict]:
         """Creates one parameter group per learning-rate scale.
 
-        Each step decays a weight by learning rate x weight decay. The weight decay is divided by the muP scale, so that
-        muP doesn't change the decay per step. `optim.group_learning_rates` does change it.
+        Each step decays a weight by learning rate x weight decay. The weight decay is divided by the muP scale, so
+        that muP doesn't change the decay per step. `optim.group_learning_rates` does change it.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
@@ -269,7 +269,9 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
     spec = OPTIMIZERS[settings.name](shapes)
     problems = spec.problems(settings, device_type)
     if settings.muon.qk_clip and not spec.clips_heads:
-        problems.append(f"optim.muon.qk_clip: requires optim.name: muon, got {settings.name}; use muon, or set qk_clip to null")
+        problems.append(
+            f"optim.muon.qk_clip: requires optim.name: muon, got {settings.name}; use muon, or set qk_clip to null"
+        )
     groups = set(map(shapes.group_of, shapes.shapes))
     problems += [
         f"optim.group_learning_rates.{group}: this model has no parameters in this group; omit it (a tied head is in "

@@ -87,7 +87,7 @@ def tile_of(tensor: DTensor) -> Tile:
     if shape_of(tile) != tuple(tensor.to_local().shape):
         raise RuntimeError(
             f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should give this rank "
-            f"shape {shape_of(tile)}, got {tuple(tensor.to_local().shape)}; this torch version shards tensors differently"
+            f"shape {shape_of(tile)}, got {tuple(tensor.to_local().shape)}; this torch version shards differently"
         )
     return tile
 
