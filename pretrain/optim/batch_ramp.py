@@ -11,7 +11,7 @@ from pretrain.errors import InputError
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Piecewise constant batch-size schedule. Create it with `batch_ramp`."""
+    """Piecewise-constant batch-size schedule. Create it with `batch_ramp`."""
 
     sequences_per_level: tuple[int, ...]
     """Global batch size of each level, in sequences."""

@@ -24,7 +24,7 @@ BATCH_ELEMENTS = 2**22
 Quintic = tuple[float, float, float]
 """Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Safety factor of Polar Express, because bf16 rounding can push singular values above 1."""
+"""Polar Express's safety factor. bf16 rounding can push singular values above 1."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -286,8 +286,8 @@ class MuonSpec(AdamWSpec):
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Describes a matrix and how it is split: by the first matching pattern, or else into fused gate and up
-        projections.
+        """Describes a hidden matrix and its blocks. Without a matching pattern, only fused gate and up projections are
+        split.
 
         blocks_of: `optim.muon.split_matrices`.
         """

@@ -19,7 +19,7 @@ BATCH_EXPONENT = 0.5
 """The learning rate is proportional to (batch size)^BATCH_EXPONENT (Malladi et al., arXiv 2205.10287)."""
 MIN_BATCH_FACTOR = 0.35
 MAX_BATCH_FACTOR = 2.0
-"""Limits for the factor by which the batch size changes the learning rate.
+"""Limits for the factor by which the batch size scales the learning rate.
 
 In sweeps at 1/30 to 1/280 of the reference batch size, the best factors were 0.30 to 0.38 (docs/quality.md).
 """

@@ -162,7 +162,7 @@ def test_what_cannot_be_a_mirror_is_refused(tmp_path):
         return found
 
     assert "install gcsfs" in problem("gs://bucket/runs")
-    assert "nowhere:// is not known" in problem("nowhere://bucket")
+    assert "unknown protocol nowhere://" in problem("nowhere://bucket")
     assert "secrets" in problem("s3://key:word@bucket/runs") and "word" not in problem("s3://key:word@bucket/runs")
     assert "in" in problem(str(tmp_path / "runs")) and problem(str(tmp_path / "runs/x/copy")) and problem(" ")
     for mirror in ("hf://buckets/me/runs", "/other/disk", "relative", "memory://x"):
@@ -198,7 +198,7 @@ def test_a_mirror_whose_identity_is_damaged_while_the_run_trains(tmp_path, conte
     write_checkpoint(run, 12)
     assert not copier.attempt(everything=True)
     assert copier.attempt(everything=True) and copier.status["is_over"]
-    assert "so the mirror's run is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+    assert "so the mirror's run ID is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
 def test_a_damaged_copy_takes_the_place_of_no_whole_one(tmp_path):

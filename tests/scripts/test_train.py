@@ -186,7 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over(recipe, tmp_path):
     assert refused.returncode == 17 and "none of the" in refused.stderr
     shutil.rmtree(folder)
     refused = train(recipe, check=False)
-    assert refused.returncode == 17 and "metrics.jsonl lists step 12 as saved, but it is gone" in refused.stderr
+    assert refused.returncode == 17 and "metrics.jsonl lists step 12 as saved, but it is missing" in refused.stderr
 
 
 def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
