@@ -66,7 +66,7 @@ def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[
     """Fetches the run if the mirror is ahead of the run folder. Holds the mirror's lease until the context exits.
 
     A collective call. Raises on all ranks:
-        InputError: the mirror belongs to a different run, another machine is training this run, or a library is missing.
+        InputError: the mirror belongs to another run, another machine is training this run, or a library is missing.
         MirrorError: the mirror is unreachable and the run has no local checkpoint.
         LostMirrorError: there is no intact checkpoint.
     """
