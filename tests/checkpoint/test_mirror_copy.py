@@ -125,7 +125,7 @@ def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     look(elsewhere, settings)
     write_checkpoint(run, 8)
     assert copier.attempt(everything=False) and copier.status["is_over"]
-    assert "another start" in copier.status["problem"] and steps_there(mirror) == [4]
+    assert "another process" in copier.status["problem"] and steps_there(mirror) == [4]
 
 
 def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
@@ -134,7 +134,7 @@ def test_a_mirror_that_somebody_empties_is_filled_again(tmp_path):
     copy_all(copier)
     lose(mirror)
     write_checkpoint(run, 8)
-    assert not copier.attempt(everything=False) and "is gone" in copier.status["problem"]
+    assert not copier.attempt(everything=False) and "was emptied" in copier.status["problem"]
     copy_all(copier)
     assert steps_there(mirror) == [8] and (mirror / "run/config.yaml").exists()
 
