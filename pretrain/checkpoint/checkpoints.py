@@ -82,7 +82,7 @@ class Save:
     stall_seconds: float = 0.0
     """Seconds that training waited."""
     seconds: float = 0.0
-    """Total seconds."""
+    """Total duration in seconds."""
     bytes: int = 0
     problem: str | None = None
     """Error message (the same on all ranks). None if the save succeeded."""

@@ -21,7 +21,7 @@ from pretrain.hardware import DTYPES
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
 """{precision: allowed loss difference in nats per token}.
 
-The tolerances are well above rounding errors (about 1e-3 in bf16) and well below the effect of a wrong tensor.
+The tolerances are well above rounding errors (about 1e-3 in bf16) and well below the effect of one wrong tensor.
 """
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
