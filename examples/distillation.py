@@ -21,13 +21,13 @@ from pretrain.registry import LOSS_TERMS
 class Distillation(LossTerm):
     """KL divergence from the teacher's to the student's next-token probabilities, times temperature^2."""
 
-    by_token = True  # the teacher gets whole sequences
+    by_token = True  # the teacher runs on whole sequences
 
     class Options(TermOptions):
-        """Options of `distillation`."""
+        """Options for `distillation`."""
 
         teacher: str
-        """Folder or Hub ID of the teacher."""
+        """Teacher model: a folder or Hub ID."""
         temperature: float = 1.0
         """Divisor for the logits of both models."""
         chunk: int = 1024
@@ -61,7 +61,7 @@ class Distillation(LossTerm):
         total = hidden_ND.new_zeros((), dtype=torch.float32)
         for rows in range(0, len(hidden_ND), self.options.chunk):
             here = slice(rows, rows + self.options.chunk)
-            # Recomputing the logits in the backward pass keeps only one chunk in memory.
+            # Recompute the logits in the backward pass, so that only one chunk is in memory.
             total = total + checkpoint(self.divergence, seen, hidden_ND[here], theirs_NV[here], use_reentrant=False)
         return total
 

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle: moves the middle of a document to its end, so that the model learns to complete gaps.
+"""Fill-in-the-middle: moves the middle of a document to its end, so that the model learns to fill gaps.
 
     python train.py --config RECIPE --extensions examples/fill_in_the_middle.py \
         --data.transformations '{fill_in_the_middle: {rate: 0.5}}' --output runs/fim
@@ -10,8 +10,8 @@ two random positions into prefix, middle and suffix, and reorders them:
     SPM: PREFIX SUFFIX suffix MIDDLE prefix middle
 
 PREFIX, SUFFIX and MIDDLE are special tokens, which the tokenizer must contain. Each reordered document is three tokens
-longer, so the packed window is truncated to its original length. Unlike in the paper, splits are between tokens, not
-characters.
+longer, so the packed window is truncated to its original length. Unlike in the paper, documents are split between
+tokens, not characters.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class FillInTheMiddle(Transformation):
     """Reorders a fraction of the documents in a window."""
 
     class Options(Section):
-        """Options of `fill_in_the_middle`."""
+        """Options for `fill_in_the_middle`."""
 
         rate: Share = 0.5
         """Fraction of documents to reorder."""
@@ -65,7 +65,7 @@ class FillInTheMiddle(Transformation):
         self.prefix, self.suffix, self.middle = found[0]
 
     def __call__(self, ids_T: np.ndarray, key: int) -> np.ndarray:
-        # Unlike numpy's generators, random.Random.random() gives the same numbers in every version.
+        # random.Random.random() generates the same numbers in all versions, unlike numpy's generators.
         numbers = random.Random(key)
         starts = [0, *np.flatnonzero(ids_T == self.end_of_document_id).tolist(), len(ids_T)]
         whole = []
@@ -76,7 +76,7 @@ class FillInTheMiddle(Transformation):
         return np.concatenate(whole)[: len(ids_T)]
 
     def reordered(self, text: np.ndarray, numbers: random.Random) -> list[np.ndarray]:
-        """Returns a document's parts in their new order, or the unchanged document."""
+        """Returns the parts of a reordered document, or the unchanged document."""
         if not len(text) or numbers.random() >= self.options.rate:
             return [text]
         is_spm = numbers.random() < self.options.spm_rate

@@ -22,7 +22,7 @@ from pretrain.registry import LOSS_TERMS
 
 
 class Depth(nn.Module):
-    """Prediction module: computes hidden states from those of the previous module and from embeddings."""
+    """Prediction module: combines the previous module's hidden states with token embeddings."""
 
     def __init__(self, config):
         super().__init__()
@@ -49,12 +49,12 @@ class MultiTokenPrediction(LossTerm):
     embeds = True
 
     class Options(TermOptions):
-        """Options of `multi_token_prediction`."""
+        """Options for `multi_token_prediction`."""
 
         depths: int = 1
         """Number of additional tokens to predict."""
         coefficient: float = 0.3
-        """Weight of the loss. DeepSeek-V3 uses 0.3, and later 0.1."""
+        """Weight of the loss. DeepSeek-V3 uses 0.3, then 0.1 later in training."""
 
     def module(self):
         return nn.ModuleList(Depth(self.model_config) for _ in range(self.options.depths))

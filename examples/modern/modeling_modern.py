@@ -33,7 +33,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 class ModernConfig(PreTrainedConfig):
-    """Configuration of the model."""
+    """Model configuration."""
 
     model_type = "modern"
 
@@ -120,7 +120,7 @@ class ModernLayer(GradientCheckpointingLayer):
 
 
 class ModernPreTrainedModel(PreTrainedModel):
-    """Base class with transformers' model flags and weight initialization."""
+    """Base class with capability flags for transformers, and weight initialization."""
 
     config_class = ModernConfig
     base_model_prefix = "model"
@@ -165,7 +165,7 @@ class ModernModel(ModernPreTrainedModel):
 
 
 class ModernForCausalLM(ModernPreTrainedModel, GenerationMixin):
-    """Model with output head. It has no KV cache, so generation recomputes all tokens."""
+    """Model with an output head. It has no KV cache, so generation recomputes all tokens."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 

@@ -13,14 +13,14 @@ def require_average(name: str, checkpoint: Path) -> None:
     """Raises InputError if a checkpoint has no averaged weights. name: checkpoint name for the error message."""
     if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
-            f"{name}: there is no average in {checkpoint}; a run with averaging.kind: ema or tail saves one after "
-            "averaging has started. Use a later step (RUN@STEP), or --weights raw"
+            f"{name}: there is no average in {checkpoint}; runs with averaging.kind: ema or tail save one after "
+            "averaging has started. Use a later step (RUN@STEP) or --weights raw"
         )
 
 
 @contextmanager
 def average_folder(checkpoint: Path) -> Iterator[Path]:
-    """Creates a temporary folder with links to the checkpoint's files, with the averaged weights as the model."""
+    """Creates a temporary folder of links to a checkpoint's files, with the averaged weights as model weights."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / f"{checkpoint.name}-average"
         folder.mkdir()
@@ -28,7 +28,7 @@ def average_folder(checkpoint: Path) -> Iterator[Path]:
             is_tensors = ".safetensors" in path.suffixes
             if path.name == SEAL_FILE or (is_tensors and not path.name.startswith("average")):
                 continue
-            # The index contains the shards' names, so they can't be renamed.
+            # The index refers to shards by name, so shards aren't renamed.
             whole = path.name in ("average.safetensors", "average.safetensors.index.json")
             name = path.name.replace("average", "model", 1) if whole else path.name
             (folder / name).symlink_to(path.resolve())

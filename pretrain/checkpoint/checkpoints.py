@@ -9,7 +9,7 @@
       MANIFEST.json                                       size and sha256 of every file, written last
 
 Training waits only while tensors are copied to CPU memory. A thread then writes, syncs and hashes the files in a
-hidden folder, and renames it when it is complete. Hashes are verified before resuming, and damaged checkpoints are
+hidden folder, which it renames when it is complete. Hashes are verified before resuming, and damaged checkpoints are
 renamed to damaged-step-00000500.
 """
 
@@ -48,11 +48,11 @@ from pretrain.runs.run_folder import (
 from pretrain.terminal import say
 
 SAVED = ("model", "optimizer", "average", "loss_terms")
-"""Name prefixes of the tensor files."""
+"""File name prefixes of the tensor files."""
 UNFINISHED = ".saving-"
 DAMAGED = "damaged-"
 SLOWEST_SAVE_SECONDS = 3600.0
-"""Maximum time for a save. After that, the watchdog treats it as a hang."""
+"""Maximum duration of a save. After that, the watchdog treats it as a hang."""
 
 
 class NoValidCheckpointError(RunStoppedError):
@@ -67,12 +67,12 @@ class SaveError(RunStoppedError):
 
 @dataclass
 class Save:
-    """Data and result of a save."""
+    """A save, in progress or completed."""
 
     step: int
     folder: Path
     files: dict[str, dict[str, torch.Tensor]]
-    """Tensors for this rank to write, in CPU memory: {file: {name: tensor}}."""
+    """{file: {name: tensor in CPU memory}} for this rank to write."""
     indices: dict[str, dict]
     """{index file: contents}."""
     contents: dict[str, Any]
@@ -80,12 +80,12 @@ class Save:
     describe: Callable[[Path], None]
     started: float = field(default_factory=time.perf_counter)
     stall_seconds: float = 0.0
-    """How long training waited."""
+    """Seconds that training waited."""
     seconds: float = 0.0
-    """Total duration of the save."""
+    """Total duration in seconds."""
     bytes: int = 0
     problem: str | None = None
-    """Error message, the same on every rank. None if the save succeeded."""
+    """Error message (the same on all ranks). None if the save succeeded."""
     thread: threading.Thread | None = None
 
 
@@ -105,7 +105,7 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
-        """{file: buffer for its tensors}, reused in every save."""
+        """{file: buffer for its tensors}, reused for every save."""
         with ranks.together(SaveError):
             if ranks.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ class Checkpoints:
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
-        """Returns a save that has succeeded or failed, or None. Each save is returned once. Not a collective call."""
+        """Returns a completed save (succeeded or failed) or None. Returns each save once. Not a collective call."""
         if self._in_flight is not None and not self._in_flight.thread.is_alive():
             self.wait()
         return self._done.pop(0) if self._done else None
@@ -173,9 +173,9 @@ class Checkpoints:
             self.last_step = save.step
 
     def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies the tensors that this rank writes into CPU buffers.
+        """Copies this rank's share of the tensors to CPU buffers.
 
-        Buffers are reused because allocating memory takes longer than the copy.
+        Buffers are reused, because allocating them takes longer than copying.
         """
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
@@ -191,14 +191,14 @@ class Checkpoints:
                 if file not in self._memory or self._memory[file].layout != layout:
                     self._memory.pop(file, None)  # frees it before the next allocation
                     self._memory[file] = HostMemory(layout)
-            # The copies use the training stream, so that gathered tensors aren't overwritten too early.
+            # Copy on the training stream, so that gathered tensors aren't overwritten too early.
             staged.setdefault(file, {})[name] = self._memory[file].hold(name, tensor)
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return staged
 
     def _write(self, save: Save, unfinished: Path) -> None:
-        """Writes this rank's files, waits for the other ranks, and commits. Runs in the thread."""
+        """Writes this rank's files, waits for the other ranks, and commits. Runs in the background thread."""
         save.problem = "not finished"
         try:
             save.problem = self._written(save, unfinished)
@@ -208,7 +208,7 @@ class Checkpoints:
         save.seconds = time.perf_counter() - save.started
 
     def _written(self, save: Save, unfinished: Path) -> str | None:
-        """Returns an error message, the same on all ranks, or None. Raises an error if other ranks are unreachable."""
+        """Returns an error message (the same on all ranks) or None. Raises an error if other ranks are unreachable."""
         problem = None
         written = {}
         try:
@@ -282,14 +282,14 @@ class Checkpoints:
             return folder
         if at_most is None and (lost := self.ranks.gather(self._lost())[0]):
             raise NoValidCheckpointError(
-                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a copy, with its "
+                f"none of the checkpoints in {self.folder} is intact ({lost}); restore one from a backup under its "
                 f"original name, such as {checkpoint_name(500)}; to start over, choose another --output, or remove "
                 f"{self.run}"
             )
         return None
 
     def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
-        """Lists a checkpoint's damage. Each rank verifies some of the files."""
+        """Lists problems with a checkpoint's files. Each rank verifies a share of them."""
         share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
@@ -301,24 +301,28 @@ class Checkpoints:
         return fetch_again(self.run, self.settings, self.ranks, step, beat)
 
     def _repair_latest(self, newest: int) -> None:
-        """Writes the newest checkpoint, intact or not, to LATEST if LATEST is missing or unreadable.
+        """Points LATEST to the newest checkpoint, even a damaged one, if LATEST is missing or unreadable.
 
-        With an older checkpoint in LATEST, later ones would be deleted from the mirror.
+        If LATEST referred to an older checkpoint, later ones would be deleted from the mirror.
         """
         with self.ranks.together(SaveError):
             if self.ranks.is_main and latest_step(self.run) is None:
                 write_durably(self.folder / "LATEST", checkpoint_name(newest))
 
     def _lost(self) -> str:
-        """Explains which checkpoints are damaged or missing. Returns '' if none are."""
+        """Describes which checkpoints are damaged or missing. Returns '' if none are."""
         if damaged := len(list(self.folder.glob(f"{DAMAGED}*"))):
             return f"{damaged} damaged"
         if (self.folder / "LATEST").exists():
             step = latest_step(self.run)
-            return "LATEST is unreadable" if step is None else f"LATEST names {checkpoint_name(step)}, which is gone"
+            return (
+                "LATEST is unreadable"
+                if step is None
+                else f"LATEST points to {checkpoint_name(step)}, which is missing"
+            )
         saved = [event.get("step") for event in read_metrics(self.run) if event["event"] == "checkpoint"]
         saved = [step for step in saved if isinstance(step, int) and step > 0]
-        return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is gone" if saved else ""
+        return f"{METRICS_FILE} lists step {saved[-1]:,} as saved, but it is missing" if saved else ""
 
     def discard_after(self, step: int) -> None:
         """Removes checkpoints after `step`, for a rollback to `step`."""
@@ -347,10 +351,10 @@ def wait_for(save: Save, beat: Callable[[], None]) -> None:
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
-    """Raises OSError if the disk has too little space for a checkpoint."""
+    """Raises OSError if the disk doesn't have enough space for a checkpoint."""
     free = shutil.disk_usage(folder).free
     if free < 1.05 * needed_bytes:
-        raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, and {folder} has {free / 1e9:.2f} GB free")
+        raise OSError(f"a checkpoint needs {needed_bytes / 1e9:.2f} GB, but {folder} has {free / 1e9:.2f} GB free")
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class SavedRun:
     model: SavedTensors
     optimizer: SavedTensors
     average: SavedTensors
-    """Averaged weights, including loss-term parameters, if any."""
+    """Averaged weights, if any. They include averaged loss-term parameters."""
     loss_terms: SavedTensors
     """Loss-term parameters."""
     contents: dict[str, Any]

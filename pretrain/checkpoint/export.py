@@ -1,4 +1,4 @@
-"""Exports the trained model to final/ in save_pretrained's format, with tokenizer and model card."""
+"""Exports the trained model to final/ in save_pretrained's format, with its tokenizer and a model card."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from pretrain.parallel.launcher import environment_alone, python_path
 from pretrain.parallel.strategy import Strategy
 
 CARD_SECONDS = 300.0
-"""Timeout for writing the model card."""
+"""Timeout for writing the model card, in seconds."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -72,7 +72,7 @@ def export_final(
 
 
 def export_card(run: Path, folder: Path) -> str | None:
-    """Writes the model card. Returns an error message instead of raising, so that the export succeeds."""
+    """Writes the model card. Returns an error message instead of raising an error, so that the export continues."""
     command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
     # Paths in the recipe are relative, so the child process must run in the current folder.
     environment = environment_alone() | {"PYTHONPATH": python_path()}

@@ -1,4 +1,4 @@
-"""Verifies the exported model by comparing its logits and losses with those of the trained model."""
+"""Verifies the exported model by comparing its logits and losses with the trained model's."""
 
 import itertools
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from pretrain.hardware import DTYPES
 LOSS_TOLERANCE = {"fp32": 2e-3, "bf16": 5e-2, "fp16": 2e-2, "fp8": 2e-1}
 """{precision: allowed loss difference in nats per token}.
 
-The tolerances are well above rounding errors (about 1e-3 in bf16) and well below the effect of a wrong tensor.
+The tolerances are well above rounding errors (about 1e-3 in bf16) and well below the effect of one wrong tensor.
 """
 PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
@@ -39,21 +39,21 @@ class ExportCheck:
     logit_difference: float | None = None
     """Maximum logit difference caused by rounding the weights, relative to the largest logit."""
     loss_difference: float | None = None
-    """Maximum loss difference between the training model and the export over all sources, in nats per token."""
+    """Maximum loss difference between the training model and the export across all sources, in nats per token."""
 
     def in_words(self) -> str:
         """Summarizes the result in one line."""
         if self.problems:
-            return f"{self.folder} is NOT the model that was trained: {'; '.join(self.problems)}"
+            return f"{self.folder} does NOT match the trained model: {'; '.join(self.problems)}"
         said = []
         if self.logit_difference is not None:
             said.append(
-                "logits equal to the last checkpoint's in the same dtype, and within "
-                f"{self.logit_difference:.1e} of the fp32 logits (relative to the largest)"
+                "logits identical to the last checkpoint's in the same dtype, and within "
+                f"{self.logit_difference:.1e} of the fp32 logits (relative to the largest logit)"
             )
         if self.loss_difference is not None:
             said.append(
-                f"loss with transformers' forward pass, one document at a time, within {self.loss_difference:.1e} of "
+                f"loss in transformers' forward pass, one document at a time, within {self.loss_difference:.1e} of "
                 "the training model's"
             )
         said += [f"not compared: {reason}" for reason in self.left_out]
@@ -134,7 +134,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
         return None
     misplaced = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     check.problems += [
-        f"{folder} has {len(names)} {kind} weights, the first is {names[0]}"
+        f"{folder} has {len(names)} {kind} weights, starting with {names[0]}"
         for kind, names in misplaced.items()
         if names
     ]
@@ -149,7 +149,9 @@ def exported_tokenizer_problems(folder: Path, model: PreTrainedModel) -> list[st
         return [f"its tokenizer cannot be loaded ({str(error).strip().splitlines()[0]})"]
     problems = []
     if len(tokenizer) > model.config.vocab_size:
-        problems.append(f"the tokenizer has {len(tokenizer):,} IDs, but the model has {model.config.vocab_size:,}")
+        problems.append(
+            f"the tokenizer has {len(tokenizer):,} token IDs, but vocab_size is {model.config.vocab_size:,}"
+        )
     ends = {tokenizer.eos_token_id, model.config.eos_token_id}
     if model.can_generate():
         ends.add(model.generation_config.eos_token_id)
@@ -167,9 +169,9 @@ def exported_logits(model: PreTrainedModel, ids_BT: torch.Tensor) -> torch.Tenso
 def compare_logits(
     check: ExportCheck, logits_BTV: torch.Tensor, checkpoint: Path, ids_BT: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Compares the export's logits with those of the checkpoint, with fp32 weights and with rounded weights."""
+    """Compares the export's logits with the checkpoint's, both for fp32 weights and for rounded weights."""
     if not (checkpoint / "config.json").is_file():
-        check.left_out.append(f"there is no {checkpoint}")
+        check.left_out.append(f"{checkpoint} doesn't exist")
         return
     masters = load_whole(checkpoint, check)
     if masters is None:

@@ -1,6 +1,6 @@
 """Copies a run's checkpoints and small files to its mirror, in a low-priority background thread.
 
-    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copy everything that is missing on the mirror
+    python -m pretrain.checkpoint.mirror_copy RUN --mirror URL     # copy everything that is missing from the mirror
 
 The thread checks the run folder twice a second and copies the newest checkpoint first. Older checkpoints are copied
 only if they are kept permanently. Failed copies are retried with exponential backoff.
@@ -54,16 +54,16 @@ BEAT_SECONDS = 2.0
 """Seconds between updates of status.json."""
 LONGEST_BACKOFF_SECONDS = 300.0
 LONGEST_PAUSE_AT_THE_END = 5.0
-"""Maximum seconds between two attempts, during training and after it."""
+"""Maximum seconds between attempts, during training and after it."""
 NICENESS = 10
 
 
 class TakenOverError(Exception):
-    """Raised if another process of the same run has taken over the mirror."""
+    """Raised if another process has taken over the mirror."""
 
 
 class MirrorCopier:
-    """Copies a run to its mirror. Either run `keep_copying` in a thread, or call `attempt`.
+    """Copies a run to its mirror. Run `keep_copying` in a thread or call `attempt`.
 
     Args:
         run: the run folder.
@@ -79,11 +79,11 @@ class MirrorCopier:
         self.damaged: dict[str, str] = claim.get("damaged") or {}
         """{damaged file or folder on the mirror: problem}."""
         self.there: dict[int, float | None] | None = None
-        """{step: validation loss} of complete checkpoints on the mirror. None before the first pass."""
+        """{step: validation loss} of complete checkpoints on the mirror. None until the first pass."""
         self.manifests: dict[str, bytes] = {}
         """{folder: manifest} of complete folders on the mirror: checkpoints and final/."""
         self.files: dict[str, bytes] = {}
-        """{name: last copied content} of small files."""
+        """{name of small file: last copied content}."""
         self.seen: set[int] = set()
         """Steps of the local checkpoints in the last pass."""
         self.beaten = time.monotonic()
@@ -136,7 +136,7 @@ class MirrorCopier:
         self._wake.set()
 
     def end(self) -> None:
-        """Lets `keep_copying` return after it has copied everything written since `settle`."""
+        """Makes `keep_copying` return once everything written since `settle` has been copied."""
         self._ends = True
         self._wake.set()
 
@@ -196,8 +196,8 @@ class MirrorCopier:
             newest = max(there, default=0)
             if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
-                    f"it contains step {newest:,}, which is later than this folder's checkpoints, but was unreachable "
-                    "at the start; to continue from that step, stop the run and start it again"
+                    f"the mirror contains step {newest:,}, which is later than this folder's checkpoints, but was "
+                    "unreachable at startup; to continue from that step, restart the run"
                 )
         self.store.identify(own, self.start)
         claim |= {"claimed": self.store.address, "damaged": self.damaged}
@@ -210,12 +210,12 @@ class MirrorCopier:
     def _whole(self, sealed: list[int]) -> dict[int, float | None]:
         """Returns {step: validation loss} of complete checkpoints. Records damaged ones in `damaged`.
 
-        Doesn't read the tensor files. Also checks final/, and fills `manifests`.
+        Also checks final/ and fills `manifests`. Doesn't read tensor files.
         """
         losses = {}
         names = {name_of(step): step for step in sealed}
         for name in [name for name in self.damaged if name.startswith("checkpoints/") and name not in names]:
-            self._copied(name)  # was removed
+            self._copied(name)  # removed
         if self.store.read(f"final/{SEAL_FILE}") is not None:
             names["final"] = None
         for name, step in names.items():
@@ -230,7 +230,7 @@ class MirrorCopier:
         return losses
 
     def _copied(self, name: str, manifest: bytes | None = None) -> None:
-        """Records that a file or folder on the mirror is no longer damaged: it was copied or removed."""
+        """Records that a file or folder was copied to or removed from the mirror, so it is no longer damaged."""
         if manifest is not None:
             self.manifests[name] = manifest
         if self.damaged.pop(name, None) is not None:
@@ -243,15 +243,15 @@ class MirrorCopier:
         identity = self.store.identity()
         if identity is None or identity.damage is not None:
             self.there = None
-            gone = "the mirror's content is gone; copying it again"
+            gone = "the mirror was emptied; copying everything again"
             raise OSError(5, f"{IDENTITY_FILE} {identity.damage}; writing it again" if identity else gone)
         if identity.start != self.start:
             raise TakenOverError(
-                f"another start of this run ({identity.start}) now writes to it; this one has stopped copying"
+                f"another process of this run ({identity.start}) now writes to the mirror; this one stopped copying"
             )
 
     def _drop_abandoned(self) -> bool:
-        """Removes checkpoints after a rollback's target. Returns False if the mirror has no other checkpoints."""
+        """Removes checkpoints that a rollback has discarded. Returns False if the mirror has no other checkpoints."""
         latest = latest_step(self.run)
         abandoned = [step for step in self.there if latest is not None and step > latest]
         if abandoned and len(abandoned) == len(self.there):
@@ -263,14 +263,14 @@ class MirrorCopier:
         if steps:
             self._require_claim()
         for step in steps:
-            # First, so that a partly removed folder doesn't count as complete.
+            # First, so that a partially removed folder doesn't count as complete.
             self.there.pop(step, None)
             self.manifests.pop(name_of(step), None)
             self.store.remove(name_of(step))
             self._copied(name_of(step))
 
     def _next(self) -> int | None:
-        """Returns the step to copy next: the newest if missing, otherwise another one that the mirror should keep."""
+        """Returns the step to copy next: the newest if it is missing, otherwise another one that should be kept."""
         latest = latest_step(self.run)
         if latest is None:
             return None
@@ -317,7 +317,7 @@ class MirrorCopier:
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir() and not is_abandoned():
                 raise
-            return  # the run has rolled back or pruned this checkpoint
+            return  # pruned, or discarded by a rollback
         finally:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
@@ -332,9 +332,9 @@ class MirrorCopier:
         self._remove([step for step in {*self.there, *damaged} if step not in kept])
 
     def _put_files(self) -> None:
-        # Read before LATEST. The run writes rollbacks.json after LATEST, so LATEST includes all rollbacks in it.
+        # Read before LATEST. The run writes LATEST before rollbacks.json, so LATEST reflects all rollbacks in it.
         files = run_files(self.run)
-        if not self._drop_abandoned():  # a rollback's target must be on the mirror before rollbacks.json
+        if not self._drop_abandoned():  # the target of a rollback must be on the mirror before rollbacks.json
             return
         for name, content in files.items():
             if self.files.get(name) != content:
@@ -343,7 +343,7 @@ class MirrorCopier:
                 self._copied(name)
 
     def beat(self, now: bool = False) -> None:
-        """Writes status.json, at most every BEAT_SECONDS unless `now`."""
+        """Writes status.json, at most once per BEAT_SECONDS unless `now`."""
         if not now and time.monotonic() - self.beaten < BEAT_SECONDS:
             return
         self.beaten = time.monotonic()
@@ -398,7 +398,7 @@ def copy_script() -> int:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--mirror", required=True, help="mirror folder or URL, as in checkpoint.mirror")
     arguments = parser.parse_args()
-    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy prunes nothing
+    settings = config.Checkpoint(mirror=arguments.mirror, keep_last=config.MOST)  # a manual copy doesn't prune
     store = connect(settings, arguments.run)
     (arguments.run / MIRROR_FOLDER).mkdir(exist_ok=True)
     with copying_alone(arguments.run):
@@ -409,7 +409,7 @@ def copy_script() -> int:
         print(f"{store.address}: {copier.status['problem']}", file=sys.stderr)
         return CRASHED
     for name, what in copier.damaged.items():
-        print(f"{store.address}: {name} is damaged ({what}), and {arguments.run} doesn't have it", file=sys.stderr)
+        print(f"{store.address}: {name} is damaged ({what}), and {arguments.run} has no copy of it", file=sys.stderr)
     return 0
 
 

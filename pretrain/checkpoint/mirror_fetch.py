@@ -6,7 +6,7 @@
 
 Fetches the newest complete checkpoint, metrics.jsonl and the other small files. Damaged files are reported and
 skipped. If the mirror is unreachable, a run with local checkpoints starts without it. A run without checkpoints
-doesn't start, because it could overwrite the run on the mirror.
+doesn't start, because it could overwrite a run on the mirror.
 """
 
 import argparse
@@ -63,10 +63,10 @@ class LostMirrorError(MirrorError):
 
 @contextmanager
 def on_mirror(run: Path, settings: config.Checkpoint, ranks: Ranks) -> Iterator[None]:
-    """Fetches the run if the mirror is ahead of the run folder, and holds the mirror's lease within the context.
+    """Fetches the run if the mirror is ahead of the run folder. Holds the mirror's lease until the context exits.
 
     A collective call. Raises on all ranks:
-        InputError: the mirror belongs to a different run, another machine trains this run, or a library is missing.
+        InputError: the mirror belongs to another run, another machine is training this run, or a library is missing.
         MirrorError: the mirror is unreachable and the run has no local checkpoint.
         LostMirrorError: there is no intact checkpoint.
     """
@@ -96,7 +96,7 @@ def fetch_earlier(
 ) -> None:
     """Fetches the newest checkpoint at or before step `at_most`, if there is no newer local one. A collective call.
 
-    Does nothing unless this start has fetched the run. Otherwise, all checkpoints are local. Errors are ignored.
+    Does nothing if the run wasn't fetched at startup, because then all checkpoints are local. Ignores errors.
     """
 
     def is_wanted(store: MirrorStore, step: int) -> bool:
@@ -161,7 +161,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         except InputError:
             raise
         except Exception as error:  # the mirror may be read-only
-            claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
+            claim["problem"] = f"could not be reached or written at startup ({one_line(error)})"
         identity, (sealed, _) = store.identity(), store.steps()  # the previous holder may have added checkpoints
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
@@ -185,7 +185,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
                 "checkpoint: starting from scratch could overwrite a run on the mirror; run the same command again "
                 "when the mirror is reachable, or set checkpoint.mirror: null to start a new run"
             ) from error
-        claim["problem"] = f"could not be reached or written at the start ({one_line(error)})"
+        claim["problem"] = f"could not be reached or written at startup ({one_line(error)})"
     write_claim(run, claim)
     return lease
 
@@ -208,7 +208,7 @@ def catch_up(run: Path, store: MirrorStore, sealed: list[int], here: int | None,
 
     if not (later := [step for step in sealed if is_later(step)]):
         return
-    # Before the checkpoint, because the next start doesn't fetch them if it finds the checkpoint.
+    # Before the checkpoint, because a restart doesn't fetch these files if it finds the checkpoint.
     damaged |= fetch_files(run, store)
     if fetched := fetch(run, store, later, damaged, required=here is None):
         claim["fetched"] = fetched
@@ -230,9 +230,9 @@ def require_no_loss(run: Path, store: MirrorStore) -> None:
     events = parse_lines((store.read(METRICS_FILE) or b"").splitlines())
     if copied := [event.get("step") for event in events if event["event"] == "mirror"]:
         raise LostMirrorError(
-            f"checkpoint.mirror: according to its {METRICS_FILE}, {store.address} had step {copied[-1]}; no "
-            f"checkpoint there has a {SEAL_FILE} any more, and {run} has no checkpoint. Restore one, or choose "
-            f"another --output; to start over, remove {store.address}"
+            f"checkpoint.mirror: {METRICS_FILE} in {store.address} lists step {copied[-1]}, but no checkpoint there "
+            f"has a {SEAL_FILE}, and {run} has no checkpoint. Restore one, or choose another --output; to start over, "
+            f"remove {store.address}"
         )
 
 
@@ -269,7 +269,7 @@ def fetch(
 
 
 def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
-    """Fetches small files that are missing in the run folder, and logs that are longer on the mirror.
+    """Fetches small files that are missing from the run folder, and logs that are longer on the mirror.
 
     Damaged files are skipped. Returns {name: problem} for them.
     """
@@ -316,8 +316,8 @@ def fetch_script() -> None:
     claim: dict[str, Any] = {"damaged": {}}
     catch_up(run, store, sealed, None, claim)
     for what, problem in claim["damaged"].items():
-        print(f"skipped, because it is damaged on the mirror: {what} ({problem})", file=sys.stderr)
-    print(f"Fetched step {claim['fetched']['step']:,} of {store.address} to {run}.")
+        print(f"skipped {what}, which is damaged on the mirror ({problem})", file=sys.stderr)
+    print(f"Fetched step {claim['fetched']['step']:,} from {store.address} to {run}.")
 
 
 if __name__ == "__main__":

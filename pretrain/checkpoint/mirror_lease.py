@@ -1,4 +1,4 @@
-"""Leases a mirror to one process at a time. Another process exits, or waits until the holder is dead.
+"""Leases a mirror to one process at a time. Other processes exit, or wait until the holder is considered dead.
 
     MIRROR/NAME/leases/00000003.json     host, process ID and start ID of the holder, and a heartbeat counter
 
@@ -34,9 +34,9 @@ LOOK_SECONDS = 2.0
 ATOMIC = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
 """Protocols of stores that reject a second writer and set modification times with their own clock."""
 SETTLE_SECONDS = 5.0
-"""On other stores, seconds to wait for concurrent writers before reading a new lease again."""
+"""For other stores: seconds to wait for concurrent writers before reading a new lease again."""
 CLOCK_SECONDS = 2.0
-"""Maximum error of a lease's age in seconds. S3 rounds to seconds, and a store's servers may have different clocks."""
+"""Maximum error of a lease's age in seconds. S3 rounds to seconds, and the clocks of a store's servers may differ."""
 ANSWER_SECONDS = 20.0
 """Timeout for one request to the store."""
 LAST_SECONDS = 5.0
@@ -83,8 +83,8 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
     Raises InputError if the holder is alive.
 
     Args:
-        start: ID of this start.
-        own: ID of the previous start in this folder, which can't be alive.
+        start: start ID of this process.
+        own: start ID of the previous process in this run folder, which must have exited.
     """
     values = {"start": start, "host": socket.gethostname(), "pid": os.getpid(), "beat": 0}
     while True:
@@ -101,7 +101,7 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 
 
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
-    """Waits until a lease's holder is dead or has released it. Raises InputError if the holder is alive."""
+    """Waits until a lease is released or its holder is considered dead. Raises InputError if the holder is alive."""
     holder = describe(held)
     seconds = SILENT_SECONDS - _age(store, number)
     if seconds > 0:
@@ -114,14 +114,14 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
             return
         if found != held:
             raise InputError(
-                f"checkpoint.mirror: {store.address}: {holder} trains this run; stop it there, or use another "
-                f"--output. The lease expires {SILENT_SECONDS:g} s after the holder's last heartbeat. To take over "
-                f"immediately, remove {store.address}/{FOLDER}"
+                f"checkpoint.mirror: {store.address}: {holder} is already training this run; stop it there, or use "
+                f"another --output. The lease expires {SILENT_SECONDS:g} s after the holder's last heartbeat. To take "
+                f"over immediately, remove {store.address}/{FOLDER}"
             )
 
 
 def _age(store: MirrorStore, number: int) -> float:
-    """Returns the seconds since a lease was modified, minus CLOCK_SECONDS. Returns 0 if that is unknown."""
+    """Returns a lease's age in seconds, minus CLOCK_SECONDS, or 0 if it is unknown."""
     if not _is_atomic(store):
         return 0.0
     probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
@@ -144,7 +144,7 @@ def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:
         store.create(path_of(number), json.dumps(values).encode())
     except Exception as error:  # error types depend on the file system
         problem = error
-    # Even after an error, the lease may be ours: a retried request fails if the first one succeeded.
+    # Even after an error, we may own the lease: a retried request fails if the first one succeeded.
     if problem is None and not _is_atomic(store):
         time.sleep(SETTLE_SECONDS)
     found = store.read(path_of(number))

@@ -1,4 +1,4 @@
-"""Accesses a run's mirror, which is a copy of the run on another disk or in object storage, with fsspec.
+"""Accesses a run's mirror, a copy of the run on another disk or in object storage, through fsspec.
 
     MIRROR/NAME/run.json                                run ID, and start ID of the process that writes
     MIRROR/NAME/config.yaml, metrics.jsonl, ...         small files
@@ -64,12 +64,12 @@ class DamagedCopyError(OSError):
 
 @dataclass(frozen=True)
 class Identity:
-    """Run ID of a mirror, and start ID of the process that writes to it."""
+    """A mirror's run ID, and the start ID of the process that writes to it."""
 
     run: str | None
     start: str | None
     damage: str | None = None
-    """Problem with run.json. In that case, `run` is from metrics.jsonl, and `start` is None."""
+    """Problem with run.json. In that case, `run` comes from metrics.jsonl, and `start` is None."""
 
 
 class MirrorStore:
@@ -101,7 +101,7 @@ class MirrorStore:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a small file, or overwrites it."""
+        """Writes or overwrites a small file."""
         self.system.makedirs(name.rpartition("/")[0], exist_ok=True)
         self.system.pipe_file(name, content)
 
@@ -115,7 +115,7 @@ class MirrorStore:
             self.system.pipe_file(name, content, mode="create")
 
     def identity(self) -> Identity | None:
-        """Returns the mirror's identity, or None if run.json and metrics.jsonl don't exist."""
+        """Returns the mirror's identity, or None if neither run.json nor metrics.jsonl exists."""
         content = self.read(IDENTITY_FILE)
         try:
             values = json.loads(content or b"")
@@ -134,7 +134,7 @@ class MirrorStore:
         self.write(IDENTITY_FILE, json.dumps({"run": run, "start": start}).encode())
 
     def steps(self) -> tuple[list[int], list[int]]:
-        """Returns the steps of sealed checkpoints, and the steps of incomplete ones."""
+        """Returns (steps of sealed checkpoints, steps of incomplete checkpoints)."""
         files = [name.split("/") for name in self.sizes("checkpoints")]
         found = {step_named(path[0]) for path in files} - {None}
         sealed = {step_named(path[0]) for path in files if path[1:] == [SEAL_FILE]} & found
@@ -148,11 +148,11 @@ class MirrorStore:
         except ValueError as error:
             raise DamagedCopyError(f"{SEAL_FILE} is missing" if content is None else str(error)) from None
         if astray := [file for file in entries if Path(file).is_absolute() or ".." in Path(file).parts]:
-            raise DamagedCopyError(f"{SEAL_FILE} lists {astray[0]}, which is outside of the folder")
+            raise DamagedCopyError(f"{SEAL_FILE} lists {astray[0]}, which is outside the folder")
         return entries
 
     def look_over(self, name: str) -> dict[str, dict]:
-        """Returns the same as `sealed`, after checking that all files exist and have the right size."""
+        """Checks that all files exist and have the right size. Returns the same as `sealed`."""
         entries = self.sealed(name)
         sizes = self.sizes(name)
         for file, entry in entries.items():
@@ -195,8 +195,8 @@ class MirrorStore:
     ) -> int:
         """Uploads a sealed folder. Returns its size in bytes.
 
-        Every file is read back to compare its hash. Files from an earlier attempt are reused. Raises DamagedCopyError
-        if a hash differs.
+        Reads every file back and verifies its hash. Reuses files from an earlier attempt. Raises DamagedCopyError if a
+        hash differs.
 
         Args:
             beat: called regularly.
@@ -218,7 +218,7 @@ class MirrorStore:
     def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
         """Uploads a file unless the mirror already has it. Returns True if it was uploaded.
 
-        entry: the file's size and hash. Raises DamagedCopyError if the uploaded file has a different one.
+        Raises DamagedCopyError if the uploaded file doesn't match `entry`, the file's size and hash.
         """
         if self._holds(path, entry, beat):
             return False
@@ -287,13 +287,13 @@ class MirrorStore:
         raise problem
 
     def unseal(self, name: str) -> None:
-        """Removes a folder's manifest, which makes the folder incomplete."""
+        """Removes a folder's manifest, which marks the folder as incomplete."""
         if self.read(f"{name}/{SEAL_FILE}") is not None:
             self.system.rm_file(f"{name}/{SEAL_FILE}")
 
     def remove(self, name: str) -> None:
         """Removes a folder."""
-        self.unseal(name)  # first, so that a partly removed folder never looks complete
+        self.unseal(name)  # first, so that a partially removed folder never looks complete
         self.system.invalidate_cache()
         self.system.rm(name, recursive=True)
 
@@ -304,14 +304,14 @@ def name_of(step: int) -> str:
 
 
 def is_run_file(name: str) -> bool:
-    """Returns True for the path of a small file, relative to the run folder."""
+    """Returns True if `name`, relative to the run folder, is one of the run's small files."""
     hidden = any(part.startswith(".") for part in name.split("/")) or name == IDENTITY_FILE
     patterns = [pattern for pattern in RUN_FILES if pattern.count("/") == name.count("/")]
     return not hidden and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def damage_of_run_file(name: str, content: bytes) -> str | None:
-    """Returns a description of the damage in a small file, or None if the content looks valid."""
+    """Describes the damage to a small file. Returns None if its content looks valid."""
     try:
         if name == ROLLBACKS:
             parse_rollbacks(content)
@@ -342,7 +342,7 @@ def run_files(run: Path) -> dict[str, bytes]:
 
 
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
-    """Lists problems with `checkpoint.mirror` that can be found without connecting."""
+    """Lists problems with `checkpoint.mirror` that can be detected without connecting."""
     mirror = settings.mirror
     if mirror is None:
         return []
@@ -352,7 +352,7 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
         place = Path(os.path.abspath(mirror))
         run = Path(os.path.abspath(output))
         if place == run.parent or place.is_relative_to(run):
-            return [f"checkpoint.mirror: {mirror}: the copy would be in {output} itself; use another disk or a URL"]
+            return [f"checkpoint.mirror: {mirror}: the mirror would be in {output} itself; use another disk or a URL"]
         return []
     if shown(mirror) != mirror.rstrip("?#"):
         return [
@@ -365,7 +365,9 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
     try:
         get_filesystem_class(protocol)
     except ValueError:
-        return [f"checkpoint.mirror: {mirror}: {protocol}:// is not known; use a folder, or s3://, gs://, hf://, ..."]
+        return [
+            f"checkpoint.mirror: {mirror}: unknown protocol {protocol}://; use a folder, or s3://, gs://, hf://, ..."
+        ]
     except ImportError as error:  # says which package to install
         return [f"checkpoint.mirror: {mirror}: {error}"]
     return []
@@ -392,8 +394,8 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
         return
     if identity is None or (identity.run is None and identity.damage is not None):
         raise DamagedCopyError(
-            f"{IDENTITY_FILE} and {METRICS_FILE} on the mirror are damaged, so the mirror's run is unknown; restore "
-            "either file, or empty the mirror"
+            f"{IDENTITY_FILE} and {METRICS_FILE} on the mirror are damaged, so the mirror's run ID is unknown; "
+            "restore either file, or empty the mirror"
         )
     if identity.run not in (None, own):
         raise InputError(

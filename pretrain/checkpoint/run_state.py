@@ -1,4 +1,4 @@
-"""State of a run without its tensors, requests to a run, and rollbacks.json."""
+"""Run state without tensors, requests to a run, and rollbacks.json."""
 
 import json
 import math
@@ -46,7 +46,7 @@ class RunState:
     skipped_steps: int = 0
     """Number of steps skipped because of a non-finite gradient."""
     validation_loss: float | None = None
-    """Mean validation loss over the sources, if it was measured at this step."""
+    """Mean validation loss over all sources, if it was measured at this step."""
     expert_counts: list[list[int]] | None = None
     """Number of tokens routed to each expert in this step, per layer (MoE only).
 
@@ -65,11 +65,11 @@ class RunState:
     seconds: float = 0.0
     """Wall-clock time of all sessions, recorded only with `budget.minutes`."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """Checkpoints that this run was branched from, oldest first. Keys: run, step, tokens."""
+    """Checkpoints that this run branched from, oldest first. Keys: run, step, tokens."""
 
     @property
     def left_out(self) -> list[tuple[int, int]]:
-        """(first sample, number of samples) of each range that training skips."""
+        """(first sample, number of samples) for each range of samples that training skips."""
         return [tuple(rollback["samples"]) for rollback in self.rollbacks if rollback["samples"]]
 
     def after_rollbacks(self, recorded: list[dict[str, Any]]) -> "RunState":

@@ -1,4 +1,4 @@
-"""Reads and writes named tensors as safetensors files, in parallel on all ranks.
+"""Reads and writes named tensors in safetensors files, in parallel across ranks.
 
 HostMemory stages tensors in CPU memory, so that a thread can write them while training continues.
 """
@@ -51,7 +51,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
-    """Assigns tensors to files with HF's file names. Returns {file name: tensor names}."""
+    """Assigns tensors to files with HF-style names. Returns {file name: tensor names}."""
     bundles: list[list[str]] = [[]]
     room = max_file_bytes
     for name, shape in group.shapes.items():
@@ -94,7 +94,7 @@ def shares(
     """Yields (file, name, tensor) for each tensor that this rank writes.
 
     A collective call, because gathering a tensor may need all ranks. Files are assigned to ranks round-robin, starting
-    with different ranks for the model and the optimizer.
+    at different ranks for the model and the optimizer.
 
     Args:
         beat: called for every tensor.
@@ -121,7 +121,7 @@ def write_group(
     beat: Callable[[], None] = lambda: None,
     published: PublishedNames | None = None,
 ) -> dict[str, dict]:
-    """Writes the files that are assigned to this rank. Returns {file: {bytes, sha256}} for them. A collective call.
+    """Writes this rank's files and returns {file: {bytes, sha256}} for them. A collective call.
 
     Args:
         dtypes: {name: dtype to convert to}. Other tensors aren't converted.

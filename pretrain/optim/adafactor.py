@@ -1,4 +1,4 @@
-"""Adafactor with a factored second moment, and stochastic rounding to bf16."""
+"""Adafactor, with stochastic rounding for bf16 parameters."""
 
 import hashlib
 import math
@@ -15,17 +15,17 @@ from pretrain.optim.optimizers import OptimizerSpec, local_tensor
 from pretrain.optim.tiles import Tile, narrowed, put, shape_of, take, whole_tile
 
 CLIP = 1.0
-"""Maximum RMS of an update. Stacked matrices, such as experts, are clipped separately."""
+"""Maximum RMS of an update. Each matrix in a stack, such as MoE experts, is clipped separately."""
 DECAY_EXPONENT = 0.8
 """The second moment's decay at step t is 1 - t^-DECAY_EXPONENT."""
 MIN_SQUARE = 1e-30
-"""Added to squared gradients."""
+"""Epsilon added to the squared gradients."""
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's increment."""
 DRAWN_TOGETHER = 2**24
 """Maximum number of elements to round at once. Rounding needs 24 bytes per element."""
 
-# Dimensions to reduce, to get one value per row, per column or per matrix.
+# Dimensions to reduce for one value per row, per column or per matrix.
 ROW = (-1,)
 COLUMN = (-2,)
 MATRIX = (-2, -1)
@@ -33,24 +33,24 @@ MATRIX = (-2, -1)
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """This rank's shard of a parameter: either a tile, or a slice of a flat tensor that contains many parameters."""
+    """This rank's shard of a parameter: either a tile, or a slice of a flat tensor shared by many parameters."""
 
     parameter: torch.Tensor
     """Key in the optimizer's state."""
     shape: tuple[int, ...]
     """Unsharded shape of the parameter."""
     holders: Holders | None = None
-    """Ranks that have shards of the parameter. None means that it isn't sharded."""
+    """Ranks that share the parameter. None if it isn't sharded."""
     tile: Tile | None = None
-    """Tile of the shard. For a flat slice, tile of the rows that contain it. None means the whole parameter."""
+    """The shard's tile. For a flat slice, the tile of the rows it spans. None for the whole parameter."""
     start: int = 0
     """Index of the slice's first element in the flattened parameter."""
     offset: int | None = None
-    """Index of the slice's first element in the flat tensor. None means that the tensor itself is the shard."""
+    """Index of the slice's first element in the flat tensor. None if the tensor itself is the shard."""
     elements: int = 0
     """Number of elements in the slice."""
     adds: bool = True
-    """False if a different rank has the same shard and includes it in the sums."""
+    """False if another rank already counts the same shard in the sums."""
 
     @classmethod
     def flat(
@@ -63,15 +63,15 @@ class ParameterPart:
 
     @property
     def rows(self) -> Tile:
-        """Tile of `block`. A scalar has the shape (1,) here."""
+        """Tile of the tensor that `block` returns. A scalar is treated as a tensor of shape (1,)."""
         return whole_tile(self.shape or (1,)) if self.tile is None else self.tile
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the shard in a weight or gradient tensor."""
+        """Returns the shard as a view of a weight or gradient tensor."""
         return tensor if self.offset is None else tensor.narrow(0, self.offset, self.elements)
 
     def block(self, part: torch.Tensor) -> torch.Tensor:
-        """Returns the shard as a tile. A flat slice is padded with zeros to fill complete rows."""
+        """Returns the shard as a tile. A flat slice is zero-padded to complete rows."""
         if self.offset is None:
             return part
         block = torch.zeros(shape_of(self.rows), dtype=part.dtype, device=part.device)
@@ -79,7 +79,7 @@ class ParameterPart:
         return block
 
     def inside(self, block: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the shard in its block."""
+        """Returns the shard as a view of its block."""
         if self.offset is None:
             return block
         first = self.rows[0][0][0] if self.elements else 0
@@ -90,9 +90,9 @@ class ParameterPart:
         return list(sums) if self.adds else [torch.zeros_like(own) for own in sums]
 
     def tile_of(self, without: tuple[int, ...]) -> Tile:
-        """Returns the block's tile in the reduced parameter.
+        """Returns the block's tile after some dimensions of the parameter are reduced.
 
-        without: reduced dimensions as negative indices, such as (-1,) for one value per row.
+        without: the reduced dimensions as negative indices, for example (-1,) for one value per row.
         """
         missing = [len(self.shape) + dim for dim in without]
         return tuple(ranges for dim, ranges in enumerate(self.rows) if dim not in missing)
@@ -105,7 +105,7 @@ class Adafactor(torch.optim.Optimizer):
     rounding, so they don't need an fp32 copy. The random bits depend only on the seed, the step, the parameter's name
     and the element's index, so resuming or resharding a run doesn't change them.
 
-    State is replicated on every rank. Sharded parameters need two all-reduces per step. A step overwrites the
+    The state is replicated on every rank. Sharded parameters need two all-reduces per step. `step` overwrites the
     gradients. `grad_scale` and `found_inf` work as in torch's fused optimizers.
 
     Args:
@@ -129,7 +129,7 @@ class Adafactor(torch.optim.Optimizer):
         self.seed = seed
         self.names = names or {}
         self.placed: dict[torch.Tensor, list[ParameterPart]] = {}
-        """{tensor: shards in it}, set by strategies that shard parameters or flatten them into one tensor."""
+        """{tensor: shards in it}. Set by strategies that shard parameters or flatten them into one tensor."""
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class Adafactor(torch.optim.Optimizer):
     def _update(
         self, part: ParameterPart, weight: torch.Tensor, gradient: torch.Tensor, group: dict, name: str
     ) -> Generator[list[torch.Tensor], list[torch.Tensor], None]:
-        """Updates the weight. Yields tensors to all-reduce, and receives their sums."""
+        """Updates the weight. Yields tensors to all-reduce and receives their sums."""
         state = self.state[part.parameter]
         skips = None
         for key, shape in factored_shapes(part.shape).items():
@@ -163,13 +163,13 @@ class Adafactor(torch.optim.Optimizer):
             gradient.div_(self.grad_scale.to(gradient.device))
         if self.found_inf is not None:
             skips = self.found_inf.to(gradient.device).bool()
-            # A lerp with an infinite value gives NaN even if the weight is 0.
+            # lerp with an infinite value returns NaN, even with an interpolation weight of 0.
             gradient.masked_fill_(skips, 0)
         state["step"] += 1 if skips is None else (~skips).float()
         new = state["step"].double().pow(-DECAY_EXPONENT).float()
         new = new if skips is None else torch.where(skips, 0.0, new)
 
-        # Squares in bf16 would be too imprecise.
+        # bf16 isn't precise enough for squared gradients.
         block = part.block(gradient.float())
         places = {key: torch.zeros_like(state[key]) for key in state if key != "step"}
         squared = block.square()
@@ -179,7 +179,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             put(places["variance"].view(-1), part.rows, squared.view(-1))
         del squared
-        # `run_together` reduces the sums of all parameters in one collective.
+        # `run_together` all-reduces the sums of all parameters in one collective.
         sums = dict(zip(places, (yield part.share_of(places.values())), strict=True))
         if "row" in state:
             state["row"].lerp_(sums["row"] / part.shape[-1] + MIN_SQUARE, new)
@@ -197,7 +197,7 @@ class Adafactor(torch.optim.Optimizer):
         else:
             squares = update.square().sum()
         if part.offset is not None:
-            # The block of a flat slice is larger than the slice. We free it before waiting for the other updates.
+            # A flat slice's block is larger than the slice, so free it before waiting for the other updates.
             gradient.copy_(update)
             update = gradient
             del block
@@ -221,7 +221,7 @@ class Adafactor(torch.optim.Optimizer):
 
 
 def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
-    """Runs updates in lockstep, and all-reduces the tensors that they yield in one collective."""
+    """Runs updates in lockstep. All-reduces the tensors that they yield in one collective."""
     asked = [next(update) for update in updates]
     while asked:
         if holders is not None:
@@ -238,7 +238,7 @@ def run_together(updates: Sequence[Generator], holders: Holders | None) -> None:
 
 
 def factored_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the state's {name: shape}: step, row and column for a matrix, otherwise step and variance."""
+    """Returns {name: shape} of the state: step, row and column for matrices, otherwise step and variance."""
     if len(shape) < 2:
         return {"step": (), "variance": shape}
     return {"step": (), "row": shape[:-1], "column": shape[:-2] + shape[-1:]}
@@ -250,19 +250,19 @@ def are_matrices(shape: tuple[int, ...]) -> bool:
 
 
 def draws_of(seed: int, name: str) -> int:
-    """Returns a parameter's random seed, below 2^63."""
+    """Returns the random seed for a parameter, below 2^63."""
     return int.from_bytes(hashlib.blake2b(repr((seed, name)).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def round_stochastically(
     values: torch.Tensor, seed: int, step: torch.Tensor, tile: Tile | None = None, shape: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """Rounds fp32 values to bf16 stochastically, so that the expectation is exact.
+    """Rounds fp32 values to bf16 stochastically. The expected result is exact.
 
     bf16 is the upper half of an fp32 number. Adding a uniform 16-bit integer before truncation carries into the upper
-    half with exactly the right probability, for positive and negative numbers.
+    half with exactly the right probability, for both signs.
 
-    tile, shape: the values' tile and the parameter's unsharded shape. None means the whole parameter.
+    tile, shape: the values' tile and the parameter's unsharded shape. By default, `values` is the whole parameter.
     """
     if values.dim() == 0:
         return round_stochastically(values.view(1), seed, step).view(())
@@ -302,7 +302,7 @@ def mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def signed(number: int) -> int:
-    """Converts the lower 64 bits of a number to an int64."""
+    """Interprets a number's lower 64 bits as an int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -1,7 +1,7 @@
 """AdamW with 8-bit moments (Dettmers et al., arXiv 2110.02861), using bitsandbytes kernels.
 
 Each moment has one scale per block of 256 consecutive elements in the flattened tensor. Sharding doesn't change the
-update if shard boundaries coincide with block boundaries (see `unit_rows`).
+update if shard boundaries are aligned with block boundaries (see `unit_rows`).
 """
 
 import math
@@ -17,13 +17,13 @@ from pretrain.optim.tiles import Tile, local_part, tile_of, whole_tile
 BLOCK = 256
 """Number of elements per scale."""
 MIN_ELEMENTS = 4096
-"""Minimum unsharded size of a tensor with 8-bit moments."""
+"""Minimum number of elements, before sharding, for 8-bit moments. Smaller tensors use fp32 moments."""
 SCALES = ("absmax1", "absmax2")
-"""State keys for the scales of the first and second moment."""
+"""State keys of the scales for the first and second moments."""
 
 
 def block_count(shape: Sequence[int]) -> int:
-    """Returns the number of blocks in a tensor. The last block may be incomplete."""
+    """Returns the number of blocks in a tensor. The last block may be partial."""
     return -(-math.prod(shape) // BLOCK)
 
 
@@ -33,12 +33,15 @@ def has_blocks(shape: Sequence[int]) -> bool:
 
 
 def unit_rows(shape: Sequence[int]) -> int:
-    """Returns the smallest number of rows that consists of complete blocks."""
+    """Returns the smallest number of rows that fills complete blocks."""
     return BLOCK // math.gcd(BLOCK, math.prod(shape[1:]))
 
 
 def table_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Returns the scale table's unsharded shape: (row units, blocks per unit). It is sharded like the parameter."""
+    """Returns the scale table's unsharded shape: (units of `unit_rows` rows, blocks per unit).
+
+    The table is sharded like the parameter.
+    """
     unit = unit_rows(shape)
     return -(-shape[0] // unit), unit * math.prod(shape[1:]) // BLOCK
 
@@ -54,10 +57,10 @@ class AdamW8bit(torch.optim.Optimizer):
 
     A parameter's state consists of `step` and the moments `state1` and `state2`. Large parameters also have the
     dequantization tables `qmap1` and `qmap2`, and the scales named in SCALES (see `scales_for`). The kernels don't
-    support `found_inf`, so the caller must not call `step` if a gradient isn't finite.
+    support `found_inf`, so `step` must not be called with non-finite gradients.
 
     Args:
-        params: parameters or parameter groups. Raises RuntimeError if the shards of a DTensor split a block.
+        params: parameters or parameter groups. Raises RuntimeError if a DTensor's sharding splits a block.
         lr: learning rate.
     """
 
@@ -71,8 +74,8 @@ class AdamW8bit(torch.optim.Optimizer):
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor) and has_blocks(shape) and not keeps_blocks(shape, tile_of(parameter)):
                 raise RuntimeError(
-                    f"{parameter.placements} of {shape} over {parameter.device_mesh} splits blocks of {BLOCK} "
-                    "elements, which should have been rejected before the start"
+                    f"{parameter.placements} over {parameter.device_mesh} splits blocks of {BLOCK} elements in a "
+                    f"parameter of shape {shape}; this should have been rejected before training"
                 )
         self._kernels = functional
         self._codes: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -136,7 +139,10 @@ def zeros_for(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scales_for(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns zero scales: (blocks,) or, for a DTensor, this rank's rows of the scale table."""
+    """Returns scales initialized to zero.
+
+    The shape is (blocks,). For a DTensor, it is `table_shape`, sharded like the parameter.
+    """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return torch.zeros(block_count(shape), device=parameter.device)
@@ -146,7 +152,7 @@ def scales_for(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW8bitSpec(OptimizerSpec):
-    """AdamW with 8-bit moments, on a GPU or a CPU."""
+    """AdamW with 8-bit moments, for GPUs and CPUs."""
 
     takes = ("whole", "sharded")
 
@@ -159,9 +165,9 @@ class AdamW8bitSpec(OptimizerSpec):
                 "adamw, muon and adafactor work without it"
             ]
         kernel = "optimizer_update_8bit_blockwise"
-        # torch has no public function for this.
+        # torch has no public API for this.
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        exists = hasattr(torch.ops.bitsandbytes, kernel)  # older versions lack it
+        exists = hasattr(torch.ops.bitsandbytes, kernel)  # not in older versions
         if exists and has_kernel(f"bitsandbytes::{kernel}", device_type.upper()):
             return []
         return [

@@ -1,14 +1,14 @@
-"""Averages the weights during training, because they are noisy at a constant learning rate.
+"""Weight averaging during training, which reduces the noise in the weights at a constant learning rate.
 
 Let s_1, s_2, ... be the weights after every k-th step (k = averaging.every_steps). Their running mean m is
 
     m_1 = s_1,    m_n = m_(n-1) + w_n (s_n - m_(n-1))
     tail:  w_n = 1 / n
-    ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x steps of the run
+    ema:   w_n = max(1 / n, 1 - 2^(-k / h)),    h = half_life_fraction x total steps
 
-tail is the uniform mean over the end of a run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241). ema
-is an exponential moving average with a half-life of h steps. It starts as a uniform mean instead of using a bias
-correction. The half-life is relative to the length of the run (Karras et al., arXiv 2312.02696).
+tail is the uniform mean over the end of the run (LAWA: Kaddour, arXiv 2209.14981; Sanyal et al., arXiv 2306.03241).
+ema is an exponential moving average with a half-life of h steps. It starts as a uniform mean instead of being
+bias-corrected. The half-life is relative to the run length (Karras et al., arXiv 2312.02696).
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pretrain.config import Averaging
 from pretrain.optim.optimizers import local_tensor
 
 AverageState = dict[str, Any]
-"""Metadata of an average: `kind`, `first_step`, and `count`, the number of steps averaged."""
+"""Metadata of an average: `kind`, `first_step` and `count` (number of averaged steps)."""
 
 
 def averages_after(settings: Averaging, total_steps: int) -> int:
@@ -31,7 +31,7 @@ def averages_after(settings: Averaging, total_steps: int) -> int:
 def can_continue(settings: Averaging, before: AverageState | None, total_steps: int) -> bool:
     """Returns True if a saved average can be continued with these settings.
 
-    A tail average can't if the run was extended and the average started before the new tail.
+    If the run was extended, a tail average that started before the new tail can't be continued.
     """
     if before is None or before["kind"] != settings.kind:
         return False
@@ -41,9 +41,9 @@ def can_continue(settings: Averaging, before: AverageState | None, total_steps: 
 def average_after_step(
     settings: Averaging, before: AverageState | None, step: int, total_steps: int
 ) -> tuple[AverageState | None, float]:
-    """Returns the average's metadata after `step`, and w_n, which is 1 for a new average.
+    """Returns the average's metadata after `step`, and the weight w_n, which is 1 for a new average.
 
-    The metadata is None if averaging hasn't started yet.
+    Returns (None, 0.0) before averaging starts.
     """
     if step <= averages_after(settings, total_steps):
         return None, 0.0
@@ -68,20 +68,20 @@ def averaging_problems(
     if rounds_stochastically:
         problems.append(
             f"averaging.kind: {settings.kind} averages weights in fp32, but optim.stochastic_rounding keeps them in "
-            "bf16; omit one of them"
+            "bf16; use only one of them"
         )
     first = averages_after(settings, total_steps)
     if (count := total_steps // settings.every_steps - first // settings.every_steps) < 2:
         problems.append(
             f"averaging.every_steps: {settings.every_steps:,} averages only {count} of the "
-            f"{total_steps - first:,} steps, but a mean needs two; use at most "
+            f"{total_steps - first:,} steps, but an average needs at least two; use at most "
             f"{max(1, (total_steps - first) // 2):,}, or average more of the run"
         )
     return problems
 
 
 class WeightAverage:
-    """Mean of the weights, in fp32 and sharded like the weights."""
+    """Average of the weights, in fp32 and with the same sharding."""
 
     @torch.no_grad()
     def __init__(self, weights: Mapping[str, torch.Tensor]):
@@ -89,13 +89,13 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weights: Mapping[str, torch.Tensor], share: float) -> None:
-        """Moves the mean toward the weights by `share`, without communication or device synchronization."""
+        """Moves the average toward the weights by the fraction `share`. Needs no communication or device sync."""
         means = list(map(local_tensor, self.means.values()))
         torch._foreach_lerp_(means, list(map(local_tensor, weights.values())), share)
 
     @torch.no_grad()
     def exchange(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Swaps the mean and the weights. A second call restores both bit for bit."""
+        """Swaps the average and the weights. A second call restores both exactly."""
         pairs = zip(self.means.values(), weights.values(), strict=True)
         for mean, weight in (map(local_tensor, pair) for pair in pairs):
             # One tensor at a time, to avoid a third copy of the model.

@@ -1,4 +1,4 @@
-"""Batch-size schedule, a pure function of the step."""
+"""Batch-size schedule as a pure function of the step."""
 
 import bisect
 import itertools
@@ -11,22 +11,22 @@ from pretrain.errors import InputError
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Batch-size schedule with a constant batch size per level. Create it with `batch_ramp`."""
+    """Piecewise-constant batch-size schedule. Create it with `batch_ramp`."""
 
     sequences_per_level: tuple[int, ...]
     """Global batch size of each level, in sequences."""
     first_steps: tuple[int, ...]
-    """First step of each level, in ascending order from 0."""
+    """First step of each level, in ascending order, starting from 0."""
     total_steps: int
     """Number of optimizer steps in the run."""
     first_sequences: tuple[int, ...] = ()
-    """Number of sequences before each level. Computed if it is ()."""
+    """Number of sequences before each level. If empty, it is computed from the other fields."""
 
     def __post_init__(self):
         if not self.first_sequences:
             steps = [end - begin for begin, end in itertools.pairwise(self.first_steps)]
             per_level = [count * level for count, level in zip(steps, self.sequences_per_level, strict=False)]
-            # A frozen dataclass doesn't allow assignment.
+            # Frozen dataclasses don't allow assignment.
             object.__setattr__(self, "first_sequences", tuple(itertools.accumulate(per_level, initial=0)))
 
     @property
@@ -42,7 +42,7 @@ class BatchRamp:
         """Returns the number of sequences trained before `step`."""
         level = self._level(step)
         sequences = self.first_sequences[level] + (step - self.first_steps[level]) * self.sequences_per_level[level]
-        # An old checkpoint may not contain all levels, only their total.
+        # Old checkpoints may contain only a total instead of all levels.
         return min([sequences, *self.first_sequences[level + 1 : level + 2]])
 
     def steps_to_reach(self, sequences: int) -> int:
@@ -87,12 +87,12 @@ def batch_ramp(
     """Creates a batch-size schedule. Pass either total_sequences or total_steps.
 
     With ramp_from = 1/n, the batch size increases in n levels: 1/n, 2/n, ..., n/n of sequences_per_step. The levels
-    below the full batch size cover the first `ramp_over` of the run's sequences in equal parts, rounded up to whole
-    steps. The default is a constant batch size. Raises InputError if sequences_per_step isn't a multiple of n, or if
-    ramp_over isn't below 1.
+    below the full batch size are equally long (in sequences, rounded up to whole steps) and together cover the
+    fraction `ramp_over` of the run. The default is a constant batch size. Raises InputError if sequences_per_step
+    isn't a multiple of n, or if ramp_over isn't below 1.
     """
     if not ramp_over < 1.0:
-        raise InputError(f"batch.ramp.over: {ramp_over} leaves no steps for the full batch; use less than 1")
+        raise InputError(f"batch.ramp.over: {ramp_over} leaves no steps for the full batch size; use a value below 1")
     parts = round(1.0 / ramp_from) if ramp_over else 1
     if rest := sequences_per_step % parts:
         below = sequences_per_step - rest

@@ -1,10 +1,10 @@
 """Learning-rate schedules, which are pure functions of the step.
 
 Steps are counted from 0. During warmup, the factor at step s is (s + 1) / warmup_steps, so the first learning rate
-isn't 0 and the last warmup step uses the peak. A decay reaches its floor at step == total_steps, one after the last
-step, as in nanoGPT's get_lr with lr_decay_iters == max_iters.
+isn't 0 and the last warmup step uses the peak. The decay reaches its floor at step == total_steps, one step after the
+last one, as in nanoGPT's get_lr with lr_decay_iters == max_iters.
 
-A schedule is a function (schedule, step) -> factor of the peak, registered in `registry.SCHEDULES`.
+A schedule is a function (schedule, step) -> fraction of the peak, registered in `registry.SCHEDULES`.
 docs/learning_rate.md describes all schedules.
 """
 
@@ -20,7 +20,7 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""{shape: function from progress (0 to 1) to factor (1 to 0)}. sqrt is from Hägele et al., arXiv 2405.18392."""
+"""{shape: function that maps progress (0 to 1) to a factor (1 to 0)}. sqrt is from Hägele et al., arXiv 2405.18392."""
 
 DECAYING = ("cosine", "linear", "wsd", "infinite")
 """Schedules that decay to a floor at the end of the run."""
@@ -28,7 +28,7 @@ DECAYING = ("cosine", "linear", "wsd", "infinite")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule. Raises InputError if its phases are longer than the run."""
+    """Learning-rate schedule. Raises InputError if its phases don't fit in the run."""
 
     name: str
     """Key in SCHEDULES."""
@@ -45,19 +45,19 @@ class Schedule:
     cooldown_steps: int | None = None
     """Number of steps in the cosine cooldown after the warmup (infinite only). None means 70% of the run.
 
-    Set it if the run may be extended. Otherwise an extension would change past learning rates.
+    Set it if the run may be extended. Otherwise, extending it would change past learning rates.
     """
     constant_ratio: float = 7.5e-6 / 1.4e-5
     """Learning rate after the cooldown, as a fraction of the peak (infinite only)."""
     anneal_steps: int = 0
     """Number of steps in the final annealing (infinite only). With 0, the run ends at the constant learning rate."""
     first_step: int = 0
-    """First warmup step: 0, or the step at which a run switched to this schedule."""
+    """First warmup step: 0, or the step at which the run switched to this schedule."""
     decayed: tuple[int, int, float] | None = None
-    """(first decay step, step at which total_steps was changed, progress of the decay at that step).
+    """(first decay step, step at which total_steps was changed, decay progress at that step).
 
-    The rest of the decay is stretched to total_steps, so that the learning rate doesn't jump. None means that
-    total_steps wasn't changed during the decay.
+    The rest of the decay is stretched to total_steps, so that the learning rate doesn't jump. None if total_steps
+    wasn't changed during the decay.
     """
 
     def __post_init__(self):
@@ -103,7 +103,7 @@ class Schedule:
         return self.warmup_end
 
     def progress(self, step: int) -> float:
-        """Returns the progress of the decay at `step`, from 0 to 1."""
+        """Returns the decay progress at `step`, from 0 to 1."""
         if self.decayed is None:
             return _progress(step, self._decay_begin, self.total_steps)
         _, begin, progress = self.decayed
@@ -112,7 +112,7 @@ class Schedule:
     def moved_to(self, total_steps: int, step: int, planned: "Schedule") -> "Schedule":
         """Returns the schedule after total_steps was changed at `step`. Past learning rates don't change.
 
-        If the decay has already started, the rest of it is stretched over the remaining steps.
+        If the decay has already started, it is stretched over the remaining steps.
 
         Args:
             planned: the recipe's schedule for the new total_steps.
@@ -131,7 +131,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Annealing:
-    """Schedule that ends early, with a decay to the floor that starts at `from_step`."""
+    """Schedule that ends early, with a decay to the floor starting at `from_step`."""
 
     schedule: Schedule
     from_step: int
@@ -158,7 +158,7 @@ class Annealing:
 
 
 def cosine(schedule: Schedule, step: int) -> float:
-    """Decays from the peak to the floor with half a cosine (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
+    """Decays from the peak to the floor along a half cosine (Loshchilov & Hutter 2017, arXiv 1608.03983)."""
     return _decayed(schedule, "cosine", step)
 
 
@@ -180,8 +180,8 @@ def warmup_stable_decay(schedule: Schedule, step: int) -> float:
 def infinite(schedule: Schedule, step: int) -> float:
     """Decays with a cosine to a constant learning rate, then anneals exponentially in the last anneal_steps.
 
-    From Ibrahim et al. 2024, arXiv 2403.08763. If the annealing starts during the cooldown, it replaces the rest of
-    the cooldown.
+    From Ibrahim et al. 2024, arXiv 2403.08763. If annealing starts during the cooldown, it replaces the rest of the
+    cooldown.
     """
     cooldown_steps = round(0.7 * schedule.steps) if schedule.cooldown_steps is None else schedule.cooldown_steps
     cooling = _progress(min(step, schedule.decays_from), schedule.warmup_end, schedule.warmup_end + cooldown_steps)
@@ -214,9 +214,11 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _problems_of_schedule(schedule: Schedule) -> list[str]:
-    """Lists problems with combinations of settings. `pretrain.config` validates individual settings."""
+    """Lists invalid combinations of settings. `pretrain.config` validates individual settings."""
     if schedule.steps < 1:
-        return [f"total_steps {schedule.total_steps:,} is below {schedule.first_step + 1:,}: raise the budget"]
+        return [
+            f"total_steps must be at least {schedule.first_step + 1:,}, got {schedule.total_steps:,}; raise the budget"
+        ]
     problems = []
     phases = {"warmup_steps": schedule.warmup_steps}
     if schedule.name == "wsd":
@@ -224,11 +226,11 @@ def _problems_of_schedule(schedule: Schedule) -> list[str]:
     if schedule.name == "infinite":
         phases["anneal_steps"] = schedule.anneal_steps
         if schedule.anneal_steps and not schedule.final_ratio:
-            problems.append("final_ratio: exponential annealing can't reach 0; use more than 0, such as 0.01")
+            problems.append("final_ratio: exponential annealing can't reach 0; use a positive value, such as 0.01")
     if schedule.steps < sum(phases.values()):
         given = " + ".join(f"{name} {steps:,}" for name, steps in phases.items() if steps)
-        begins = f" left from step {schedule.first_step:,} on" if schedule.first_step else ""
+        begins = f" starting at step {schedule.first_step:,}" if schedule.first_step else ""
         problems.append(
-            f"{given} is longer than the run of {schedule.steps:,} steps{begins}: shorten it or raise the budget"
+            f"{given} is longer than the run ({schedule.steps:,} steps{begins}); shorten it or raise the budget"
         )
     return problems

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from pretrain.optim.tiles import Tile, rectangles, shape_of
 
 BUCKET_ELEMENTS = 2**24
-"""Maximum number of elements per rank in a bucket. A larger matrix has its own bucket."""
+"""Maximum number of elements per rank in a bucket. A larger matrix gets its own bucket."""
 
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that share matrices, either sharded or replicated."""
+    """Ranks with shards or replicas of the same matrices."""
 
     group: dist.ProcessGroup | None
-    """Process group of these ranks. None means only this rank."""
+    """Process group of these ranks. None for this rank alone."""
     device: torch.device
     """Device for computation and communication. The optimizer's tensors may be offloaded from it."""
 
@@ -39,17 +39,17 @@ class Holders:
 
 @dataclass(frozen=True)
 class HiddenMatrix:
-    """Shape of a matrix, and the blocks that are updated separately."""
+    """Shape of a hidden matrix and of its blocks, which are updated separately."""
 
     shape: tuple[int, int]
     blocks: tuple[int, ...] = ()
-    """Block sizes, for example of fused q, k and v. () means that the matrix isn't split."""
+    """Block sizes, such as those of fused q, k and v. Empty if the matrix isn't split."""
     block_dim: int = 0
     """Dimension along which the blocks are concatenated."""
     alternates: bool = False
-    """True if equally large blocks are interleaved along `block_dim`."""
+    """True if the blocks have equal sizes and are interleaved along `block_dim`."""
     stacked: int = 1
-    """Number of such matrices in the parameter, for example a layer's experts."""
+    """Number of matrices stacked in the parameter, such as a layer's experts."""
 
     @property
     def elements(self) -> int:
@@ -75,7 +75,7 @@ class MatrixPiece:
     tensor: int = 0
     """Index of the tensor that contains the shard."""
     tiles: tuple[Tile, ...] = ()
-    """Tile of each rank. A 1D tile refers to the flattened matrix. () means that the matrix is replicated."""
+    """Each rank's tile. A 1D tile refers to the flattened matrix. Empty if the matrix is replicated."""
     offset: int = 0
     """Index of the shard's first element in the flattened tensor."""
 
@@ -90,7 +90,7 @@ class MatrixPiece:
 
     @property
     def owner(self) -> int | None:
-        """Rank that has the whole matrix. None if the matrix is sharded or replicated."""
+        """Rank that stores the whole matrix. None if the matrix is split across ranks or replicated."""
         return next((rank for rank, count in enumerate(self.counts) if count == self.elements), None)
 
     @property
@@ -123,11 +123,11 @@ class MatrixPiece:
 def pieces_of(
     matrix: HiddenMatrix, holders: Holders, tiles: tuple[Tile, ...] = (), held: int | None = None
 ) -> list[MatrixPiece]:
-    """Returns a list with this rank's shard of a matrix, or of each matrix in a stack.
+    """Returns this rank's shards, one for each matrix in the parameter.
 
     Args:
-        tiles: each rank's tile of a matrix. () means that the matrix is replicated.
-        held: number of matrices in this rank's part of the stack. None means all.
+        tiles: each rank's tile of a matrix. Empty if the matrix is replicated.
+        held: number of stacked matrices on this rank. None for all.
     """
     one = replace(matrix, stacked=1)
     elements = math.prod(shape_of(tiles[holders.rank])) if tiles else matrix.elements
@@ -177,11 +177,11 @@ Bucket = list[tuple[MatrixPiece, int]]
 
 
 def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
-    """Groups pieces into buckets and assigns them to ranks so that the work is balanced."""
+    """Groups pieces into buckets and assigns each piece to a rank, balancing the work."""
     work = [0] * processes
     buckets: list[Bucket] = []
     room = 0
-    # Sharded and replicated matrices need different collectives, so they are in different buckets.
+    # Sharded and replicated matrices need different collectives, so they go in different buckets.
     for piece in sorted(pieces, key=lambda piece: (bool(piece.tiles), -piece.elements, piece.matrix.shape)):
         owner = work.index(min(work))
         # Proportional to the FLOPs of X X^T.
@@ -195,7 +195,7 @@ def buckets_of(pieces: Sequence[MatrixPiece], processes: int) -> list[Bucket]:
 
 
 def gather_flat(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """All-gathers equally large flat tensors from all ranks."""
+    """All-gathers flat tensors of equal size."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     gather(whole, part, group=group)
 
@@ -214,7 +214,7 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
-    # Cloned, because input and output of the collective must not overlap.
+    # Cloned, because the collective's input and output must not overlap.
     gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
     for theirs, of_rank in zip(owned, views, strict=True):
         results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
@@ -260,7 +260,7 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
 
 
 def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Splits a flat tensor into views with these sizes."""
+    """Splits a flat tensor into views of the given sizes."""
     return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
 
 

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for sharded and fused weights.
 
-The math and state names match torch.optim.Muon. That class always uses bf16 matmuls, which are 50 times slower than
-fp32 on a CPU without bf16 instructions.
+The math and state names match torch.optim.Muon, which always uses bf16 matmuls. On a CPU without bf16 instructions,
+these are 50 times slower than fp32 matmuls.
 """
 
 import math
@@ -17,14 +17,14 @@ from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, p
 from pretrain.optim.optimizers import AdamWSpec, local_tensor
 
 EPS = 1e-7
-"""Minimum Frobenius norm to divide by."""
+"""Lower limit for the Frobenius norm, to avoid division by zero."""
 BATCH_ELEMENTS = 2**22
-"""Maximum number of elements in a batch of equally shaped matrices. Limits the memory for an update."""
+"""Maximum number of elements in a batch of same-shape matrices. Limits the memory for an update."""
 
 Quintic = tuple[float, float, float]
 """Coefficients a, b and c of a x + b x^3 + c x^5."""
 SAFETY = 1.01
-"""Polar Express's safety factor, for singular values above 1 due to bf16 rounding."""
+"""Polar Express's safety factor. bf16 rounding can push singular values above 1."""
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -38,7 +38,7 @@ POLAR_EXPRESS: tuple[Quintic, ...] = (
 
 
 def divided(quintic: Quintic, by: float) -> Quintic:
-    """Returns the polynomial in x / by."""
+    """Substitutes x / by for x in the polynomial."""
     a, b, c = quintic
     return a / by, b / by**3, c / by**5
 
@@ -46,14 +46,14 @@ def divided(quintic: Quintic, by: float) -> Quintic:
 COEFFICIENTS: dict[str, tuple[Quintic, ...]] = {
     # Maximizes the slope at zero. The singular values end up between about 0.7 and 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # The first polynomial includes the safety factor twice, because it also applies to the division by the norm.
+    # The first polynomial includes the safety factor twice: once for itself, once for the division by the norm.
     "polar_express": (
         divided(POLAR_EXPRESS[0], SAFETY * SAFETY),
         *(divided(quintic, SAFETY) for quintic in POLAR_EXPRESS[1:]),
         (1.875, -1.25, 0.375),
     ),
 }
-"""{name: one quintic per iteration}. Further iterations repeat the last quintic."""
+"""{name: one quintic per iteration}. Additional iterations repeat the last quintic."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -63,8 +63,8 @@ class Muon(torch.optim.Optimizer):
     The factor 0.2 sqrt(max(rows, columns)) gives updates an RMS of about 0.2, like AdamW (Liu et al., arXiv
     2502.16982).
 
-    A step overwrites the gradients. `grad_scale` and `found_inf` work as in torch's fused optimizers. `copies` are the
-    ranks with replicas of the matrices. They share the work.
+    `step` overwrites the gradients. `grad_scale` and `found_inf` work as in torch's fused optimizers. `copies` is the
+    group of ranks with replicas of the matrices. These ranks share the work.
 
     Args:
         params: matrices. Raises ValueError for other shapes.
@@ -72,7 +72,7 @@ class Muon(torch.optim.Optimizer):
         momentum: m in the formulas above.
         ns_steps: number of Newton-Schulz iterations.
         coefficients: key in COEFFICIENTS.
-        matrices: descriptions of split or stacked parameters. Each other parameter is updated as one matrix.
+        matrices: descriptions of split or stacked parameters. All other parameters are updated as single matrices.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -95,9 +95,9 @@ class Muon(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.matrices = {p: HiddenMatrix(tuple(p.shape)) for p in parameters} | dict(matrices or {})
         if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
-            raise ValueError(f"Muon updates matrices, not parameters of shape {', '.join(map(str, shapes))}")
+            raise ValueError(f"Muon supports only matrices, got parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
-        """{tensor: shards in it}, set by strategies that shard parameters or flatten them into one tensor."""
+        """{tensor: shards in it}. Set by strategies that shard parameters or flatten them into one tensor."""
         self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         if self.found_inf is not None:
             skips = self.found_inf.to(updates[0].device).bool()
             for update, momentum in zip(updates, momenta, strict=True):
-                torch.where(skips, momentum, update, out=update)  # with this value, the lerp below keeps the momentum
+                torch.where(skips, momentum, update, out=update)  # the lerp below then leaves the momentum unchanged
             decay = torch.where(skips, 1.0, decay)
         torch._foreach_lerp_(momenta, updates, 1 - group["momentum"])
         torch._foreach_lerp_(updates, momenta, group["momentum"])
@@ -139,7 +139,7 @@ class Muon(torch.optim.Optimizer):
                 piece.part(weights).add_(piece.part(updates), alpha=-factor)
 
     def _pieces_in(self, parameters: list[torch.Tensor]) -> list[MatrixPiece]:
-        """Returns this rank's shards of matrices in these tensors. The result is cached."""
+        """Returns this rank's matrix shards in these tensors. The result is cached."""
         key = tuple(parameters)
         if key not in self._pieces:
             found = []
@@ -172,7 +172,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            # Strategies and checkpoints may replace this optimizer's groups and state.
+            # Strategies and checkpoints may replace the combined optimizer's groups and state.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -181,7 +181,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def update_scale(matrix: HiddenMatrix) -> float:
-    """Returns the scale of a matrix's update. If the matrix is split, returns the largest scale among its blocks."""
+    """Returns the scale of a matrix's update, or the largest scale of its blocks if it is split."""
     rows, columns = matrix.shape
     if matrix.blocks:
         rows, columns = (max(matrix.blocks), columns) if matrix.block_dim == 0 else (rows, max(matrix.blocks))
@@ -233,10 +233,10 @@ def iterations(name: str, steps: int) -> list[Quintic]:
 
 
 def orthogonalized(matrices: torch.Tensor, coefficients: Sequence[Quintic]) -> torch.Tensor:
-    """Approximately orthogonalizes matrices: maps U S V^T (the SVD) to U S' V^T with S' close to 1.
+    """Approximately orthogonalizes matrices: the SVD U S V^T becomes U S' V^T, with S' close to 1.
 
-    Divides by the Frobenius norm, so that no singular value exceeds 1. Then runs Newton-Schulz iterations
-    X <- a X + (b A + c A^2) X with A = X X^T, in the matrices' dtype. Shapes: (..., R, C) with R <= C.
+    Divides by the Frobenius norm, so that no singular value exceeds 1, then runs Newton-Schulz iterations
+    X <- a X + (b A + c A^2) X with A = X X^T in the matrices' dtype. Shape: (..., R, C) with R <= C.
     """
     multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
     x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
@@ -260,7 +260,7 @@ class MuonSpec(AdamWSpec):
     def problems(self, settings: Optim, device_type: str) -> list[str]:
         hidden = [name for name in self.model.shapes if self.model.is_hidden_matrix(name)]
         if not hidden:
-            return ["optim.name: muon finds no hidden matrices in this model; use adamw"]
+            return ["optim.name: this model has no hidden matrices for muon; use adamw"]
         problems = []
         fitting = {name: pattern_of(name, settings.muon.split_matrices) for name in hidden}
         for pattern, blocks in settings.muon.split_matrices.items():
@@ -269,13 +269,13 @@ class MuonSpec(AdamWSpec):
             if not outputs:
                 problems.append(
                     f"optim.muon.split_matrices: {pattern} matches no hidden matrix of this model, or earlier "
-                    f"patterns match them all; the first hidden matrix is {hidden[0]}"
+                    f"patterns already match them; the first hidden matrix is {hidden[0]}"
                 )
             if wrong:
-                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)} = sum of {blocks}"
+                given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)}, the sum of {blocks}"
                 problems.append(
                     f"optim.muon.split_matrices: {pattern}: {wrong[0]} has {outputs[wrong[0]]} outputs, "
-                    f"which are not {given}"
+                    f"which doesn't match {given}"
                 )
         return problems
 
@@ -286,8 +286,8 @@ class MuonSpec(AdamWSpec):
         return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
-        """Describes a matrix. It is split by the first matching pattern, or into gate and up projections if these are
-        fused.
+        """Describes a hidden matrix and its blocks. Without a matching pattern, only fused gate and up projections are
+        split.
 
         blocks_of: `optim.muon.split_matrices`.
         """
@@ -329,10 +329,10 @@ class MuonSpec(AdamWSpec):
 
 
 def block_sizes(blocks: int | list[int], total: int) -> list[int]:
-    """Returns block sizes. `blocks` is either a list of sizes or the number of equal blocks."""
+    """Returns the block sizes. `blocks` is a list of sizes or a number of equal blocks."""
     return [total // blocks] * blocks if isinstance(blocks, int) else blocks
 
 
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
-    """Returns the first matching pattern, or None."""
+    """Returns the first pattern that matches a parameter name, or None."""
     return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)

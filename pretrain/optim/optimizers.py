@@ -1,4 +1,4 @@
-"""Optimizer interface, AdamW, parameter groups, saving and loading of optimizer state, and the gradient norm."""
+"""Optimizer interface, AdamW, parameter groups, optimizer state in checkpoints, and the gradient norm."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ NamedParameters = list[tuple[str, torch.nn.Parameter]]
 MAX_SERIAL_SUM = 2**16
 """Maximum number of squares to sum sequentially in fp32 on a CPU.
 
-The error is 2e-7 for this number of squares, and 1e-5 for a million.
+The error is 2e-7 for this many squares, and 1e-5 for a million.
 """
 
 
@@ -38,15 +38,15 @@ class ModelShapes:
     transposed: frozenset[str] = frozenset()
     """Names of weights with the shape (inputs, outputs), as in GPT-2."""
     roles: "Mapping[str, WidthRole]" = field(default_factory=dict)
-    """Roles for muP, which determine each parameter's learning rate. Empty without muP."""
+    """muP roles, which determine each parameter's learning rate. Empty without muP."""
     width_ratio: float = 1.0
     """Model width divided by `optim.mup_base_width`."""
     group_rates: Mapping[str, float] = field(default_factory=dict)
     """{group: learning rate relative to the run's}, from `optim.group_learning_rates`."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """{name of a parameter with stacked experts: number of experts}"""
+    """{name of a stacked expert parameter: number of experts}."""
     stacks: Mapping[str, tuple[int | None, bool]] = field(default_factory=dict)
-    """Expert matrices, from `routers.expert_matrices`."""
+    """Expert matrices, as returned by `routers.expert_matrices`."""
 
     @classmethod
     def of(
@@ -61,7 +61,7 @@ class ModelShapes:
         Raises InputError if muP doesn't support the model.
 
         Args:
-            learning_rate: the run's peak learning rate. None ignores `optim.group_learning_rates`.
+            learning_rate: the run's peak learning rate. If None, `optim.group_learning_rates` is ignored.
             loss_terms: modules trained by the loss terms, as in `LossTerms.trained`.
         """
         whole = nn.Module()
@@ -92,7 +92,7 @@ class ModelShapes:
         return replace(known, roles=width_roles(causal_lm.config), width_ratio=ratio)
 
     def rate_scale(self, name: str, *, orthogonalized: bool = False) -> float:
-        """Returns the muP learning-rate factor of a parameter."""
+        """Returns a parameter's muP learning-rate factor."""
         role = self.roles.get(name)
         return 1.0 if role is None else role.rate_scale(self.width_ratio, orthogonalized=orthogonalized)
 
@@ -105,7 +105,7 @@ class ModelShapes:
         return "matrices" if self.is_hidden_matrix(name) else "scalars"
 
     def decays(self, name: str) -> bool:
-        """Returns True if weight decay applies to a parameter: not for embeddings, norms and biases."""
+        """Returns True if weight decay applies to a parameter. Embeddings, norms and biases aren't decayed."""
         is_vectors = name.endswith("_bias")  # stacked expert biases
         return len(self.shapes[name]) >= 2 and name not in self.embeddings and not is_vectors
 
@@ -121,10 +121,9 @@ def is_output_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerSpec(ABC):
-    """Interface of an optimizer: builds it and describes its state and what it supports.
+    """Base class for optimizers: creates the optimizer and describes its state and capabilities.
 
-    Each optimizer is a subclass registered in `registry.OPTIMIZERS`. Its `Options` declares the allowed
-    `optim.options`.
+    Subclasses are registered in `registry.OPTIMIZERS`. Their `Options` class defines the allowed `optim.options`.
     """
 
     model: ModelShapes
@@ -146,12 +145,12 @@ class OptimizerSpec(ABC):
     min_batch_factor = MIN_BATCH_FACTOR
     """Lower limit for the batch-size factor in `scaling_law_learning_rate`."""
     updates_in_bf16 = False
-    """True if the update uses bf16 whenever the device has bf16 matmuls, even if `precision` is fp32."""
+    """True if updates are computed in bf16 on devices with bf16 matmuls, even with `precision: fp32`."""
     clips_heads = False
     """True if the optimizer supports `optim.muon.qk_clip`."""
 
     Options = None
-    """Class for `optim.options`, derived from config.Section. None means that there are no options."""
+    """Subclass of config.Section for `optim.options`. None if there are no options."""
 
     def options(self, settings: Optim) -> Any:
         """Returns the validated `optim.options`."""
@@ -194,7 +193,7 @@ class OptimizerSpec(ABC):
         """Creates one parameter group per learning-rate scale.
 
         Each step decays a weight by learning rate x weight decay. The weight decay is divided by the muP scale, so
-        that muP doesn't change the decay per step. Learning rates from `optim.group_learning_rates` do change it.
+        that muP doesn't change the decay per step. `optim.group_learning_rates` does change it.
         """
         groups: dict[tuple[float, float], dict] = {}
         for name, parameter in parameters:
@@ -249,7 +248,7 @@ def optimizer_builder(
     device_type: str,
     loss_terms: nn.Module | None = None,
 ) -> OptimizerBuilder:
-    """Returns a builder for the recipe's optimizer. Raises InputError if the optimizer has `problems`.
+    """Returns a builder for the recipe's optimizer. Raises InputError if `OptimizerSpec.problems` finds any.
 
     Args:
         causal_lm: the unsharded model, which may be on the meta device.
@@ -270,10 +269,12 @@ def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_t
     spec = OPTIMIZERS[settings.name](shapes)
     problems = spec.problems(settings, device_type)
     if settings.muon.qk_clip and not spec.clips_heads:
-        problems.append(f"optim.muon.qk_clip: works only with name: muon (got {settings.name}); use muon, or null")
+        problems.append(
+            f"optim.muon.qk_clip: requires optim.name: muon, got {settings.name}; use muon, or set qk_clip to null"
+        )
     groups = set(map(shapes.group_of, shapes.shapes))
     problems += [
-        f"optim.group_learning_rates.{group}: no parameter of this model is in this group; omit it (a tied head is in "
+        f"optim.group_learning_rates.{group}: this model has no parameters in this group; omit it (a tied head is in "
         f"embedding); available: {', '.join(sorted(groups))}"
         for group in settings.group_learning_rates
         if group not in groups
@@ -291,7 +292,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     inner = getattr(optimizer, "optimizer", optimizer)
     decayed = others = 0
     for group in inner.param_groups:
-        elements = sum(getattr(p, "ds_numel", p.numel()) for p in group["params"])  # ZeRO-3's parameters are empty
+        elements = sum(getattr(p, "ds_numel", p.numel()) for p in group["params"])  # parameters are empty in ZeRO-3
         if group["weight_decay"]:
             decayed += elements
         else:
@@ -303,7 +304,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 def optimizer_state_by_name(
     optimizer: torch.optim.Optimizer, name_of: Mapping[torch.Tensor, str]
 ) -> dict[str, torch.Tensor]:
-    """Returns {'<parameter>.<key>': tensor} for all optimizer state. Numbers are converted to 0-dim tensors."""
+    """Returns {'<parameter>.<key>': tensor} for the whole optimizer state. Numbers become 0-dim tensors."""
     return {
         f"{name_of[parameter]}.{key}": value if torch.is_tensor(value) else torch.tensor(value)
         for parameter, state in optimizer.state.items()
@@ -321,7 +322,7 @@ def load_optimizer_state(
 ) -> None:
     """Loads saved state into an optimizer that hasn't taken a step.
 
-    Does nothing if `tensors` is empty, as in a checkpoint from before the first update. Raises InputError if state is
+    Does nothing if `tensors` is empty, as in a checkpoint saved before the first update. Raises InputError if state is
     missing, unexpected or has the wrong shape.
 
     groups: parameter groups to use instead of the optimizer's own.
@@ -355,15 +356,15 @@ def check_state(
     problems = [f"{len(names)} {kind} ({', '.join(names[:4])})" for kind, names in found.items() if names]
     if problems:
         raise InputError(
-            f"this optimizer state does not fit {optimizer_name} on this model: {'; '.join(problems)}; "
+            f"the saved optimizer state doesn't match {optimizer_name} on this model: {'; '.join(problems)}; "
             "resume with the same optimizer and model"
         )
 
 
 def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns the L2 norm of all gradients as an fp32 scalar (a DTensor if the gradients are DTensors)."""
-    # A CPU sums the squares of a large tensor sequentially, with an error of 1e-3 for 25 million elements. Reducing
-    # rows first avoids this. The norm of a bf16 gradient must be in fp32, because bf16 has an error of 1%.
+    # On a CPU, the squares of a large tensor are summed sequentially, with an error of 1e-3 for 25 million elements.
+    # Reducing rows first avoids this. For bf16 gradients, a norm computed in bf16 would have an error of 1%.
     gradients = list(gradients)
     if gradients and gradients[0].device.type != "cpu":
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
@@ -377,12 +378,12 @@ def total_norm(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard as a plain tensor that shares the storage."""
+    """Returns this rank's shard as a plain tensor with the same storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def divided_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's shard of `whole`, which isn't sharded if its shape differs from the parameter's."""
+    """Shards `whole` like the parameter. Returns it unchanged if the parameter isn't sharded or the shapes differ."""
     if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
         return whole
     from pretrain.optim.tiles import local_part

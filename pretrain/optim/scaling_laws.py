@@ -6,12 +6,10 @@ docs/quality.md compares the results with sweeps.
 REFERENCE_PARAMETERS = 108e6
 REFERENCE_RATE = 0.0047 / 2
 RATE_EXPONENT = -1 / 3
-"""AdamW's peak learning rate: half of the value in OLMo-core's model ladder, which is from Porian et al., arXiv
-2406.19146.
-"""
+"""AdamW's peak learning rate: half the value in OLMo-core's model ladder (Porian et al., arXiv 2406.19146)."""
 REFERENCE_BATCH = 160 * 2048
 REFERENCE_BATCH_EXPONENT = 2 / 3
-"""Batch size in the same ladder: tokens per step at REFERENCE_PARAMETERS, and exponent of the parameter count."""
+"""Batch size in the same ladder: tokens per step at REFERENCE_PARAMETERS, and exponent for the parameter count."""
 MIN_PARAMETERS = 3e6
 """Smaller models use the learning rate for this size.
 
@@ -21,9 +19,9 @@ BATCH_EXPONENT = 0.5
 """The learning rate is proportional to (batch size)^BATCH_EXPONENT (Malladi et al., arXiv 2205.10287)."""
 MIN_BATCH_FACTOR = 0.35
 MAX_BATCH_FACTOR = 2.0
-"""Limits for the learning rate's batch-size factor.
+"""Limits for the factor by which the batch size scales the learning rate.
 
-In sweeps with 1/30 to 1/280 of the reference batch size, the best factors were 0.30 to 0.38 (docs/quality.md).
+In sweeps at 1/30 to 1/280 of the reference batch size, the best factors were 0.30 to 0.38 (docs/quality.md).
 """
 TIMESCALE = 1.084
 TIMESCALE_EXPONENT = -0.527
@@ -63,10 +61,10 @@ def scaling_law_learning_rate(
 
 
 def scaling_law_weight_decay(parameters: float, tokens: float, tokens_per_step: float, learning_rate: float) -> float:
-    """Returns the weight decay for the optimal timescale, limited to MIN_DECAY and MAX_DECAY.
+    """Returns the weight decay for the optimal timescale, clamped to [MIN_DECAY, MAX_DECAY].
 
-    AdamW averages its updates over about 1 / (learning rate x decay) steps. The scaling law gives this number as a
-    fraction of the run.
+    AdamW averages its updates over about 1 / (learning rate x decay) steps. The scaling law predicts the optimal
+    number as a fraction of the run.
     """
     timescale = TIMESCALE * (tokens / parameters) ** TIMESCALE_EXPONENT
     decay = tokens_per_step / (learning_rate * tokens * timescale)

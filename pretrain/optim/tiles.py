@@ -1,4 +1,4 @@
-"""Tiles, which describe a shard of a tensor as index ranges for each dimension.
+"""Tiles: tensor shards, described by index ranges for each dimension.
 
 A dimension may have several ranges. For example, a shard of fused gate and up projections contains rows from both.
 """
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 Ranges = tuple[tuple[int, int], ...]
-"""(start, end) of each index range in a dimension. The shard concatenates them. () means that the shard is empty."""
+"""(start, end) of each index range in a dimension. The shard concatenates them. Empty if the shard is empty."""
 Tile = tuple[Ranges, ...]
 """Index ranges for each dimension."""
 Slices = tuple[slice, ...]
@@ -57,7 +57,7 @@ def shape_of(tile: Tile) -> tuple[int, ...]:
 
 
 def take(whole: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """Returns the shard of a whole tensor, as a view if no dimension has several ranges."""
+    """Extracts the shard from a whole tensor. Returns a view, unless a dimension has several ranges."""
     # Dimensions with several ranges need a copy, so they come last.
     for dim, ranges in sorted(enumerate(tile), key=lambda pair: len(pair[1])):
         parts = [whole.narrow(dim, first, end - first) for first, end in ranges or ((0, 0),)]
@@ -86,8 +86,8 @@ def tile_of(tensor: DTensor) -> Tile:
     tile = tile_at(tuple(tensor.shape), tensor.device_mesh.shape, tensor.placements, place_in(tensor.device_mesh))
     if shape_of(tile) != tuple(tensor.to_local().shape):
         raise RuntimeError(
-            f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should leave {shape_of(tile)} on "
-            f"this rank, but it has {tuple(tensor.to_local().shape)}: this torch version shards tensors differently"
+            f"{tensor.placements} of {tuple(tensor.shape)} over {tensor.device_mesh} should give this rank "
+            f"shape {shape_of(tile)}, got {tuple(tensor.to_local().shape)}; this torch version shards differently"
         )
     return tile
 
@@ -96,14 +96,14 @@ def tile_of(tensor: DTensor) -> Tile:
 def tile_at(shape: tuple[int, ...], sizes: tuple[int, ...], placements: tuple, place: tuple[int, ...]) -> Tile:
     """Returns the tile of the rank at position `place` in a mesh.
 
-    shape: unsharded shape. sizes: mesh dimensions.
+    shape: unsharded shape. sizes: size of each mesh dimension.
     """
     tile = list(whole_tile(shape))
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         dim = placement.dim % len(shape)
-        # A _StridedShard splits several parts of the tensor separately, such as fused gate and up projections.
+        # _StridedShard shards several parts of the dimension separately, such as fused gate and up projections.
         parts = getattr(placement, "split_factor", 1)
         of_parts = [chunk_of(tile[dim], part, parts) for part in range(parts)]
         tile[dim] = joined([chunk_of(ranges, place[axis], sizes[axis]) for ranges in of_parts])

@@ -134,7 +134,7 @@ def test_small_files_are_replaced_not_overwritten(tmp_path):
 
 
 def test_a_full_disk_is_detected_before_the_save(tmp_path):
-    with pytest.raises(OSError, match=r"a checkpoint needs .* GB, and .* has .* GB free"):
+    with pytest.raises(OSError, match=r"a checkpoint needs .* GB, but .* has .* GB free"):
         require_space(tmp_path, 10**18)
 
 
@@ -326,5 +326,5 @@ def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
     log({"event": "checkpoint", "step": 0})  # stopped before its first step
     assert newest(tmp_path) == (None, [])
     log({"event": "checkpoint", "step": 4, "path": "step-00000004"})
-    with pytest.raises(NoValidCheckpointError, match=r"metrics.jsonl lists step 4 as saved, but it is gone.*remove"):
+    with pytest.raises(NoValidCheckpointError, match=r"metrics.jsonl lists step 4 as saved, but it is missing.*rem"):
         newest(tmp_path)

@@ -127,7 +127,7 @@ def test_two_starts_do_not_both_write(tmp_path, monkeypatch):
     look(elsewhere, settings)
     write_checkpoint(run, 8)
     assert copier.attempt(everything=False) and copier.status["is_over"]
-    assert "another start" in copier.status["problem"] and steps_there(mirror) == [4]
+    assert "another process" in copier.status["problem"] and steps_there(mirror) == [4]
 
 
 def test_an_emptied_mirror_is_filled_again(tmp_path):
@@ -136,7 +136,7 @@ def test_an_emptied_mirror_is_filled_again(tmp_path):
     copy_all(copier)
     lose(mirror)
     write_checkpoint(run, 8)
-    assert not copier.attempt(everything=False) and "is gone" in copier.status["problem"]
+    assert not copier.attempt(everything=False) and "was emptied" in copier.status["problem"]
     copy_all(copier)
     assert steps_there(mirror) == [8] and (mirror / "run/config.yaml").exists()
 
@@ -164,7 +164,7 @@ def test_invalid_mirrors_are_rejected(tmp_path):
         return found
 
     assert "install gcsfs" in problem("gs://bucket/runs")
-    assert "nowhere:// is not known" in problem("nowhere://bucket")
+    assert "unknown protocol nowhere://" in problem("nowhere://bucket")
     assert "secrets" in problem("s3://key:word@bucket/runs") and "word" not in problem("s3://key:word@bucket/runs")
     assert "in" in problem(str(tmp_path / "runs")) and problem(str(tmp_path / "runs/x/copy")) and problem(" ")
     for mirror in ("hf://buckets/me/runs", "/other/disk", "relative", "memory://x"):
@@ -200,7 +200,7 @@ def test_a_damaged_mirror_identity_is_rewritten(tmp_path, content):
     write_checkpoint(run, 12)
     assert not copier.attempt(everything=True)
     assert copier.attempt(everything=True) and copier.status["is_over"]
-    assert "so the mirror's run is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
+    assert "so the mirror's run ID is unknown" in copier.status["problem"] and steps_there(mirror) == [4, 8]
 
 
 def test_a_damaged_copy_does_not_replace_an_intact_one(tmp_path):

@@ -157,7 +157,7 @@ def test_a_manifest_with_paths_outside_its_folder_is_damaged(lost):
         manifest = json.loads(path.read_text())
         manifest["files"] = {f"../../../{name}": entry for name, entry in manifest["files"].items()}
         path.write_text(json.dumps(manifest))
-    with pytest.raises(LostMirrorError, match="outside of the folder"):
+    with pytest.raises(LostMirrorError, match="outside the folder"):
         fetch_from_mirror(run, settings, Ranks())
 
 
@@ -176,7 +176,7 @@ def test_a_mirror_that_lost_its_checkpoints_does_not_start_from_scratch(lost):
     lose(run)
     with open(mirror / "run/metrics.jsonl", "a") as log:
         log.write('{"event": "mirror", "step": 8}\n')
-    with pytest.raises(LostMirrorError, match=r"had step 8; no checkpoint there has a MANIFEST.json") as stop:
+    with pytest.raises(LostMirrorError, match=r"lists step 8, but no checkpoint there has a MANIFEST.json") as stop:
         fetch_from_mirror(run, settings, Ranks())
     assert stop.value.exit_code == 17
 
@@ -191,7 +191,7 @@ def test_an_unwritable_mirror_does_not_stop_a_run(lost, tmp_path, is_finished):
         write_run(run, (4, 8, 12))
     fetch_from_mirror(run, settings, Ranks())
     assert latest_step(run) == (12 if is_finished else 8)
-    assert "reached or written at the start (OSError: [Errno 30] Read-only" in claim_of(run)["problem"]
+    assert "reached or written at startup (OSError: [Errno 30] Read-only" in claim_of(run)["problem"]
     copier = copier_of(run, settings.mirror)
     assert not copier.attempt(everything=True) and not copier.status["is_over"]
     (tmp_path / "mirror.faults").unlink()

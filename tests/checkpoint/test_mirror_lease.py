@@ -51,7 +51,7 @@ def store(request, tmp_path, monkeypatch):
 def test_a_living_holder_is_named_and_a_dead_one_replaced(store):
     first = take_lease(store, "one", None)
     with pytest.raises(
-        InputError, match=r"process \d+ on .* trains this run; stop it there.*1 s after the holder's last heartbeat"
+        InputError, match=r"process \d+ on .* is already training this run.*1 s after the holder's last heartbeat"
     ):
         take_lease(store, "two", None)
     first._over.set()  # killed

@@ -14,7 +14,7 @@ def test_it_trains_on_packed_documents_and_loads_with_from_pretrained(recipe, tm
     told = run_script(
         "train.py", "--config", recipe, "--model", ROOT / "examples/modern", "--trust_remote_code", *sizes
     ).stdout
-    assert "loss with transformers' forward pass, one document at a time" in told
+    assert "loss in transformers' forward pass, one document at a time" in told
     run = tmp_path / "run"
     assert losses(run)[12] < losses(run)[1] - 0.1
     assert (run / "final/modeling_modern.py").exists()

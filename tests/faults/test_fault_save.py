@@ -130,7 +130,7 @@ def test_added_files_and_an_emptied_folder(run):
 def test_lost_checkpoints_are_no_fresh_start(run):
     for folder in (run / "checkpoints").glob("step-*"):
         shutil.rmtree(folder)
-    with pytest.raises(NoValidCheckpointError, match="LATEST names step-00000002, which is gone"):
+    with pytest.raises(NoValidCheckpointError, match="LATEST points to step-00000002, which is missing"):
         chosen(run)
     assert chosen(run.with_name("another run")) == (None, [])
 

@@ -94,7 +94,7 @@ def test_exchanging_mean_and_weights_is_reversible_bit_for_bit():
         ),
         (
             {"averaging.kind": "tail"},
-            "averaging.every_steps: 10 averages only 0 of the 2 steps, but a mean needs two; use at most 1,",
+            "averaging.every_steps: 10 averages only 0 of the 2 steps, but an average needs at least two",
         ),
         ({"averaging.kind": "ema"}, "averaging.every_steps: 10 averages only 1 of the 12 steps"),
     ],

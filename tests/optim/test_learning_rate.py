@@ -118,10 +118,10 @@ def test_the_learning_rate_follows_the_batch_or_the_model_size(recipe):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"warmup_steps": 101}, "warmup_steps 101 is longer than the run of 100 steps"),
+        ({"warmup_steps": 101}, "warmup_steps 101 is longer than the run (100 steps)"),
         ({"name": "wsd", "warmup_steps": 60, "decay_steps": 50}, "warmup_steps 60 + decay_steps 50 is longer"),
         ({"name": "infinite", "warmup_steps": 60, "anneal_steps": 50}, "anneal_steps 50 is longer than the run"),
-        ({"total_steps": 0}, "total_steps 0 is below 1"),
+        ({"total_steps": 0}, "total_steps must be at least 1, got 0"),
         (
             {"name": "infinite", "anneal_steps": 5, "final_ratio": 0.0},
             "final_ratio: exponential annealing can't reach 0",

@@ -329,7 +329,7 @@ def test_state_that_does_not_fit_is_rejected_and_changes_nothing():
     saved["up.bias.exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(InputError) as error:
         load_state(optimizer, model, saved)
-    assert "does not fit AdamW on this model" in str(error.value)
+    assert "doesn't match AdamW on this model" in str(error.value)
     for part in (
         "1 missing (up.weight.exp_avg)",
         "1 unexpected (other.weight.exp_avg)",
@@ -455,7 +455,7 @@ def test_a_learning_rate_for_an_empty_group_is_rejected():
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
     (problem,) = optimizer_problems(settings, config, "cpu")
-    assert problem.startswith("optim.group_learning_rates.head: no parameter of this model is in this group; omit it")
+    assert problem.startswith("optim.group_learning_rates.head: this model has no parameters in this group; omit it")
 
 
 def test_group_learning_rates_follow_the_schedule():
@@ -485,8 +485,8 @@ def test_blocks_follow_the_pattern_and_the_layout_of_the_weight():
     ("blocks", "message"),
     [
         ({"*.c_attn.weight": 3}, r"\*.c_attn.weight matches no hidden matrix .* first hidden matrix is up.weight"),
-        ({"up.*": 3}, "up.weight has 16 outputs, which are not 3 equal blocks"),
-        ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which are not 8 = sum of \[4, 4\]"),
+        ({"up.*": 3}, "up.weight has 16 outputs, which doesn't match 3 equal blocks"),
+        ({"up.*": [4, 4]}, r"up.weight has 16 outputs, which doesn't match 8, the sum of \[4, 4\]"),
     ],
 )
 def test_blocks_that_do_not_fit_are_rejected(blocks, message):
@@ -496,7 +496,7 @@ def test_blocks_that_do_not_fit_are_rejected(blocks, message):
 
 def test_muon_without_hidden_matrices_is_rejected():
     model = parameters_in_module({"embed.weight": (9, 4), "lm_head.weight": (9, 4), "conv.weight": (4, 2, 3)})
-    with pytest.raises(InputError, match="muon finds no hidden matrices in this model; use adamw"):
+    with pytest.raises(InputError, match="this model has no hidden matrices for muon; use adamw"):
         builder(model, "muon")
 
 

@@ -79,15 +79,15 @@ def test_energy_of_all_steps_is_on_the_card_and_in_its_metadata(run):
         "| docs | 75.0% | not recorded |",
         "| budget | 8k tokens in 8 steps, 0.0749 per parameter |",
         "| global batch | 1,000 tokens (10 sequences of 100) |",
-        "| learning rate | 0.001 at the peak, cosine, 2 warmup steps |",
+        "| learning rate | 0.001 (peak), cosine, 2 warmup steps |",
         "| hardware | 8 x H100 |",
         "| strategy | fsdp2 |",
         "| throughput | 5,000 tokens/s, MFU 40.0% |",
         "| docs | 4.0000 | 54.60 | 1.8000 |",
         "![Training and validation loss](loss.png)",
         'model="me/tiny"',
-        "began with random weights of seed 7",
-        "Trained on text in these languages only: en, de.",
+        "initialized randomly with seed 7",
+        "It was trained only on text in these languages: en, de.",
     ],
 )
 def test_the_card_states(run, line):
@@ -101,7 +101,7 @@ def test_a_checkpoints_card_omits_later_events(run):
     assert "| docs | 5.0000 |" in text and "| docs | 4.0000 |" not in text
     assert "hellaswag" not in text
     assert 'revision="step-4"' in text
-    assert "step 4 of 8, with the learning rate not decayed" in text
+    assert "intermediate checkpoint (step 4 of 8)" in text
 
 
 def test_repeated_steps_count_once(run):
@@ -110,8 +110,8 @@ def test_repeated_steps_count_once(run):
     facts = read_facts(run)
     assert facts.step == 5 and facts.tokens == 5000
     text = card(run)
-    assert "| training loss at the end | 1.2500 |" in text
-    assert "- went back to step 4: loss 9.1; data of 4 steps left out" in text
+    assert "| final training loss | 1.2500 |" in text
+    assert "- rolled back to step 4: loss 9.1; data of 4 steps left out" in text
 
 
 def test_the_scores_of_a_task_stand_together(run):
@@ -170,8 +170,8 @@ def test_hub_datasets_and_the_base_model_are_linked(run, monkeypatch):
     data = ModelCard(text).data
     assert data.datasets == ["owner/web"] and data.base_model == "owner/base"
     assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | openai-community/gpt2 |" in text
-    assert "began with the weights of owner/base@v1" in text
-    assert "500 IDs; the 12 rows above them are padding" in text
+    assert "initialized with the weights of owner/base@v1" in text
+    assert "500 token IDs; the other 12 rows are padding" in text
 
 
 def test_the_data_is_described_from_the_runs_record_if_the_shards_are_gone(run):
@@ -187,8 +187,8 @@ def test_the_data_is_described_from_the_runs_record_if_the_shards_are_gone(run):
     (run / "data.json").write_text(json.dumps({str(run.parent / "docs"): kept}))
     text = card(run)
     assert "| docs (owner/web) | 75.0% | 5M | 1,200 | 20MB | owner/bpe |" in text
-    assert "These benchmarks were kept out of the training data" in text
-    assert "| docs | blimp | 1,200 (1,100 sought) | 7 | 9, removed |" in text
+    assert "The training data was decontaminated against these benchmarks" in text
+    assert "| docs | blimp | 1,200 (1,100 searched for) | 7 | 9, removed |" in text
     assert ModelCard(text).data.datasets == ["owner/web"]
 
 

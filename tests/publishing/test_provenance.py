@@ -86,7 +86,7 @@ def test_it_records_the_models_origin(published):
     docs, code = contents["data"]
     assert docs["manifest_sha256"] == "d" * 64 and docs["tokenizer_sha256"] == "e" * 64 and docs["tokens"] == 5000
     assert docs["tokenizer"] == "bpe" and code["manifest_sha256"] is None
-    assert contents["lineage"] == ["began with random weights of seed 7"]
+    assert contents["lineage"] == ["initialized randomly with seed 7"]
     assert contents["validation"] == [
         {"source": "docs", "step": 8, "loss": 4.0, "perplexity": pytest.approx(54.59815), "bits_per_byte": 1.8}
     ]

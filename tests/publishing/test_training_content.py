@@ -84,16 +84,16 @@ def test_it_has_the_templates_sections_in_their_order(facts):
 def test_it_contains_the_recorded_facts(facts):
     text = training_content(offered(facts, languages=("en", "de")))
     general = section(text, HEADINGS[3])
-    assert "1 billion to 10 trillion tokens: 2.05B different tokens" in general
+    assert "1 billion to 10 trillion tokens: 2.05B unique tokens" in general
     assert "declared: en, de" in general and "en 60.0%, de 40.0%" in general
     assert "| owner/web | cc, train | 2B | 100.0%, large | https://huggingface.co/datasets/owner/web |" in text
     assert "| code | 50M | 2 | 5.0 MB | data.example.net |" in text
     assert "3 documents" in section(text, HEADINGS[7]) and "example.org (2), example.com (1)" in text
     assert "| docs | gopher: words | 7 |" in section(text, HEADINGS[13]) and "| docs | language | 0 |" in text
     processing = section(text, HEADINGS[14])
-    assert "near copies were left out, from a similarity of 0.8" in processing
-    assert "the benchmark quiz was looked for and removed: 1 of 4 items, in 2 documents" in processing
-    assert "none: trained from random weights" in section(text, HEADINGS[2])
+    assert "near duplicates were removed (similarity of at least 0.8)" in processing
+    assert "the benchmark quiz was searched for and removed: 1 of 4 items, in 2 documents" in processing
+    assert "none: trained from scratch" in section(text, HEADINGS[2])
 
 
 @pytest.mark.parametrize("heading", [h for h in HEADINGS if h.count(".") == 2 and h != HEADINGS[-1]])
@@ -104,9 +104,9 @@ def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
 @pytest.mark.parametrize(
     ("per_token", "words"),
     [
-        (1e10, "8e+13 FLOP (as the run counts them for MFU), 8e-10 times 10^23, **below** the criterion"),
-        (1.3e19, "1.04e+23 FLOP (as the run counts them for MFU), 1 times 10^23, **above** the criterion"),
-        (None, "5.13e+09 FLOP (as 6 per parameter and token), 5.1e-14 times 10^23, **below**"),
+        (1e10, "8e+13 FLOP (as counted for MFU), or 8e-10 times 10^23. This is **below** the criterion"),
+        (1.3e19, "1.04e+23 FLOP (as counted for MFU), or 1 times 10^23. This is **above** the criterion"),
+        (None, "5.13e+09 FLOP (estimated as 6 per parameter and token), or 5.1e-14 times 10^23. This is **below**"),
     ],
 )
 def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
@@ -117,5 +117,5 @@ def test_it_says_when_the_law_asks_for_it(facts, per_token, words):
 
 def test_missing_records_of_earlier_versions_are_reported(tmp_path):
     text = training_content(read_facts(write_run(tmp_path / "x"), 8))
-    assert "No filter of documents is recorded" in text and "| docs | **To be filled in by the provider**" in text
-    assert "No dataset of the Hugging Face Hub was used" not in text
+    assert "No document filters are recorded" in text and "| docs | **To be filled in by the provider**" in text
+    assert "No datasets from the Hugging Face Hub were used" not in text

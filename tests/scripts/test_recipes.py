@@ -117,7 +117,7 @@ def test_the_readmes_shards_are_those_of_its_recipe():
     assert prepared[str(source.shards)] == ("tokenizers/fineweb_edu", 32_000)
 
 
-HEADER = re.compile(r"^# Plan, by plan\.py (?P<command>.*):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
+HEADER = re.compile(r"^# Plan \(from plan\.py (?P<command>.*)\):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
 """The comment printed by `plan.py --comment`, with its wrapped lines joined."""
 ALL = os.environ.get("PLANS") == "all"
 TRACED = {"llama_125m", "long_context_demo", "moe_5m"}

@@ -49,7 +49,7 @@ def test_a_run_in_the_object_store(store, shards, recipe, tmp_path):
         wait_until(lambda: (tmp_path / "first-notes/fault-0").exists() and copied in store.names("runs/demo"), process)
         second = machine("second", constants={f"{LEASE}.LOOK_SECONDS": 0.1})
         assert second.code == 2 and "Traceback" not in second.output, second.output
-        said = f"s3://mine/runs/demo: process {process.pid} on {socket.gethostname()} trains this run; stop it there"
+        said = f"s3://mine/runs/demo: process {process.pid} on {socket.gethostname()} is already training this run"
         assert said in second.output and not (tmp_path / "second/runs/demo").exists()
         process.kill()
 

@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_skipped(recipe, tmp_path):
     assert refused.returncode == 17 and "none of the" in refused.stderr
     shutil.rmtree(folder)
     refused = train(recipe, check=False)
-    assert refused.returncode == 17 and "metrics.jsonl lists step 12 as saved, but it is gone" in refused.stderr
+    assert refused.returncode == 17 and "metrics.jsonl lists step 12 as saved, but it is missing" in refused.stderr
 
 
 def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
@@ -212,7 +212,7 @@ def test_check_finds_everything_and_starts_nothing(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run of 12 steps"),
+        (["--optim.warmup_steps", "100"], "warmup_steps 100 is longer than the run (12 steps)"),
         (["--model", "model_configs/lama_30m.json"], "lama_30m.json"),
         (["--precision", "fp16"], "precision: fp16 needs a GPU"),
         (["--precision", "fp8"], "precision: fp8 needs a GPU with fp8 tensor cores"),
@@ -360,7 +360,7 @@ def test_check_finds_problems_of_optimizer_and_loss(recipe):
 
 def test_check_finds_muon_without_matrices_to_update(recipe, monkeypatch):
     monkeypatch.setattr(ModelShapes, "is_hidden_matrix", lambda self, name: False)
-    assert "optim.name: muon finds no hidden matrices" in check_problems(recipe, ("optim.name", "muon"))
+    assert "optim.name: this model has no hidden matrices" in check_problems(recipe, ("optim.name", "muon"))
 
 
 def test_check_finds_a_model_that_cannot_recompute_its_activations(recipe, monkeypatch):

@@ -84,7 +84,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     assert events(branch, "branch")[0]["path"] == "step-00000008"
     state = json.loads((branch / "checkpoints/step-00000012/trainer_state.json").read_text())["state"]
     assert state["lineage"] == [{"run": f"{tmp_path}/run", "step": 8, "tokens": 8 * 256}]
-    assert "- branched from the run run at step 8, after 2.05k tokens" in (branch / "final/README.md").read_text()
+    assert "- branched from run run at step 8, after 2.05k tokens" in (branch / "final/README.md").read_text()
     assert "is already complete: 12 steps" in train(path).stdout
 
     for address, message in (

@@ -147,4 +147,4 @@ def test_zero_and_other_optimizers_are_rejected_by_name(recipe):
     assert problem.startswith("optim.muon.qk_clip: does not run with zero2")
     config = read_run_config(recipe, [("optim.name", "adamw"), ("optim.muon.qk_clip", "100")])
     (problem,) = optimizer_problems(config.optim, config_of(LLAMA), "cpu")
-    assert problem.startswith("optim.muon.qk_clip: works only with name: muon (got adamw)")
+    assert problem.startswith("optim.muon.qk_clip: requires optim.name: muon, got adamw")
