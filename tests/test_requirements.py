@@ -92,8 +92,8 @@ def test_make_refuses_a_python_without_wheels_before_it_installs(tmp_path, versi
         env={"PATH": "/usr/bin:/bin"},
     )
     said = refused.stderr.splitlines()
-    assert refused.returncode and f" is {version.replace(', ', '.')}: name another" in said[0], refused
-    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, "and make's own line"
+    assert refused.returncode and f" is {version.replace(', ', '.')}. Use another one" in said[0], refused
+    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, but ") and len(said) == 2, "and make's own line"
     assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "requirements.txt", "python"}
 
 
