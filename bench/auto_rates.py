@@ -147,7 +147,7 @@ def sweep_of(name: str, optimizer: str, points: list[Point], share: float = 1.0)
 def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
     """Returns the next learning rate to try, or None if the sweep is done.
 
-    Starts with FACTORS, then extends the sweep until it includes auto's learning rate and its best isn't at an end.
+    Starts with FACTORS, then extends the sweep until it includes auto's learning rate and an interior minimum.
     """
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
@@ -181,7 +181,7 @@ def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
 
 
 def steps_needed(name: str, points: list[Point]) -> float | None:
-    """Returns the fraction of the steps that Muon needs for AdamW's best loss, or None if it wasn't measured.
+    """Returns the fraction of the steps that Muon needs to reach AdamW's best loss, or None if it is unknown.
 
     Interpolates linearly in the log of the fraction.
     """
@@ -231,7 +231,7 @@ def loss_at(points: list[Point], rate: float) -> float | None:
 
 def table(points: list[Point]) -> str:
     rows = [
-        "| model | tokens, tokens per step | optimizer | rate: loss | best | auto | auto's loss above the best |",
+        "| model | tokens, tokens per step | optimizer | lr: loss | best lr | auto lr | auto's loss above the best |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, size in SIZES.items():

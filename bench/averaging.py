@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python bench/averaging.py --config recipes/demo.yaml --every_steps 10
 
-Alternates between measurements with and without averaging. Each one runs --every_steps steps of the recipe in this
-process, and with averaging also one update of the average. CPU seconds aren't affected by other load. On a GPU, wall
-time is measured instead.
+Alternates between measurements with and without averaging. Each runs --every_steps steps of the recipe. With
+averaging, it also updates the average once. CPU seconds aren't affected by other load. On a GPU, wall time is measured
+instead.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{given.config}, {steps.plan.parameters:,} parameters, {config.batch.tokens_per_step:,} tokens per step\n")
     print("| | seconds per step |\n|---|---|")
     print(f"| no averaging | {without:.4f} |\n| averaging every {given.every_steps} steps | {with_average:.4f} |")
-    print(f"\nAn update takes {1e3 * update:.2f} ms, {update / given.every_steps / without:.2%} of the steps' time.")
+    print(f"\nAn update takes {1e3 * update:.2f} ms and adds {update / given.every_steps / without:.2%} to each step.")
 
 
 if __name__ == "__main__":

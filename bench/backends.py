@@ -70,7 +70,7 @@ def _wait() -> None:
 
 
 def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compiled: bool) -> Callable[[], object]:
-    """Returns a function that runs LM head and loss, forward and backward, on random hidden states and targets.
+    """Returns a function that runs the LM head and the loss, forward and backward, on random inputs.
 
     shape: (tokens, hidden width, vocabulary size).
     """
@@ -143,7 +143,7 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         segments = document_layout(ids.numpy(), 0)["cu_seq_lens_q"].to(device)
 
     def timed(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
-        # This call compiles and selects kernels, so that no timed call does.
+        # The first call compiles and selects kernels, so it isn't timed.
         gradient = torch.ones_like(forward())
         return lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
 

@@ -26,7 +26,7 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 TOKENS = 128
-"""Tokens per step. There are few, so that steps are short compared to a save."""
+"""Tokens per step. This is small, so that steps are short compared to a save."""
 STEPS_ALONE = 3
 SAVES = 4
 

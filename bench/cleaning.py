@@ -2,13 +2,13 @@
 
     python bench/cleaning.py --input 'english/*.jsonl.zst' web.parquet --items hellaswag.jsonl --tokenizer gpt2
 
-- Verdicts: compares each document's verdict and text with datatrove's, for every published filter and for the
-  replacement of personal data. Every document is treated as a web page, and datatrove is patched to split words at
-  spaces. Differences are printed, with the reason if docs/text_forms.md lists it. A filter fails if more than two
-  documents in 1,000 differ without a known reason.
-- Near duplicates: adds a copy of each of --documents documents. The copies differ in some of their words, in word
-  order, length, case, spaces or line breaks. prepare_data.py --near_duplicates 0.8 must remove 95% of the copies whose
-  exact Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
+- Verdicts: compares each document's verdict and text with datatrove's, for every published filter and for the removal
+  of personal data. Every document is treated as a web page, and datatrove is patched to split words at spaces. Prints
+  the differences and, if docs/text_forms.md lists it, the reason. A filter fails if more than two documents in 1,000
+  differ without a known reason.
+- Near duplicates: copies --documents documents and replaces some of their words. Some copies are also rotated,
+  truncated, uppercased or reformatted. prepare_data.py --near_duplicates 0.8 must remove 95% of the copies whose exact
+  Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
 - Decontamination: plants 200 benchmark items in documents, either verbatim or with different case, punctuation or
   spaces. All of these documents must be removed, and the manifest must list exactly the planted items and those that
   the documents already contained.
@@ -51,7 +51,7 @@ MOST_DIFFERENT = 2e-3
 PLANTED = 200
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 DOCUMENT_CHARACTERS = 20_000
-"""Length to which documents are truncated before they are modified."""
+"""Maximum document length. Longer documents are truncated before they are modified."""
 DISGUISES = (
     str,
     str.upper,
@@ -151,7 +151,7 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
 
 
 def reason_for(name: str, text: str) -> str:
-    """Returns the reason from docs/text_forms.md why verdicts on a document may differ, or '' if there is none."""
+    """Returns why verdicts on a document may differ (see docs/text_forms.md), or '' if the reason is unknown."""
     if name == "personal_data":
         if re.search(r"[0-9.](?:\d{1,3}\.){3}\d{1,3}|(?:\d{1,3}\.){3}\d{1,3}\.?\d", text):
             return "an IP address within a longer number"
@@ -283,7 +283,7 @@ SPELLINGS = {
 
 
 def letters_of(text: str) -> str:
-    """Returns only the letters and digits, in lowercase."""
+    """Returns the letters and digits of a text, in lowercase."""
     return "".join(character for character in text.lower() if character.isalnum())
 
 
@@ -299,7 +299,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
-    """Prints which planted items were missed, and wrong removals. Returns the missed requirements."""
+    """Prints how many planted items were missed, and wrong removals. Returns the missed requirements."""
     from pretrain.data.data_record import numbers_in
     from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 

@@ -41,8 +41,8 @@ ROWS_PER_ROW_GROUP = 1000
 DATATROVE_MEGABYTES = 20
 """Megabytes of text for datatrove, which is about a hundred times slower and would need hours for the full input."""
 
-# Uses datatrove's default parameters, except for the hash function: its xxhash fails in versions that reject str. The
-# language filter is left out, because it downloads a model. Indexing the items isn't timed.
+# Uses datatrove's default parameters, except for the hash function, because the default fails with xxhash versions
+# that reject str. The language filter is left out, because it downloads a model. Indexing the items isn't timed.
 DATATROVE_CLEANING = """
 import json, os, sys, time
 import numpy as np
@@ -190,7 +190,7 @@ def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Pat
 
 
 def times_alone(rounds: dict[str, Any], repeat: int) -> float:
-    """Returns the median over rounds of the time with cleaning, relative to the time without it."""
+    """Returns how many times longer preparation takes with cleaning, as the median over rounds."""
     seconds = {name: measured["seconds"] for name, (measured, _) in rounds.items()}
     return statistics.median(
         seconds[f"with the cleaning, {number}"] / seconds[f"preparation alone, {number}"] for number in range(repeat)

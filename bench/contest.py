@@ -32,7 +32,7 @@ LINE_SECONDS = 180
 
 @dataclass
 class Contestant:
-    """A training program to measure.
+    """Training program to measure.
 
     Args:
         command: arguments to the Python interpreter, which runs in the project root.
@@ -97,7 +97,7 @@ class Contestant:
         lines = self._lines()
         told = lines[-1].get("peak_memory_bytes") if lines else None
         self.peak_memory_bytes = told or peak_memory_bytes(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):  # it has already died, which was reported
+        with contextlib.suppress(ProcessLookupError):  # it has died, which was already reported
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
@@ -179,13 +179,13 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
 
 
 def faster_by(one: Contestant, other: Contestant) -> float:
-    """Returns the ratio of the programs' speeds: in each round that of the medians, then the median over rounds."""
+    """Returns the speed of `one` relative to `other`: the median over rounds of the ratio of median speeds."""
     rounds = zip(one.turns, other.turns, strict=True)
     return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in rounds)
 
 
 def cheaper_by(one: Contestant, other: Contestant) -> float:
-    """Returns the ratio of CPU seconds per token, `other` to `one`, as the median over rounds."""
+    """Returns the CPU seconds per token of `other` relative to `one`, as the median over rounds."""
     steps = one.tokens_per_step / other.tokens_per_step
     rounds = zip(one.cpu_seconds_per_step, other.cpu_seconds_per_step, strict=True)
     return statistics.median(theirs * steps / max(mine, 1e-9) for mine, theirs in rounds)

@@ -1,11 +1,11 @@
-"""Compares context parallelism that exchanges heads, as cp.yaml does, with gathering keys. Prints Markdown.
+"""Compares two kinds of context parallelism: exchanging heads, as in cp.yaml, and gathering keys. Prints Markdown.
 
     torchrun --standalone --nproc_per_node 2 bench/context.py --shapes 4096x8x8x64 16384x32x8x128 --dtype bf16
 
 A shape is sequence length x query heads x key-value heads x head width. One causal sequence is sharded across all
 processes. Both methods compute the same result (this is checked) with torch's attention, forward and backward. When
 keys and values are gathered, each process has one chunk from the start of the sequence and one from the end, which
-balances causal attention. The methods alternate. Times are for the slowest process, as the median over --repeats.
+balances causal attention. The methods alternate. Times are medians over --repeats for the slowest process.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
 
 
 def positions_of(way: str, length: int) -> Tensor:
-    """Returns this process's positions with either method."""
+    """Returns the positions of this process's shard with the given method."""
     parts = dist.get_world_size()
     rank = dist.get_rank()
     if way == "exchanged":
@@ -130,7 +130,7 @@ def rows(shapes: list[tuple[int, ...]], dtype: torch.dtype, repeats: int, device
         ]
         for ours, theirs in zip(*found, strict=True):
             difference = (ours - theirs).abs().max() / theirs.abs().max()
-            # Times are only comparable if both methods compute the same.
+            # Times are only comparable if both methods compute the same result.
             assert difference < (1e-4 if dtype == torch.float32 else 5e-2), (
                 f"{shape}: results differ by {difference:.1e}"
             )

@@ -46,7 +46,7 @@ OWN = {
 MICRO_STEPS = {"groundwork_all_on": 2}
 """Micro-steps per step, for contestants with more than one."""
 REPORT_EVERY = {"tiny": 10}
-"""Steps between reports, for shapes with such short steps that reporting each one would slow them down."""
+"""Steps between reports, for shapes whose steps are so short that reporting each of them would slow them down."""
 SHARD_TOKENS = 2_000_000
 
 
@@ -81,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def recipe(
     shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16"
 ) -> str:
-    """Returns a recipe that trains the shape as the baselines do, without an end, validation or checkpoints."""
+    """Returns a recipe that trains the shape as the baselines do, without validation or checkpoints."""
     return f"""\
 model: {model}
 output: {output}

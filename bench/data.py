@@ -14,12 +14,12 @@ libraries only read one file.
 
 The --clean filters are measured in one process on --filters documents, and datatrove's filters on 5% of them.
 
-Near-duplicate removal is measured on the first file's documents, 5% of them with a copy in which 2% of the words are
-changed, in one Parquet file per core: prepare_data.py with and without --near_duplicates 0.8, and datatrove's four
-MinHash stages with its tokenizer.
+Near-duplicate removal is measured with prepare_data.py, with and without --near_duplicates 0.8, and with datatrove's
+four MinHash stages and tokenizer. The input is the first file's documents, 5% of them twice with 2% of the words
+changed, in one Parquet file per core.
 
-Full cleaning of --megabytes of text is measured by the module cleaning_rate. To be able to continue an interrupted
-measurement, use --rows cleaning with --work.
+The module cleaning_rate measures full cleaning of --megabytes of text. If you run only this, with --rows cleaning and
+--work, you can continue it after an interruption.
 
 Exits with status 1 if a requirement is missed:
 - 10 times the speed of tokenizers and datatrove, 60% of gigatoken's speed, and at most 2 GB of memory
@@ -65,7 +65,7 @@ ROWS_PER_ROW_GROUP = 1000
 TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
 FILTERS_SHARE_OF_DATATROVE = 20
-"""Number of documents per document that datatrove filters, because it is at least this much slower."""
+"""Ratio of our documents to datatrove's when measuring filters, because datatrove is at least this much slower."""
 NEAR_COPIES = 0.05
 CHANGED_WORDS = 0.02
 
@@ -79,7 +79,7 @@ seconds = time.perf_counter() - began
 print("tokens", awkward.num(rows).to_numpy().sum(), "seconds", seconds)
 """
 # Batches have 1,000 documents, because the default of 10,000 needs more than 10 GB for novels. Documents aren't
-# shuffled, as in ours.
+# shuffled, because prepare_data.py doesn't shuffle them either.
 DATATROVE = """
 import sys
 from pathlib import Path
@@ -95,8 +95,8 @@ steps = [reader(str(file.parent), glob_pattern=file.name), tokenizer]
 print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run().stats[-1].stats["tokens"].total)
 """
 
-# datatrove's defaults (word 5-grams, 14 bands of 8), except for the hash function: its xxhash fails in versions that
-# reject str.
+# datatrove's defaults (word 5-grams, 14 bands of 8), except for the hash function, because the default fails with
+# xxhash versions that reject str.
 DATATROVE_MINHASH = """
 import os, sys
 from datatrove.executor import LocalPipelineExecutor
@@ -128,7 +128,7 @@ print("tokens", statistics.stats[-1].stats["tokens"].total)
 
 
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
-    """Measures gigatoken alone on the files, without starting Python or loading the tokenizer."""
+    """Measures gigatoken alone on the files, excluding the time to start Python and load the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)
@@ -172,14 +172,14 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
     print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
     print(f"    peak memory                   {peak / 1e6:,.0f} MB")
-    print(f"  gigatoken alone, no start       {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    print(f"  gigatoken alone, no startup     {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
     missed += [f"{file}: {share:.0%} of gigatoken"] if share < SHARE_OF_GIGATOKEN else []
     one = best["ours, one"]
     share = one.rate / best["gigatoken, one"].rate
     print(f"one copy: {one.tokens:,} tokens")
     print(f"  prepare_data, whole command     {one.rate:8.2f} Mtok/s   {one.seconds:.2f} s")
-    print(f"  gigatoken alone, no start       {best['gigatoken, one'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    print(f"  gigatoken alone, no startup     {best['gigatoken, one'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     for name, label in {
         "tokenizers": "the same with tokenizers",
         "datatrove": "datatrove's DocumentTokenizer",
@@ -202,7 +202,7 @@ def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
 
 
 def write_with_near_copies(file: str, folder: Path) -> int:
-    """Writes a file's documents and some near copies, shuffled, to one Parquet file per core. Returns the size."""
+    """Writes a file's documents and some near copies, shuffled, to one Parquet file per core. Returns the bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 

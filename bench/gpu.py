@@ -1,4 +1,4 @@
-"""Measures training speed on one GPU for models from 124M to 7B: Groundwork and baselines. Prints Markdown.
+"""Measures the training speed of Groundwork and baselines on one GPU, for 124M to 7B models. Prints Markdown.
 
     python bench/gpu.py                                    # all shapes; about half an hour on one H200
     python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked_compiled,logits --peers ''
@@ -196,7 +196,7 @@ def main() -> int:
             SETTINGS.get(name, []),
             attentions=given.attentions,
             losses=given.losses,
-            # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit.
+            # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit either.
             peers=[] if name in SETTINGS else given.peers,
             reports=given.reports,
         )

@@ -1,13 +1,13 @@
-"""Checks correctness, then speed, on a GPU. Can be interrupted and continued.
+"""Checks correctness and then speed on a GPU. You can interrupt it and continue later.
 
     python bench/gpu_check.py           # same as `make gpu`: all checks, the most important first; takes hours
     python bench/gpu_check.py --list    # list the checks with their results so far
     python bench/gpu_check.py --only "speed 124m" export   # only checks whose names contain one of these
 
-Needs torch, transformers, accelerate and pydantic, but no network. Checks that need other packages are skipped with
-the reason. Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it prints the
-tables and the verdict so far. Run it again to continue with the missing checks and then retry those that failed.
-Results from other GPUs, versions or code stay in the file but don't count.
+Needs torch, transformers, accelerate and pydantic, but no network. If a check needs anything else that is missing, it
+is skipped with a reason. Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it
+prints the tables and the verdict so far. Run it again to continue with the missing checks and then retry those that
+failed. Results from other GPUs, versions or code stay in the file but don't count.
 
 Exit status: 0 if all checks passed, 1 if one failed, 2 without a GPU or with wrong arguments, 75 after SIGTERM, 130
 after Ctrl-C. A speed below the best published one is a finding, not a failure.
@@ -46,7 +46,7 @@ def require_packages() -> None:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"{sys.executable} has no {', '.join(missing)}; install them there (pip install {' '.join(missing)}), "
-            "or give a Python that has them: make gpu PYTHON=python"
+            "or use a Python that has them: make gpu PYTHON=python"
         )
 
 
@@ -85,9 +85,10 @@ BARS = {
     ("a100", "124m"): (0.432, "llm-foundry"),
     ("a100", "1.3b"): (0.599, "llm-foundry"),
 }
-"""{(GPU in pretrain/gpus.py, shape): (best published MFU, codebase)}, without document mask, with train.py's formula.
+"""{(GPU in pretrain/gpus.py, shape): (best published MFU, codebase)}.
 
-A lower MFU is a finding, not a failure, because clocks, power limits and drivers differ."""
+The MFU is computed as in train.py, without a document mask. A lower MFU is a finding, not a failure, because clocks,
+power limits and drivers differ."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",
@@ -199,7 +200,7 @@ class Worker:
         """Runs a check and returns its outcome, which is FAILED if the check raises, dies or hangs."""
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")  # CUDA can't be used in a forked process
-            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the worker, which the parent ends
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the worker, but the parent ends it
             self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
         try:
             return self._pool.submit(check, *arguments).result(WORKER_SECONDS)
@@ -259,7 +260,7 @@ def processes_on(gpus: int) -> int:
 
 
 def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
-    """Returns checks that each strategy gives the same losses on all GPUs as one process does.
+    """Returns checks that each strategy gives the same losses on all GPUs as a single process.
 
     They run in fp32 with eager attention, then with the default kernels (half precision and compiled layers). If there
     is only one GPU, two processes share it.
@@ -308,7 +309,7 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
         return Check(speed_name(shape, label), partial(speed, shape, gpu.measure_own, *given), reason)
 
     def beside(shape: str, peer: str) -> Check:
-        # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
+        # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit either.
         large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
         return Check(f"speed {shape} {peer}", partial(speed, shape, gpu.measure_peer, *given), uncompiled or large)
@@ -333,7 +334,7 @@ def speed_name(shape: str, label: tuple[str, str, str]) -> str:
 
 
 def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
-    """Measures a speed. If a baseline doesn't run or a shape doesn't fit, this isn't a failure."""
+    """Measures a speed. It isn't a failure if a baseline doesn't run or a shape doesn't fit."""
     row = measure(*given)
     figures = {"shape": shape, "row": dataclasses.asdict(row)}
     if row.tokens_per_second is None:

@@ -30,7 +30,7 @@ from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E
 from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 REPORT = "GUARDS_REPORT"
-"""Environment variable that makes a launched process train, and says where to write the measurements."""
+"""Environment variable for launched processes: the report's path and the number of steps, as JSON."""
 WARM_UP_STEPS = 5
 COMPARE_EVERY_STEPS = 1000
 """Default of guard.replica_check_every_steps."""

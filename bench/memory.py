@@ -1,11 +1,11 @@
-"""Compares predicted and measured memory for many strategies and options: the peak of live tensors in a step.
+"""Compares the predicted and measured peak memory of a step for many strategies and options.
 
     python bench/memory.py                    # all cases; a few minutes on two cores
     python bench/memory.py --only fsdp2       # only cases whose names contain this
     python bench/memory.py --markdown         # the table in docs/measurements_memory.md
 
-On a CPU, every allocation in the process is counted (bench/steps.py). On a GPU, torch's allocator reports the peak.
-Strategies that need two processes use gloo if there are fewer than two GPUs.
+Only live tensors count. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU, torch's
+allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def row_text(row: tuple[Case, float, float], markdown: bool) -> str:
 
 
 def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
-    """Trains a case in separate processes. Returns the peak memory per process, (measured, predicted) bytes."""
+    """Trains a case in separate processes. Returns (measured, predicted) peak bytes per process."""
     case = CASES[number]
     command = [sys.executable]
     if case.processes > 1:

@@ -9,9 +9,11 @@ In each round, a run trains, stops at a checkpoint, and resumes. With the store,
 cache folders. A step reads about 17 blocks of 64 KiB, so from step 30 on it needs blocks that were requested during
 training.
 
-The losses must equal those from disk. Waiting must take less than 1% of the step time (without the first step), and
-the run at most 256 MB of disk. The first step after resuming must come at most 3 s later than from disk. These are
-medians. Exits with status 1 if a requirement is missed.
+Exits with status 1 if a requirement is missed (medians over rounds):
+- The losses are the same as from disk.
+- The run waits for data for less than 1% of the step time, not counting the first step.
+- The run uses at most 256 MB of disk.
+- The first step after resuming comes at most 3 s later than from disk.
 """
 
 import argparse
@@ -127,7 +129,7 @@ def disk_bytes(folder: Path) -> int:
 
 
 def measure(folder: Path, recipe: Path, steps: int, *data: object, **environment: str) -> dict[str, float]:
-    """Trains and resumes in `folder`, and deletes its `disk` in between. Returns the measurements for one round."""
+    """Trains and resumes in `folder`, and deletes its `disk` folder in between. Returns the round's measurements."""
     run, disk = folder / "run", folder / "disk"
     given = ("--config", recipe, "--output", run, *data)
     train(*given, "--checkpoint.stop_at_step", steps, **environment)

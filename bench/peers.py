@@ -119,7 +119,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
         model = hf_model(arguments.shape).to(device).train()
 
         def loss_of(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # The model shifts the labels itself, so there is one target fewer per sequence.
+            # The model shifts the labels itself, so each sequence has one fewer target.
             return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
 
     if arguments.compile:

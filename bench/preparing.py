@@ -46,7 +46,7 @@ class Measured:
 def run_measured(command: list[str]) -> tuple[float, int, str]:
     """Runs a command. Returns (seconds, peak bytes, output). Exits with the output if the command fails.
 
-    The memory of all processes is summed up as proportional set sizes (PSS), so that shared pages count once.
+    Peak memory is the sum of all processes' proportional set sizes (PSS), which count shared pages once.
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:

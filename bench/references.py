@@ -28,7 +28,7 @@ NOT_RUN = "not run"
 MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """Maximum relative error of all gradients together, ||found - reference|| / ||reference||.
 
-Rounding alone causes at most 20% of this. A document boundary one token late, or a wrong factor, causes at least 0.1.
+Rounding alone causes at most 20% of this. A wrong factor, or a document that ends one token late, causes at least 0.1.
 """
 LOSS_SCALE = 1024.0
 """Factor that keeps fp16 gradients from underflowing. It is a power of two, so that scaling is exact."""
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def check_attention(name: str, device: str) -> Outcome:
-    """Compares a small Llama's loss and gradients with those of eager attention in fp32, run per document.
+    """Compares a small Llama's loss and gradients with those of eager attention in fp32, computed per document.
 
     Covers grouped-query attention, head widths 64 and 128, sequences of 2.5 blocks, with and without a document mask.
     """
@@ -349,7 +349,7 @@ export: {{dtype: fp32}}
                 PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights bit-identical"
             )
         differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
-        said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
+        said = f"the first difference is in step {differ[0]}" if differ else "the weights differ"
         # If the runs already differ before the kill, the kernels aren't deterministic and resuming isn't the cause.
         if any(reference.loss[step] != loss for step, loss in before.items()):
             said += ", even before the kill, so the kernels are not deterministic"

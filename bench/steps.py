@@ -31,7 +31,7 @@ FIRST_STEPS = 2
 class Steps:
     """train.py's steps without the rest of a run: a model, its optimizer and its batches with the launched strategy.
 
-    Raises InputError like the start of a run.
+    Raises the same InputErrors as the start of a run.
     """
 
     def __init__(self, config: RunConfig, strategy: Strategy):
@@ -61,7 +61,7 @@ class Steps:
             return plan_model(config, model_config, losses_of_routers)
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
-        """Reads the model's arguments for a micro-step, or generates them if the data is missing."""
+        """Returns the model's inputs for a micro-step, which are random if the data is missing."""
         config = self.config
         if isinstance(self.plan, RunPlan):
             return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
@@ -107,7 +107,7 @@ class PeakBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Wraps all code that creates tensors, including those from before the measured step."""
+        """Wraps all code that creates tensors, including code before the measured step."""
         if self.is_cuda:
             yield
             return

@@ -33,7 +33,7 @@ MEASUREMENTS = 20
 VALIDATION_TOKENS = 32_768
 PEERS = ("nanogpt", "nanogpt_large", "run_clm")
 TIMED_STEPS = 20
-"""Number of steps that a baseline times to compute how many steps it has time for."""
+"""Number of timed steps, from which a baseline computes how many steps it has time for."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -68,7 +68,8 @@ class Curve:
         window = WindowSpec(given.window, document_mask=False)
         starts = windows_of(reader, window, VALIDATION_TOKENS // given.window)
         ids_BT = torch.from_numpy(read_windows(reader, starts, window, len(starts)))
-        # All models predict the same tokens: sequences of the same length, split to this model's sequence length.
+        # Windows have the same length for all models and are split to this model's sequence length, so that all models
+        # predict the same tokens.
         pieces_BT = [ids_BT[:, at : at + length + 1] for at in range(0, given.window, length)]
         self._batches = torch.cat(pieces_BT).split(16)
         tokens, _, text_bytes = reader.manifest.totals("validation")

@@ -86,7 +86,7 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
 
 
 def next_rate(found: dict[float, float], first: float) -> float | None:
-    """Returns the next learning rate, or None if the best one has been compared with those on both sides.
+    """Returns the next learning rate to try, or None if those on both sides of the best one have been tried.
 
     The sweep starts with `first` and extends outward.
     """

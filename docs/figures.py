@@ -1,6 +1,6 @@
 """Draws the figures for the concept pages with the project's own functions: python -m docs.figures.
 
-Boxes have light fills and dark text. Text outside of boxes is gray, so that you can read it on white and dark pages.
+Boxes have light fills and dark text. Text outside of boxes is gray, so that it is readable on white and dark pages.
 tests/test_site.py compares docs/images/ with the output.
 """
 
@@ -95,7 +95,7 @@ def step() -> Figure:
 
 
 def batch() -> Figure:
-    """Draws how a step's number determines its sequences: samples, sources, and sequences within the sources."""
+    """Draws how a step's number determines its samples, their sources, and their positions in the sources."""
     weights = np.array([0.7, 0.3])
     windows = (40, 25)
     seed = 42
@@ -315,7 +315,7 @@ def survival() -> Figure:
     rows = [
         ("SIGTERM, Ctrl-C", 0, "saved at the end of the step"),
         ("non-finite gradient", 1, "this step isn't applied"),
-        ("crash, kill, out of memory, a hang", every, "back to the newest checkpoint"),
+        ("crash, kill, out of memory, hang", every, "back to the newest checkpoint"),
         ("newest checkpoint damaged", 2 * every, "back to the previous checkpoint"),
         (f"loss spike of {guard.patience} steps", guard.rollback_steps + every + guard.patience,
          f"back by at least {guard.rollback_steps} steps, and the data is skipped"),
@@ -326,7 +326,7 @@ def survival() -> Figure:
         axes,
         20,
         18,
-        f"maximum number of steps lost: checkpoint.every_steps {every}, guard.rollback_steps {guard.rollback_steps}",
+        f"maximum number of steps lost (checkpoint.every_steps {every}, guard.rollback_steps {guard.rollback_steps})",
     )
     scale = 260 / (2 * every)
     for number, (failure, steps, response) in enumerate(rows):

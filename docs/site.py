@@ -56,7 +56,7 @@ EVENTS = {
     "branch": "The run starts from another run's checkpoint.",
     "export": "`final/` was compared with the trained model.",
     "publish": "A model was uploaded to the Hub, or the upload failed.",
-    "warning": "Something that you should look at. Training continues.",
+    "warning": "A possible problem. Training continues.",
     "end": "The process ends. Contains the reason and the exit status.",
 }
 """{event in metrics.jsonl: meaning}. The fields are read from the code."""
@@ -313,7 +313,7 @@ def run_files_page() -> str:
     """Lists the files in a run folder. Raises ValueError for a file that the code doesn't mention."""
     code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     if gone := [name for name in RUN_FILES if not re.search(rf"[\"/]{re.escape(name)}", code)]:
-        raise ValueError(f"docs/site.py: no code names the files {gone} of RUN_FILES")
+        raise ValueError(f"docs/site.py: the code doesn't contain these RUN_FILES: {gone}")
     rows = "".join(f"\n| `{name}` | {contents} |" for name, contents in RUN_FILES.items())
     return f"# Files of a run\n\nThe run folder (`output`) contains:\n\n| | |\n|---|---|{rows}\n"
 
