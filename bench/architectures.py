@@ -1,11 +1,11 @@
-"""Compares Llama, Qwen3, GPT-2, nanochat and DeepOne with AdamW and Muon at equal FLOPs. Prints Markdown.
+"""Compares Llama, Qwen3, GPT-2, nanochat and DeepOne, each with AdamW and Muon, at equal FLOPs. Prints Markdown.
 
     python bench/architectures.py --shards data/demo --output runs/architectures --minutes 60
 
-Every family has 4 layers of width 128 with about the same number of parameters in them, and trains on as many tokens
-as the FLOPs allow. Each pair of family and optimizer is trained with three learning rates and the first seed, then at
-the best learning rate with the other seeds. The measure is validation bits per byte. Results are kept in
-OUTPUT/results.json; the same command continues an interrupted benchmark.
+All models have 4 layers of width 128 with about the same number of parameters, and train on as many tokens as the
+FLOPs allow. Each combination is trained with three learning rates and one seed, then with the best learning rate and
+the other seeds. The metric is validation bits per byte. Results are saved in OUTPUT/results.json. Run the same command
+again to continue an interrupted benchmark.
 """
 
 import argparse
@@ -50,9 +50,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepone": {"model_type": "deepone", **LLAMA},
     "deepone, relu2": {"model_type": "deepone", **LLAMA, "feed_forward": "relu2", "intermediate_size": 4 * WIDTH},
 }  # fmt: skip
-"""config.json by name, without the vocabulary. ReLU squared and GELU have no gate and are wider instead."""
+"""Model config by name, without vocab_size. MLPs with ReLU squared or GELU have no gate, so they are wider."""
 RATES = {"adamw": (2e-3, 4e-3, 8e-3), "muon": (5e-3, 1e-2, 2e-2)}
-"""Peak learning rates to try, around the best ones for Llama at this size."""
+"""Peak learning rates to try, around the best ones for a Llama of this size."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,17 @@ class Trial:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line. Raises InputError for numbers that are not positive."""
+    """Parses the command line. Raises InputError if a number isn't positive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=Path, default=Path("data/demo"), help="prepared text (default: data/demo)")
+    parser.add_argument(
+        "--shards", type=Path, default=Path("data/demo"), help="folder of prepared data (default: data/demo)"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/architectures"))
     parser.add_argument("--flops", type=float, default=8e12, help="FLOPs per run (default: 8e12)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after this many minutes")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop starting new runs after this many minutes"
+    )
     given = parser.parse_args(arguments)
     problems = [f"--{name}: must be above 0" for name in ("flops", "minutes") if not getattr(given, name) > 0]
     if problems:
@@ -85,7 +89,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
-    """Trains in a separate process; returns bits_per_byte and tokens. Raises InputError with the end of its stderr."""
+    """Trains in a separate process. Returns bits_per_byte and tokens. Raises InputError if training fails."""
     from pretrain.model.build import flops_per_token
     from pretrain.model.model_config import load_model_config
 
@@ -93,7 +97,7 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
     model = given.output / f"{trial.family.replace(', ', '_')}.json"
     model.write_text(json.dumps(FAMILIES[trial.family] | {"vocab_size": vocabulary}))
     flops = TOKENS_PER_STEP * flops_per_token(load_model_config(str(model)), SEQUENCE_LENGTH)
-    # Equal FLOPs for all families: a cheaper one trains on more tokens.
+    # All models get the same FLOPs, so cheaper ones train on more tokens.
     steps = round(given.flops / flops)
     run = given.output / trial.name
     settings = {
@@ -109,14 +113,14 @@ def train(trial: Trial, given: argparse.Namespace) -> dict[str, float]:
         [sys.executable, "train.py", "--config", str(recipe)], cwd=ROOT, capture_output=True, text=True
     )
     if done.returncode:
-        raise InputError(f"{trial.name} exited {done.returncode}: {done.stderr[-1500:]}")
+        raise InputError(f"{trial.name} exited with status {done.returncode}: {done.stderr[-1500:]}")
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [event for event in events if event["event"] == "validation"][-1]
     return {"bits_per_byte": last["bits_per_byte"], "tokens": steps * TOKENS_PER_STEP}
 
 
 def _as_yaml(settings: dict[str, Any]) -> str:
-    """Formats settings by dotted path as YAML."""
+    """Converts settings with dotted names to YAML."""
     sections: dict[str, list[str]] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
@@ -135,7 +139,7 @@ def main() -> int:
     results = json.loads(path.read_text()) if path.exists() else {}
 
     def bits_of(trial: Trial) -> float | None:
-        """Returns a trial's bits per byte, training it if necessary; None if no time is left."""
+        """Returns a trial's bits per byte, training it if necessary, or None if no time is left."""
         if trial.name not in results and time.monotonic() < ends:
             results[trial.name] = train(trial, given)
             write_durably(path, as_json(results))

@@ -1,13 +1,13 @@
-"""Compares `learning_rate: auto` with sweeps of the learning rate, for models of 1M to 30M parameters.
+"""Compares `learning_rate: auto` with learning-rate sweeps for models with 1M to 30M parameters.
 
     python bench/auto_rates.py --shards data/english --minutes 60
     python bench/auto_rates.py --table
 
-Trains Llamas on shards with a 4,096-token vocabulary, for AdamW and Muon, 200 to 500 steps each, the smallest model
-first, and adds each final validation loss to bench/auto_rates.json. Then trains Muon at its best learning rate for a
-share of the steps, until it is no better than AdamW's best. Run it again to continue; existing results are kept.
-`--table` prints Markdown: the best learning rates, how far the loss of auto is above the best, and the steps that Muon
-needs.
+Trains Llamas with AdamW and Muon for 200 to 500 steps each, the smallest model first, on shards with a 4,096-token
+vocabulary, and adds each final validation loss to bench/auto_rates.json. Then trains with Muon at its best learning
+rate for fewer steps, until it no longer beats AdamW's best loss. Run the same command again to continue. Existing
+results are kept. `--table` prints Markdown: the best learning rates, how much higher the loss is with auto, and how
+many steps Muon needs.
 """
 
 import argparse
@@ -34,15 +34,15 @@ LENGTH = 256
 FACTORS = (1.0, 1.7, 0.6)
 """Learning rates to try first, as multiples of `centre`.
 
-The sweep then extends in steps of 1.7 until the best learning rate has a worse neighbor on both sides.
+The sweep is then extended by factors of 1.7 until the best learning rate is between two worse ones.
 """
 SHARES = (0.6, 0.4)
-"""Shares of the steps for Muon at its best learning rate. The second is used if the first still beats AdamW."""
+"""Fractions of the steps to train with Muon. The second is only used if Muon still beats AdamW with the first."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with a tied head, and the number of tokens it trains on."""
+    """A Llama with tied embeddings, and the number of tokens to train on."""
 
     layers: int
     width: int
@@ -104,7 +104,7 @@ def write_points(points: list[Point]) -> None:
 def centre(size: Size) -> float:
     """Returns the center of the sweep for both optimizers, from a published scaling law for AdamW.
 
-    It must not depend on `auto`: results of an earlier sweep stay valid when the rule for `auto` changes.
+    It must not depend on `auto`, so that existing results stay valid if the rule for `auto` changes.
     """
     return 0.00235 * (size.parameters / 108e6) ** (-1 / 3)
 
@@ -132,22 +132,22 @@ def train(name: str, optimizer: str, rate: float, share: float, shards: str) -> 
         command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if result.returncode:
-            sys.exit(f"{' '.join(command)} exited {result.returncode}\n{result.stderr[-2000:]}")
+            sys.exit(f"{' '.join(command)} exited with status {result.returncode}\n{result.stderr[-2000:]}")
         events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     loss = [event["loss"] for event in events if event["event"] == "validation"][-1]
     return Point(name, optimizer, rate, loss, size.parameters, tokens, size.tokens_per_step)
 
 
 def sweep_of(name: str, optimizer: str, points: list[Point], share: float = 1.0) -> list[Point]:
-    """Returns the points of one size, optimizer and share of the steps."""
+    """Returns the points for a size, an optimizer and a fraction of the steps."""
     of = (name, optimizer, round(share * SIZES[name].tokens))
     return [point for point in points if (point.size, point.optimizer, point.tokens) == of]
 
 
 def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
-    """Returns the next learning rate to try: first FACTORS, then outward.
+    """Returns the next learning rate to try, or None if the sweep is done.
 
-    Continues while the best learning rate is at an end of the sweep, or auto's is outside. None: the sweep is done.
+    Starts with FACTORS, then extends the sweep until it includes auto's learning rate and an interior minimum.
     """
     rates = {p.learning_rate: p.loss for p in sweep_of(name, optimizer, points)}
     law = centre(SIZES[name])
@@ -156,10 +156,10 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
         if not any(abs(math.log(rate / law / factor)) < 0.2 for rate in rates):
             return float(f"{law * factor:.3g}")
     best = min(rates, key=rates.get)
-    # The optimum may be outside of the sweep: extend it on this side.
+    # The optimum may be outside the sweep, so extend it on this side.
     if best in (min(rates), max(rates)):
         return float(f"{best * (1.7 if best == max(rates) else 1 / 1.7):.3g}")
-    # The loss of auto is interpolated, so its learning rate must be inside the sweep.
+    # auto's loss is interpolated, so its learning rate must be inside the sweep.
     if not min(rates) <= auto_learning_rate(SIZES[name], optimizer) <= max(rates):
         below = auto_learning_rate(SIZES[name], optimizer) < min(rates)
         return float(f"{min(rates) / 1.7 if below else max(rates) * 1.7:.3g}")
@@ -167,23 +167,23 @@ def next_rate(name: str, optimizer: str, points: list[Point]) -> float | None:
 
 
 def next_share(name: str, points: list[Point]) -> tuple[float, float] | None:
-    """Returns (learning rate, share of the steps) of the next shorter Muon run; None if no more are needed."""
+    """Returns (learning rate, fraction of the steps) for the next shorter Muon run, or None if no more are needed."""
     worst = best_of(sweep_of(name, "adamw", points))[1]
     best = min(sweep_of(name, "muon", points), key=lambda point: point.loss)
     for share in SHARES:
         done = sweep_of(name, "muon", points, share)
         if not done:
             return best.learning_rate, share
-        # Muon is already worse than AdamW's best, and fewer steps would only be worse.
+        # Muon is already worse than AdamW's best, and would be even worse with fewer steps.
         if done[0].loss >= worst:
             break
     return None
 
 
 def steps_needed(name: str, points: list[Point]) -> float | None:
-    """Returns the share of the steps after which Muon reaches AdamW's best loss; None if not measured.
+    """Returns the fraction of the steps that Muon needs to reach AdamW's best loss, or None if it is unknown.
 
-    Interpolates linearly in the logarithm of the share.
+    Interpolates linearly in the log of the fraction.
     """
     goal = best_of(sweep_of(name, "adamw", points))[1]
     losses = [(1.0, min(point.loss for point in sweep_of(name, "muon", points)))]
@@ -195,9 +195,9 @@ def steps_needed(name: str, points: list[Point]) -> float | None:
 
 
 def best_of(points: list[Point]) -> tuple[float, float]:
-    """Returns (learning rate, loss) at the minimum of a parabola through the best point and its neighbors.
+    """Returns (learning rate, loss) at the minimum of a parabola through the best point and the two next to it.
 
-    The parabola is in the logarithm of the learning rate.
+    The parabola is a function of the log of the learning rate.
     """
     points = sorted(points, key=lambda point: point.learning_rate)
     at = min(range(len(points)), key=lambda index: points[index].loss)
@@ -220,7 +220,7 @@ def lowest(left, middle, right) -> tuple[float, float]:
 
 
 def loss_at(points: list[Point], rate: float) -> float | None:
-    """Interpolates the loss at a learning rate, linearly in its logarithm; None outside the sweep."""
+    """Interpolates the loss at a learning rate, linearly in its log. Returns None outside the sweep."""
     points = sorted(points, key=lambda point: point.learning_rate)
     for a, b in itertools.pairwise(points):
         if a.learning_rate <= rate <= b.learning_rate:
@@ -231,7 +231,7 @@ def loss_at(points: list[Point], rate: float) -> float | None:
 
 def table(points: list[Point]) -> str:
     rows = [
-        "| model | tokens, tokens per step | optimizer | peak: loss | best | auto | auto's loss above the best |",
+        "| model | tokens, tokens per step | optimizer | lr: loss | best lr | auto lr | auto's loss above the best |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, size in SIZES.items():
@@ -254,7 +254,7 @@ def table(points: list[Point]) -> str:
 
 
 def table_of_steps(points: list[Point]) -> str:
-    rows = ["| model | AdamW's best loss | Muon's, of the steps | Muon needs of the steps |", "|---|---|---|---|"]
+    rows = ["| model | AdamW's best loss | steps: Muon's loss | steps Muon needs |", "|---|---|---|---|"]
     for name, size in SIZES.items():
         if any(next_rate(name, optimizer, points) is not None for optimizer in ("adamw", "muon")):
             continue
@@ -272,8 +272,8 @@ def table_of_steps(points: list[Point]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", help="folder of shards with a validation split and 4,096 IDs")
-    parser.add_argument("--minutes", type=float, default=60, help="start no run after this many minutes")
+    parser.add_argument("--shards", help="folder of shards with a validation split and a 4,096-token vocabulary")
+    parser.add_argument("--minutes", type=float, default=60, help="stop starting new runs after this many minutes")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
     parser.add_argument("--table", action="store_true", help="print existing results without training")
@@ -282,13 +282,13 @@ def main() -> None:
         print(table(read_points()), table_of_steps(read_points()), sep="\n\n")
         return
     if not given.shards:
-        parser.error("--shards: is missing; give the folder of shards to train on")
+        parser.error("--shards is required unless you use --table")
     end = time.monotonic() + 60 * given.minutes
     for name in given.sizes:
         while time.monotonic() < end:
             points = read_points()
             wanted = {o: rate for o in given.optimizers if (rate := next_rate(name, o, points)) is not None}
-            if wanted:  # the optimizer with fewer points, to balance both
+            if wanted:  # continue with the optimizer that has fewer points
                 optimizer = min(wanted, key=lambda o: len(sweep_of(name, o, points)))
                 rate = wanted[optimizer]
                 share = 1.0

@@ -1,11 +1,11 @@
-"""Measures every loss and attention that runs on this device, forward and backward, by shape. Prints Markdown.
+"""Measures every loss and attention that runs on this device, forward and backward. Prints Markdown.
 
     python bench/backends.py                    # both tables
     python bench/backends.py --only loss --repeat 9
 
-Times are the minimum of the repetitions, because load on the machine can only add to them. Memory is the peak of live
-tensors, including hidden states and weights. Runs in bf16 autocast if the device has bf16 instructions, otherwise in
-fp32. Gradients are in fp32.
+Times are the minimum over the repetitions, because other load can only add time. Memory is the peak size of live
+tensors, including hidden states and weights. Uses bf16 autocast if the device has bf16 instructions, otherwise fp32.
+Gradients are in fp32.
 """
 
 import argparse
@@ -30,26 +30,26 @@ LOSS_SHAPES = {
     "8,192": (4096, 384, 8192),
     "131,072": (1024, 384, 131_072),
 }
-"""Shapes (tokens, hidden width, vocabulary) by name."""
+"""Shapes by name: (tokens, hidden width, vocabulary size)."""
 LOSSES = {
     "chunked (auto)": "chunked",
     "chunked, compiled (auto on a GPU)": "chunked_compiled",
     "torch's linear_cross_entropy": "torch",
-    "whole logits": "logits",
+    "full logits": "logits",
 }
 ATTENTION_SHAPES = {"12 x 64": (12, 64), "8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}
 HEADS = 6
 HEAD_WIDTH = 64
 SLOW_SECONDS = 20.0
-"""Duration above which a measurement is not repeated."""
+"""Duration above which a measurement isn't repeated."""
 DOCUMENT_TOKENS = (None, 800, 100)
-"""Mean lengths of documents in tokens; None: no document mask."""
+"""Mean document lengths in tokens. None means no document mask."""
 
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
-    """Returns the shortest time of `work`. With one CPU thread, measures CPU time, which ignores other load."""
+    """Returns the shortest time of `work`. With one CPU thread, this is CPU time, which excludes other load."""
     clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
-    # The first call may compile, so it counts only if it is too slow to repeat.
+    # The first call may compile, so it only counts if it is too slow to repeat.
     began = clock()
     work()
     if (first := clock() - began) > SLOW_SECONDS:
@@ -70,9 +70,9 @@ def _wait() -> None:
 
 
 def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compiled: bool) -> Callable[[], object]:
-    """Returns a function that computes head, loss and gradients for random hidden states and targets.
+    """Returns a function that runs the LM head and the loss, forward and backward, on random inputs.
 
-    shape: (tokens, hidden width, vocabulary).
+    shape: (tokens, hidden width, vocabulary size).
     """
     from pretrain.model.loss import next_token_loss
 
@@ -87,14 +87,14 @@ def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compile
         with torch.autocast(device, torch.bfloat16, enabled=DTYPE is not torch.float32):
             loss, _ = compute(hidden, weight, targets, backend=backend)
         loss.backward()
-        # Otherwise the next backward would accumulate, which takes longer.
+        # Otherwise the next backward pass would accumulate gradients, which takes longer.
         hidden.grad = weight.grad = None
 
     return step
 
 
 def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> float:
-    """Measures the peak of live tensors in the second step, in MB; the first one may compile."""
+    """Measures the peak size of live tensors in the second step, in MB. The first step may compile."""
     from bench.steps import PeakBytes
 
     peak = PeakBytes(device)
@@ -107,10 +107,10 @@ def peak_megabytes(make: Callable[[], Callable[[], object]], device: str) -> flo
 
 
 def loss_rows(device: str, repeat: int) -> list[str]:
-    """Returns the table's rows: milliseconds and megabytes of each loss, by vocabulary."""
+    """Returns the table rows: time in ms and memory in MB for each loss and vocabulary size."""
     rows = [f"| | {' | '.join(f'vocabulary {name}' for name in LOSS_SHAPES)} |", "|---" * (len(LOSS_SHAPES) + 1) + "|"]
     variants = [(name, backend, False) for name, backend in LOSSES.items()]
-    for name, backend, compiled in [*variants, ("whole logits, compiled", "logits", True)]:
+    for name, backend, compiled in [*variants, ("full logits, compiled", "logits", True)]:
         cells = []
         for shape in LOSS_SHAPES.values():
             milliseconds = best_milliseconds(loss_step(backend, shape, device, compiled=compiled), repeat)
@@ -125,7 +125,7 @@ def loss_rows(device: str, repeat: int) -> list[str]:
 
 
 def attention_steps(windows: int, length: int, document_tokens: int | None, device: str) -> dict[str, Callable]:
-    """Returns functions that run forward and backward of one layer's attention, by name of the attention."""
+    """Returns {attention name: function that runs one layer's attention forward and backward}."""
     from pretrain.model.attention import document_layout, eager, sdpa
 
     generator = torch.Generator().manual_seed(0)
@@ -143,7 +143,7 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         segments = document_layout(ids.numpy(), 0)["cu_seq_lens_q"].to(device)
 
     def timed(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
-        # This forward also compiles and selects kernels, before anything is timed.
+        # The first call compiles and selects kernels, so it isn't timed.
         gradient = torch.ones_like(forward())
         return lambda: torch.autograd.grad(forward(), (query, key, value), gradient)
 
@@ -152,14 +152,14 @@ def attention_steps(windows: int, length: int, document_tokens: int | None, devi
         steps["torch's causal kernel"] = timed(
             lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
         )
-    # Eager attention materializes the scores, (B, H, T, T).
+    # Eager attention materializes the (B, H, T, T) scores.
     if windows * length * length * HEADS < 2**27:
         steps["eager, dense mask"] = timed(lambda: eager(module, query, key, value, None, cu_seq_lens_q=segments)[0])
     return steps
 
 
 def attention_rows(device: str, repeat: int) -> list[str]:
-    """Returns the table's rows: milliseconds of each attention, by shape and length of the documents."""
+    """Returns the table rows: time in ms for each attention, document length and shape."""
     rows = [f"| | documents | {' | '.join(ATTENTION_SHAPES)} |", "|---" * (len(ATTENTION_SHAPES) + 2) + "|"]
     for documents in DOCUMENT_TOKENS:
         columns = [attention_steps(*shape, documents, device) for shape in ATTENTION_SHAPES.values()]
@@ -173,7 +173,7 @@ def attention_rows(device: str, repeat: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("loss", "attention"), help="one of the tables")
+    parser.add_argument("--only", choices=("loss", "attention"), help="print only this table")
     parser.add_argument("--repeat", type=int, default=5)
     given = parser.parse_args()
     print(f"{DEVICE}, {torch.get_num_threads()} threads, {DTYPE}\n")

@@ -1,9 +1,9 @@
-"""Measures how long training waits for a checkpoint, written in the foreground and in the background.
+"""Measures how long training waits for checkpoints written in the foreground and in the background.
 
     python bench/checkpoint.py [--folder runs]
 
-Trains a Llama with 308M parameters in fp32 in one process. Weights and both of Adam's moments are copied, written,
-synced and hashed while training continues. Needs 10 GB of memory and 12 GB of disk.
+Trains a Llama with 308M parameters in fp32 in one process. Checkpoints contain the weights and both Adam moments.
+Needs 10 GB of memory and 12 GB of disk.
 """
 
 import argparse
@@ -26,14 +26,16 @@ GEOMETRY = {
     "tie_word_embeddings": True,
 }
 TOKENS = 128
-"""Tokens per step, few so that steps are short compared with a save."""
+"""Tokens per step. This is small, so that steps are short compared to a save."""
 STEPS_ALONE = 3
 SAVES = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure [temporary]")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder on the disk to measure (default: temporary folder)"
+    )
     arguments = parser.parse_args()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,14 +68,14 @@ def main() -> None:
             "optimizer": TensorGroup.of(moments),
         }
 
-    # Creates the optimizer's state, and is not timed.
+    # The first step creates the optimizer state, so it isn't timed.
     step()
     alone = statistics.median(step() for _ in range(STEPS_ALONE))
     parameters = sum(p.numel() for p in model.parameters())
     print(
         f"{parameters / 1e6:.0f}M parameters, {device}, {torch.get_num_threads()} threads, a step takes {alone:.2f} s"
     )
-    print(f"{'save':<20}{'waits s':>9}{'written s':>11}{'GB':>6}{'steps beside it s':>19}", flush=True)
+    print(f"{'save':<20}{'wait s':>9}{'total s':>11}{'GB':>6}{'step s during save':>19}", flush=True)
     waits: dict[bool, list[float]] = {False: [], True: []}
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     strategy = Strategy("fp32")
@@ -97,8 +99,8 @@ def main() -> None:
     foreground = statistics.median(waits[False])
     # The first background save allocates CPU memory, which later ones reuse.
     later = statistics.median(waits[True][1:])
-    print(f"first save in the background: {waits[True][0] / foreground:.0%} of the foreground's wait (new memory)")
-    print(f"the saves after it:           {later / foreground:.0%}")
+    print(f"first background save:  {waits[True][0] / foreground:.0%} of the foreground wait (allocates memory)")
+    print(f"later background saves: {later / foreground:.0%}")
 
 
 if __name__ == "__main__":

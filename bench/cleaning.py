@@ -1,18 +1,19 @@
-"""Validates data cleaning on real text, against datatrove, exact similarities and planted benchmark items.
+"""Validates data cleaning on real text against datatrove, exact similarities and planted benchmark items.
 
     python bench/cleaning.py --input 'english/*.jsonl.zst' web.parquet --items hellaswag.jsonl --tokenizer gpt2
 
-- Verdicts: compares every document's verdict and text under each published filter, judged as a web page, and after
-  replacing personal data, with those of datatrove, which splits words at spaces here. Differences are shown with their
-  reason if docs/text_forms.md lists it. A filter fails if unexplained differences exceed two documents in 1,000.
-- Near duplicates: takes --documents of the input and copies of them with various shares of their words changed, or a
-  part moved, some in another case, with other spaces or wrapped lines. prepare_data.py --near_duplicates 0.8 must
-  remove 95% of the copies whose exact Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
-- Decontamination: plants 200 items of the files in documents, verbatim, in another case, or with other punctuation or
-  spaces. All these documents must be removed, and the manifest must list exactly the planted items and those that the
-  documents contained before.
+- Verdicts: compares each document's verdict and text with datatrove's, for every published filter and for the removal
+  of personal data. Every document is treated as a web page, and datatrove is patched to split words at spaces. Prints
+  the differences and, if docs/text_forms.md lists it, the reason. A filter fails if more than two documents in 1,000
+  differ without a known reason.
+- Near duplicates: copies --documents documents and replaces some of their words. Some copies are also rotated,
+  truncated, uppercased or reformatted. prepare_data.py --near_duplicates 0.8 must remove 95% of the copies whose exact
+  Jaccard similarity is at least 0.8, and at most 2% of those below 0.5.
+- Decontamination: plants 200 benchmark items in documents, either verbatim or with different case, punctuation or
+  spaces. All of these documents must be removed, and the manifest must list exactly the planted items and those that
+  the documents already contained.
 
-Ends with exit status 1 if one of these fails. Takes a minute per 15 MB, nearly all of it in datatrove.
+Exits with status 1 if any of these fails. Takes a minute per 15 MB, most of it in datatrove.
 """
 
 import argparse
@@ -46,11 +47,11 @@ LEAST_RECALL = 0.95
 FAR = 0.5
 MOST_FAR = 0.02
 MOST_DIFFERENT = 2e-3
-"""Maximum share of a filter's verdicts that may differ without a known reason."""
+"""Maximum fraction of a filter's verdicts that may differ without a known reason."""
 PLANTED = 200
 SHARES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3)
 DOCUMENT_CHARACTERS = 20_000
-"""Maximum length of documents from which copies are made."""
+"""Maximum document length. Longer documents are truncated before they are modified."""
 DISGUISES = (
     str,
     str.upper,
@@ -79,11 +80,11 @@ RULES = {
     "char_dup_ratio": "duplicate_characters", "list_ratio": "many_lines",
     **{f"duplicated_{n}_n_grams": f"duplicate_{n}_gram" for n in range(5, 11)},
 }  # fmt: skip
-"""Our names of datatrove's rules, if they differ."""
+"""{datatrove's name of a rule: our name}, if they differ."""
 
 
 def documents_of(patterns: list[str]) -> Iterator[bytes]:
-    """Yields the texts of all files, in order."""
+    """Yields the documents in all files, in order."""
     from pretrain_tools.preparation.documents.records import Reading
     from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
@@ -92,11 +93,11 @@ def documents_of(patterns: list[str]) -> Iterator[bytes]:
 
 
 def datatrove_filters() -> dict:
-    """Returns datatrove's filter for each of STAGES, patched to split words at spaces and sentences at punctuation."""
+    """Returns datatrove's filters for STAGES, patched to split words at spaces and sentences at punctuation."""
     from datatrove.pipeline import filters
 
     for module in (filters.gopher_quality_filter, filters.gopher_repetition_filter, filters.fineweb_quality_filter):
-        # datatrove's own word splitter would make most differences; only the rules are to be compared.
+        # datatrove's own word splitter would cause most differences, but only the rules should be compared.
         module.split_into_words = lambda text, language: text.split()
     filters.c4_filters.split_into_sentences = lambda text, language: SENTENCE_END.split(text)
     made = (
@@ -106,7 +107,7 @@ def datatrove_filters() -> dict:
     return dict(zip(STAGES, made, strict=True))
 
 
-# Filled in each process of the pool by _start_comparing, because opening the filters compiles them.
+# Filled by _start_comparing once per pool process, because opening the filters compiles them.
 _stages = {}
 _theirs = {}
 
@@ -119,7 +120,7 @@ def _start_comparing() -> None:
 
 
 def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str, str]]]:
-    """Compares verdicts on texts; returns equal ones as {(filter, verdict): documents}, and the differences.
+    """Compares our verdicts with datatrove's. Returns equal ones as {(filter, verdict): count}, and the differences.
 
     A difference is (filter, our verdict, datatrove's verdict, reason or '', excerpt).
     """
@@ -136,11 +137,11 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
             document = Document(text=text, id="0")
             answer = True
             if name == "personal_data":
-                # A new formatter each time, because it cycles through its replacements across documents.
+                # PIIFormatter cycles through its replacements, so use a new one for each document.
                 document.text = PIIFormatter().format(text)
             else:
                 answer = _theirs[name].filter(document)
-            # datatrove returns True, or (False, name of the rule).
+            # datatrove returns True, or (False, rule name).
             theirs = "stays" if answer is True else RULES.get(answer[1], answer[1]), document.text
             if ours[0] == theirs[0] and (ours[0] != "stays" or ours[1] == theirs[1]):
                 agreed[name, ours[0] if ours[0] != "stays" or ours[1] == text else "changed"] += 1
@@ -150,21 +151,25 @@ def compare(texts: list[bytes]) -> tuple[Counter, list[tuple[str, str, str, str,
 
 
 def reason_for(name: str, text: str) -> str:
-    """Returns a reason listed in docs/text_forms.md why verdicts on a text may differ; '' if there is none."""
+    """Returns why verdicts on a document may differ (see docs/text_forms.md), or '' if the reason is unknown."""
     if name == "personal_data":
         if re.search(r"[0-9.](?:\d{1,3}\.){3}\d{1,3}|(?:\d{1,3}\.){3}\d{1,3}\.?\d", text):
             return "an IP address within a longer number"
-        return "a mail address after a letter that is not ASCII" if re.search(r"[^\x00-\x7f][\w.+-]*@", text) else ""
+        return "an email address after a non-ASCII letter" if re.search(r"[^\x00-\x7f][\w.+-]*@", text) else ""
     if re.search(r"[^\S\n]\n|\n[^\S\n]|[^\S\n]{2}|[\r\v\f\x1c-\x1e\x85\u2028\u2029]", text):
-        return "spaces at the ends of lines or several in a row, or other line ends"
+        return "trailing or repeated spaces, or unusual line breaks"
     if name == "gopher_quality" and re.search(r"(?<!\S)[^\w\s]+(?!\S)", text):
-        return "a word of punctuation alone"
+        return "a word that consists of punctuation"
     closing = r"[.!?…][\"'”’»)\]*_`]+"
-    return "a closing sign behind a sentence" if re.search(closing, text) and name != "gopher_repetition" else ""
+    return (
+        "a closing quote or bracket after a sentence"
+        if re.search(closing, text) and name != "gopher_repetition"
+        else ""
+    )
 
 
 def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> str:
-    """Returns the beginning of the text if the verdicts differ, otherwise both texts at their first difference."""
+    """Returns the beginning of the document if the verdicts differ, otherwise both around the first difference."""
     if our_verdict != their_verdict:
         return ours[:100]
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -172,7 +177,7 @@ def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> 
 
 
 def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
-    """Prints how many verdicts match datatrove's, and the differences; returns the filters that differ too often."""
+    """Prints how many verdicts match datatrove's, and the differences. Returns the filters that differ too often."""
     batches = [texts[n : n + 50] for n in range(0, len(texts), 50)]
     agreed = Counter()
     different = []
@@ -188,18 +193,18 @@ def bench_verdicts(texts: list[bytes], workers: int) -> list[str]:
         others = [entry for entry in different if entry[0] == name]
         without = sum(not reason for *_, reason, _ in others)
         print(
-            f"{name}: {sum(of_filter.values()):,} verdicts are the same, {len(others)} differ, {without} unexplained"
+            f"{name}: {sum(of_filter.values()):,} verdicts match, {len(others)} differ, {without} of them unexplained"
         )
         print("  " + ", ".join(f"{n:,} {verdict}" for verdict, n in sorted(of_filter.items(), key=lambda i: -i[1])))
         for _, ours, theirs, reason, text in others[:SHOWN]:
-            print(f"  {ours} instead of {theirs}: {reason or 'no reason known'}: {text}")
+            print(f"  {ours} instead of {theirs}: {reason or 'unknown reason'}: {text}")
         if without > MOST_DIFFERENT * len(texts):
-            missed.append(f"{name}: {without} verdicts are not datatrove's")
+            missed.append(f"{name}: {without} verdicts differ from datatrove's")
     return missed
 
 
 def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *options: str) -> dict:
-    """Prepares texts into folder/name with prepare_data.py and returns the manifest."""
+    """Prepares documents in folder/name with prepare_data.py and returns the manifest."""
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     command = [sys.executable, "prepare_data.py", "--input", path, "--tokenizer", tokenizer, "--output", folder / name]
@@ -210,7 +215,7 @@ def prepare_in(folder: Path, name: str, texts: list[str], tokenizer: str, *optio
 
 
 def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
-    """Returns the token IDs of a prepared folder's documents by line in the input."""
+    """Returns {line number in the input: token IDs} for the documents in a prepared folder."""
     from pretrain.data.shards import read_manifest
     from pretrain_tools.preparation.documents.document_index import read_index
 
@@ -224,7 +229,7 @@ def ids_by_place(folder: Path) -> dict[int, np.ndarray]:
 
 
 def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:
-    """Computes the exact Jaccard similarity of the sets of word n-grams; for English, whose case folding is simple."""
+    """Computes the exact Jaccard similarity of two English documents' sets of word n-grams."""
     sets = []
     for text in (one, other):
         text = re.sub(r"['\u2018\u2019]|(?<=\w)-(?=\w)", "", text.casefold())
@@ -234,7 +239,7 @@ def exact_jaccard(one: str, other: str, shingle: int = 5) -> float:
 
 
 def edited(text: str, share: float, rng: random.Random) -> str:
-    """Returns a copy with a share of its words replaced; some copies are also rotated or truncated."""
+    """Returns a copy with a fraction of its words replaced. Some copies are also rotated or truncated."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), round(share * len(words))):
         words[place] = words[rng.randrange(len(words))]
@@ -244,7 +249,7 @@ def edited(text: str, share: float, rng: random.Random) -> str:
 
 
 def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder: Path) -> list[str]:
-    """Prints the share of planted copies found, by similarity. Returns the missed requirements."""
+    """Prints how many near and distant copies were removed. Returns the missed requirements."""
     rng = random.Random(0)
     chosen = rng.sample(texts, min(count, len(texts)))
     documents = list(dict.fromkeys(content.decode()[:DOCUMENT_CHARACTERS] for content in chosen))
@@ -256,7 +261,7 @@ def bench_near_duplicates(texts: list[bytes], count: int, tokenizer: str, folder
     far = []
     for place, (one, other) in enumerate(zip(documents, copies, strict=True), 1 + len(documents)):
         similarity = exact_jaccard(one, other)
-        # Copies with a similarity in between do not count: MinHash finds them with some probability.
+        # Copies in between don't count, because MinHash only finds them with some probability.
         (near if similarity >= THRESHOLD else far if similarity < FAR else []).append(place not in left)
     recall = np.mean(near)
     wrong = np.mean(far)
@@ -278,12 +283,15 @@ SPELLINGS = {
 
 
 def letters_of(text: str) -> str:
-    """Returns the letters and digits of a text, in lower case."""
+    """Returns the letters and digits of a text, in lowercase."""
     return "".join(character for character in text.lower() if character.isalnum())
 
 
 def stands_in(item: str, documents: list[str]) -> bool:
-    """Tells if 13 consecutive words of an item, or all of a shorter one, occur in the letters of any document."""
+    """Checks if 13 consecutive words of an item, or all of a shorter one, occur in any document.
+
+    `documents` contain only letters and digits, see `letters_of`.
+    """
     words = [letters_of(word) for word in re.split(r"[^\w'’]+|_", item)]
     words = [word for word in words if word]
     runs = {"".join(words[n : n + 13]) for n in range(max(1, len(words) - 12))}
@@ -291,7 +299,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
-    """Prints found planted items and wrong removals. Returns the missed requirements."""
+    """Prints how many planted items were missed, and wrong removals. Returns the missed requirements."""
     from pretrain.data.data_record import numbers_in
     from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 
@@ -307,7 +315,7 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
     options = ("--validation_fraction", "0", "--decontaminate", *items)
     before = prepare_in(folder, "before", documents, tokenizer, *options)
-    # Items already contained in the documents are expected in both manifests.
+    # Items that the documents already contain are expected in both manifests.
     stood = {name: numbers_in(found["entries"]) for name, found in before["cleaning"].get("found", {}).items()}
     removed_before = set(range(1, len(documents) + 1)) - ids_by_place(folder / "before").keys()
     holding = rng.sample(range(len(documents)), len(chosen))
@@ -334,27 +342,31 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
         for name, numbers in found.items()
         for number in numbers - expected.get(name, set())
     )
-    print(f"decontamination: {sum(len(b.items) for b in benchmarks):,} items of {len(benchmarks)} lists")
+    print(f"decontamination: {sum(len(b.items) for b in benchmarks):,} items in {len(benchmarks)} lists")
     print(f"  {len(documents):,} unchanged documents: {len(removed_before)} contained an item")
     for found_list in before["cleaning"].get("found", {}).values():
         print("".join(f"    {example['excerpt'][:100]!r}\n" for example in found_list["examples"][:SHOWN]), end="")
     for name, missed in missed_by.items():
         print(f"  planted, {name:<20} {missed} not found")
-    print(f"  of {len(chosen)} planted items {lacking} are missing in the lists, which have {more} false ones")
-    print(f"  {len(others)} documents without an item removed")
+    print(f"  {lacking} of {len(chosen)} planted items are missing from the lists, which contain {more} false ones")
+    print(f"  {len(others)} documents without a planted item removed")
     wrong = sum(missed_by.values())
     missed = [f"decontamination: {wrong} planted items not found"] if wrong else []
-    missed += [f"decontamination: {lacking} items missing in the lists, {more} too many"] if lacking or more else []
+    missed += [f"decontamination: {lacking} items missing from the lists, {more} too many"] if lacking or more else []
     return missed + ([f"decontamination: {len(others)} other documents removed"] if others else [])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="English documents, in any format")
-    parser.add_argument("--items", nargs="+", required=True, metavar="FILE", help=".jsonl files of benchmark items")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE", help="English documents in any supported format"
+    )
+    parser.add_argument("--items", nargs="+", required=True, metavar="FILE", help=".jsonl files with benchmark items")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub ID")
-    parser.add_argument("--documents", type=int, default=3000, help="for copies and items (default: 3000)")
-    parser.add_argument("--workers", type=int, default=multiprocessing.cpu_count(), help="processes for the verdicts")
+    parser.add_argument("--documents", type=int, default=3000, help="number of documents to modify (default: 3000)")
+    parser.add_argument(
+        "--workers", type=int, default=multiprocessing.cpu_count(), help="number of processes for the verdicts"
+    )
     parser.add_argument("--only", nargs="+", choices=("verdicts", "near_duplicates", "decontamination"))
     arguments = parser.parse_args()
     texts = list(documents_of(arguments.input))

@@ -1,11 +1,11 @@
 """Measures the full cleaning pipeline against preparation without cleaning, for bench/data.py.
 
-Cleaning here means filters, near-duplicate removal and decontamination. The text repeats the documents of one file up
-to `megabytes`. From the second pass on, a quarter of each document's words are replaced by others of its words, so
-that it counts as a new document. In each pass, 5% of the documents occur twice, the second time with 2% of the words
-changed. In total, 200 documents that no filter removes get one of 10,000 made-up benchmark items.
+Cleaning here means filters, near-duplicate removal and decontamination. The input repeats one file's documents until
+it reaches `megabytes`. From the second pass on, a quarter of each document's words are replaced with other words from
+the document, so that it counts as a new one. In each pass, 5% of the documents occur twice, the second time with 2% of
+the words replaced. 200 documents that pass the filters each get one of 10,000 made-up benchmark items.
 
-The text and the measurements stay in `folder`, so that an interrupted benchmark can continue.
+The input and the measurements stay in `folder`, so that you can continue an interrupted benchmark.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ PLANTED = 200
 ITEM_WORDS = (15, 60)
 ROWS_PER_ROW_GROUP = 1000
 DATATROVE_MEGABYTES = 20
-"""Megabytes of text for datatrove, which takes about a hundred times as long and would need hours for all of it."""
+"""Megabytes of text for datatrove, which is about a hundred times slower and would need hours for the full input."""
 
-# datatrove's default parameters, except for the hash, because its xxhash fails with versions that reject str. Its
-# language filter is omitted, because it loads a model from the network. Building the index of items is not timed.
+# Uses datatrove's default parameters, except for the hash function, because the default fails with xxhash versions
+# that reject str. The language filter is left out, because it downloads a model. Indexing the items isn't timed.
 DATATROVE_CLEANING = """
 import json, os, sys, time
 import numpy as np
@@ -97,7 +97,7 @@ print("tokens", statistics.stats[-1].stats["tokens"].total, "seconds", time.perf
 
 
 def with_changed_words(text: str, share: float, rng: random.Random) -> str:
-    """Returns the text with a share of its words replaced by others of its words."""
+    """Returns the text with a fraction of its words replaced with other words from it."""
     words = text.split(" ")
     for place in rng.sample(range(len(words)), round(share * len(words))):
         words[place] = words[rng.randrange(len(words))]
@@ -105,7 +105,7 @@ def with_changed_words(text: str, share: float, rng: random.Random) -> str:
 
 
 def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]:
-    """Writes the documents, a part of them for datatrove, and the items; returns the amounts written."""
+    """Writes the documents, a subset of them for datatrove, and the items. Returns the amounts written."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -136,14 +136,14 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
             [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
         )
         contents = [text.encode() for text in texts]
-        # Plant items only in documents that the filters keep, because the others never reach decontamination.
+        # Only plant items in documents that pass the filters, because the others never reach decontamination.
         stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
         places = iter(rng.sample(stay, len(stay)))
         for number in range(time, PLANTED, times):
             for place in places:
                 head, _, tail = texts[place].partition(" ")
                 planted = f"{head} {items[number]} {tail}"
-                # The filters must also keep the document with the item.
+                # The document must still pass the filters with the item.
                 if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:
                     texts[place] = planted
                     break
@@ -165,7 +165,7 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
 
 
 def prepared(files: list[str], tokenizer: str, *options: str, folder: Path) -> tuple[Measured, dict[str, Any]]:
-    """Runs the whole command once. Returns its measurements and the removals in its manifest."""
+    """Runs prepare_data.py once. Returns the measurements and what was removed according to the manifest."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     measured = prepare(files, tokenizer, *options, folder=str(folder))
@@ -190,7 +190,7 @@ def datatrove_cleaning(documents: Path, tokenizer: str, items: Path, folder: Pat
 
 
 def times_alone(rounds: dict[str, Any], repeat: int) -> float:
-    """Returns the time with cleaning relative to the preparation just before it, the median over rounds."""
+    """Returns how many times longer preparation takes with cleaning, as the median over rounds."""
     seconds = {name: measured["seconds"] for name, (measured, _) in rounds.items()}
     return statistics.median(
         seconds[f"with the cleaning, {number}"] / seconds[f"preparation alone, {number}"] for number in range(repeat)
@@ -219,15 +219,13 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
     cleaning = ("--clean", "--decontaminate", str(items))
 
     def in_rounds(name: str, contestant: Any) -> None:
-        """Measures a program unless its result is known."""
+        """Measures a program unless its result already exists."""
         if name not in known["rounds"]:
             measured, removed = contestant()
             known["rounds"][name] = [asdict(measured), removed]
-            # Saved after each measurement, so that an interrupted benchmark can continue.
+            # Save after each measurement, so that an interrupted benchmark can continue.
             path.write_text(json.dumps(known))
-            told = (
-                f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of the cores, {measured.peak / 1e6:,.0f} MB"
-            )
+            told = f"{measured.seconds:.2f} s, {measured.cpu_seconds:.2f} s of CPU time, {measured.peak / 1e6:,.0f} MB"
             print(f"  {name:<30} {told}", flush=True)
 
     print(f"{written['bytes'] / 1e6:,.0f} MB, {written['documents']:,} documents, {written['copies']:,} near copies")
@@ -247,14 +245,14 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
     times = times_alone(known["rounds"], repeat)
     found = sum(len(numbers_in(of_list["entries"])) for of_list in removed["found"].values())
     print(f"preparation alone, {alone.tokens:,} tokens    {alone.seconds:8.2f} s")
-    print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; by rounds {times:.2f} times that")
+    print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; {times:.2f} times that (median)")
     per_core = written["bytes"] / ours.cpu_seconds / 1e6
-    print(f"    of the cores                {ours.cpu_seconds:8.2f} s, {per_core:.1f} MB per second of a core")
+    print(f"    CPU time                    {ours.cpu_seconds:8.2f} s, {per_core:.1f} MB per CPU second")
     print(f"    near copies removed         {removed['near_copies']:8,} documents")
     print(f"    items found                 {found:8,} of {PLANTED} planted")
-    print(f"    by rule                     {removed['removed']}")
+    print(f"    removed by rule             {removed['removed']}")
     is_slow = per_core < SLOWEST_CLEANING_MB_PER_CORE_SECOND
-    missed = [f"cleaning: {per_core:.1f} MB per second of a core"] if is_slow else []
+    missed = [f"cleaning: {per_core:.1f} MB per CPU second"] if is_slow else []
     missed += [f"cleaning: {found} of {PLANTED} planted items found"] if found != PLANTED else []
     missed += [f"cleaning: {ours.peak / 1e6:,.0f} MB of memory"] if ours.peak > LARGEST_MEMORY else []
     if "datatrove" not in best:

@@ -1,11 +1,11 @@
 """Compares training programs by running them alternately, each in a separate process.
 
-All are started one after the other and stopped (SIGSTOP) after their first steps. Then, in each round, each one runs
-for some steps while the others are stopped, so that other load on the machine affects all equally. A contestant is any
-program that writes the time after every step, or every few steps, to a file of JSON lines.
+The programs are started one after the other and paused (SIGSTOP) after their first steps. In each round, each of them
+then runs for a few steps while the others are paused, so that other load on the machine affects all of them equally. A
+contestant is any program that logs the time to a JSON Lines file after every step, or every few steps.
 
 A machine's speed can change by 20% for several seconds, so ratios are computed within each round, and the result is
-their median. Short turns and many rounds give the best results.
+the median over rounds. Short turns and many rounds give the best results.
 
 On a busy machine, CPU seconds per step are more reliable than wall time. With one thread (OMP_NUM_THREADS=1), they
 hardly depend on the load.
@@ -32,11 +32,11 @@ LINE_SECONDS = 180
 
 @dataclass
 class Contestant:
-    """A training program to measure.
+    """Training program to measure.
 
     Args:
-        command: arguments to the Python interpreter, run in the project's root.
-        steps_file: file to which it writes lines {"event": "train", "step": n, "time": seconds since 1970}.
+        command: arguments to the Python interpreter, which runs in the project root.
+        steps_file: file to which the program writes lines {"event": "train", "step": n, "time": seconds since 1970}.
     """
 
     name: str
@@ -44,23 +44,23 @@ class Contestant:
     steps_file: Path
     tokens_per_step: int
     start_seconds: float = 0.0
-    """Time from the command to the end of the first reported step, including compilation."""
+    """Time from launch to the end of the first reported step, including compilation."""
     peak_memory_bytes: int = 0
     turns: list[list[float]] = field(default_factory=list)
-    """Tokens per second of each interval between two reports, turn by turn."""
+    """Tokens per second in each interval between reports, per turn."""
     cpu_seconds_per_step: list[float] = field(default_factory=list)
-    """CPU seconds per step of each turn, over all threads."""
+    """CPU seconds per step in each turn, summed over all threads."""
     process: subprocess.Popen | None = None
     lines: list[dict] = field(default_factory=list)
     bytes_read: int = 0
 
     @property
     def tokens_per_second(self) -> list[float]:
-        """Tokens per second of each measured interval."""
+        """Tokens per second in each measured interval."""
         return [speed for turn in self.turns for speed in turn]
 
     def start(self, root: Path, warm_up: int) -> None:
-        """Starts it, waits for `warm_up` reports, and stops it."""
+        """Starts the program, waits for `warm_up` reports, and pauses it."""
         self.steps_file.unlink(missing_ok=True)
         began = time.time()
         log = self.steps_file.with_suffix(".log").open("w")
@@ -70,7 +70,7 @@ class Contestant:
             env={**os.environ, "WANDB_MODE": "offline"},
             stdout=log,
             stderr=log,
-            start_new_session=True,  # a separate process group, so that signals reach its children too
+            start_new_session=True,  # its own process group, so that signals also reach its children
         )
         log.close()
         self.start_seconds = self._wait_for(1, START_SECONDS)[0]["time"] - began
@@ -78,10 +78,10 @@ class Contestant:
         self._signal(signal.SIGSTOP)
 
     def run(self, reports: int) -> None:
-        """Lets it run for `reports` intervals, not counting the first one, which includes the pause."""
+        """Resumes the program, measures `reports` intervals, and pauses it again."""
         known = len(self._lines())
         self._signal(signal.SIGCONT)
-        # The first interval includes the pause, so measure from the report at its end.
+        # The first interval includes the pause, so start measuring after it.
         self._wait_for(known + 1, LINE_SECONDS)
         cpu_seconds = cpu_seconds_of(self.process.pid)
         lines = self._wait_for(known + 1 + reports, LINE_SECONDS)[known:]
@@ -91,13 +91,13 @@ class Contestant:
         self.cpu_seconds_per_step.append(cpu_seconds / (lines[-1]["step"] - lines[0]["step"]))
 
     def end(self) -> None:
-        """Reads its peak memory (the GPU's, if it reports it) and kills it with all its children."""
+        """Reads the program's peak memory (on the GPU, if it reports that) and kills it with all its children."""
         if self.process is None:
             return
         lines = self._lines()
         told = lines[-1].get("peak_memory_bytes") if lines else None
         self.peak_memory_bytes = told or peak_memory_bytes(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):  # it died, which was already reported
+        with contextlib.suppress(ProcessLookupError):  # it has died, which was already reported
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
@@ -117,7 +117,7 @@ class Contestant:
         return lines
 
     def _lines(self) -> list[dict]:
-        """Returns its reports. Reads only new lines, because the program computes on the same cores."""
+        """Returns all reports. Only reads new lines, because the program shares the cores with this process."""
         if self.steps_file.exists():
             with self.steps_file.open("rb") as file:
                 file.seek(self.bytes_read)
@@ -128,9 +128,9 @@ class Contestant:
 
     def _refuse(self) -> None:
         status = self.process.poll()
-        what = "hung" if status is None else f"ended with status {status}"
+        what = "hung" if status is None else f"exited with status {status}"
         said = self.steps_file.with_suffix(".log").read_text().strip().splitlines()[-8:]
-        raise InputError(f"{self.name} {what} before it was measured; its last output:", *said)
+        raise InputError(f"{self.name} {what} before it was measured. Last output:", *said)
 
 
 def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
@@ -142,7 +142,7 @@ def speeds(lines: list[dict], tokens_per_step: int) -> list[float]:
 
 
 def peak_memory_bytes(pid: int) -> int:
-    """Returns the peak resident memory of a process (Linux); 0 if unknown."""
+    """Returns a process's peak resident memory in bytes (Linux), or 0 if it is unknown."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -151,7 +151,7 @@ def peak_memory_bytes(pid: int) -> int:
 
 
 def cpu_seconds_of(pid: int) -> float:
-    """Returns the CPU seconds used by a process so far (Linux); 0 if unknown."""
+    """Returns the CPU seconds that a process has used so far (Linux), or 0 if they are unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -160,15 +160,15 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int, warm_up: int = 3) -> None:
-    """Measures all programs; stores the results in them and leaves no process behind."""
-    # Stopped processes would survive a SIGTERM to this one, so exit through `finally`, which kills them.
+    """Measures all programs and stores the results in them. Leaves no process running."""
+    # Paused processes would survive a SIGTERM to this process, so exit through `finally`, which kills them.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for contestant in contestants:
-            print(f"starts {contestant.name} ...", file=sys.stderr, flush=True)
+            print(f"starting {contestant.name} ...", file=sys.stderr, flush=True)
             contestant.start(root, warm_up)
         for number in range(rounds):
-            # Alternate the order, so that a drift within rounds cancels out.
+            # Alternate the order, so that drift within rounds cancels out.
             for contestant in contestants[:: -1 if number % 2 else 1]:
                 contestant.run(reports)
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
@@ -179,22 +179,22 @@ def hold(contestants: list[Contestant], root: Path, *, rounds: int, reports: int
 
 
 def faster_by(one: Contestant, other: Contestant) -> float:
-    """Returns the ratio of their speeds, the median over rounds of the ratio of both turns' medians."""
+    """Returns the speed of `one` relative to `other`: the median over rounds of the ratio of median speeds."""
     rounds = zip(one.turns, other.turns, strict=True)
     return statistics.median(statistics.median(mine) / statistics.median(theirs) for mine, theirs in rounds)
 
 
 def cheaper_by(one: Contestant, other: Contestant) -> float:
-    """Returns the ratio of CPU seconds per token, other to one: the median over rounds."""
+    """Returns the CPU seconds per token of `other` relative to `one`, as the median over rounds."""
     steps = one.tokens_per_step / other.tokens_per_step
     rounds = zip(one.cpu_seconds_per_step, other.cpu_seconds_per_step, strict=True)
     return statistics.median(theirs * steps / max(mine, 1e-9) for mine, theirs in rounds)
 
 
 def table(contestants: list[Contestant], flops_per_token: float, peak_flops: float | None) -> list[str]:
-    """Formats the results as Markdown: medians over intervals, and the first one's speed relative to each.
+    """Formats the results as Markdown: medians over intervals, and the first program's speed relative to each.
 
-    CPU seconds are per step of the first one's size.
+    CPU seconds are per step with the first program's batch size.
     """
     first = contestants[0]
     rows = [

@@ -1,11 +1,11 @@
-"""Compares two kinds of context parallelism: heads exchanged, as cp.yaml does, or keys gathered. Prints Markdown.
+"""Compares two kinds of context parallelism: exchanging heads, as in cp.yaml, and gathering keys. Prints Markdown.
 
     torchrun --standalone --nproc_per_node 2 bench/context.py --shapes 4096x8x8x64 16384x32x8x128 --dtype bf16
 
-A shape is sequence x query heads x key-value heads x width of a head; one causal sequence is sharded over all
-processes. Both ways compute the same result (this is checked), forward and backward, with torch's attention. With
-gathered keys and values, each process has one chunk from the start of the sequence and one from its end, which
-balances causal attention. Times are those of the slowest process, the median over --repeats; both ways alternate.
+A shape is sequence length x query heads x key-value heads x head width. One causal sequence is sharded across all
+processes. Both methods compute the same result (this is checked) with torch's attention, forward and backward. When
+keys and values are gathered, each process has one chunk from the start of the sequence and one from the end, which
+balances causal attention. The methods alternate. Times are medians over --repeats for the slowest process.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from pretrain.hardware import DTYPES  # noqa: E402
 from pretrain.parallel.context_parallel import to_parts, to_whole  # noqa: E402
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps query, key and value at this process's positions, (B, heads, P, E), to the output there, (B, P, heads, E)."""
+"""Function from this process's query, key and value, (B, heads, P, E), to its output, (B, P, heads, E)."""
 
 
 def group_name() -> str:
@@ -39,7 +39,7 @@ def group_name() -> str:
 
 
 def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
-    """Computes attention by exchanging positions for heads (all-to-all). attends False: communicates only."""
+    """Computes attention by exchanging positions for heads (all-to-all). With attends=False, only communicates."""
     parts = dist.get_world_size()
     # With fewer key-value heads than processes, repeat them so that each process gets one.
     if (copies := max(1, parts // key.shape[1])) > 1:
@@ -50,18 +50,18 @@ def heads_exchanged(query: Tensor, key: Tensor, value: Tensor, *, attends: bool 
 
 
 def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = True) -> Tensor:
-    """Computes attention by gathering keys and values. attends False: communicates only.
+    """Computes attention by gathering keys and values. With attends=False, only communicates.
 
-    This process's positions are the chunks `rank` and `2 * processes - 1 - rank`.
+    This process has the chunks `rank` and `2 * processes - 1 - rank`.
     """
     parts = dist.get_world_size()
     rank = dist.get_rank()
     sent = torch.stack([key, value]).unflatten(3, (2, -1)).movedim(3, 0)  # (2 chunks, key or value, B, G, P / 2, E)
     gathered = all_gather_single_autograd(sent.contiguous(), 0, dist.group.WORLD).unflatten(0, (parts, 2))
-    ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # by chunk number
+    ordered = torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])  # in chunk order
     key, value = (x.movedim(0, 2).flatten(2, 3) for x in ordered.unbind(1))
     if not attends:
-        # The term with factor 0 keeps key and value in the graph, so that backward communicates as well.
+        # The term with factor 0 keeps key and value in the graph, so that the backward pass also communicates.
         return query.transpose(1, 2) * 1.0 + 0.0 * (key.sum() + value.sum())
     outputs = []
     for number, chunk in zip((rank, 2 * parts - 1 - rank), query.chunk(2, dim=2), strict=True):
@@ -76,7 +76,7 @@ def keys_gathered(query: Tensor, key: Tensor, value: Tensor, *, attends: bool = 
 
 
 def positions_of(way: str, length: int) -> Tensor:
-    """Returns this process's positions under either way."""
+    """Returns the positions of this process's shard with the given method."""
     parts = dist.get_world_size()
     rank = dist.get_rank()
     if way == "exchanged":
@@ -86,7 +86,7 @@ def positions_of(way: str, length: int) -> Tensor:
 
 
 def inputs_of(way: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Returns this process's part of query, key and value; the sequence is the same for both ways."""
+    """Returns this process's shard of query, key and value. The full sequence is the same for both methods."""
     length, heads, key_heads, width = shape
     generator = torch.Generator().manual_seed(0)
     mine = positions_of(way, length)
@@ -95,7 +95,7 @@ def inputs_of(way: str, shape: tuple[int, ...], dtype: torch.dtype, device: torc
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Measures the seconds of the slowest process."""
+    """Measures how many seconds the slowest process takes."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     dist.barrier()
     wait()
@@ -108,12 +108,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def both_directions(way: Way, tensors: list[Tensor]) -> list[Tensor]:
-    """Runs forward and backward and returns the gradients of the inputs."""
+    """Runs a forward and a backward pass and returns the input gradients."""
     return list(torch.autograd.grad(way(*tensors).float().square().sum(), tensors))
 
 
 def whole_of(parts: Tensor, way: str, length: int) -> Tensor:
-    """Gathers every process's (B, heads, P, E) into (B, heads, T, E), in order of position."""
+    """Gathers every process's (B, heads, P, E) into (B, heads, T, E), ordered by position."""
     gathered = [torch.empty_like(parts) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, parts.contiguous())
     places = [torch.empty(parts.shape[2], dtype=torch.long, device=parts.device) for _ in gathered]
@@ -130,8 +130,10 @@ def rows(shapes: list[tuple[int, ...]], dtype: torch.dtype, repeats: int, device
         ]
         for ours, theirs in zip(*found, strict=True):
             difference = (ours - theirs).abs().max() / theirs.abs().max()
-            # Times of two ways that disagree would not be comparable.
-            assert difference < (1e-4 if dtype == torch.float32 else 5e-2), f"{shape}: they differ by {difference:.1e}"
+            # Times are only comparable if both methods compute the same result.
+            assert difference < (1e-4 if dtype == torch.float32 else 5e-2), (
+                f"{shape}: results differ by {difference:.1e}"
+            )
         times: dict[tuple[str, bool], list[float]] = {}
         for _ in range(repeats):
             for name, way in ways.items():

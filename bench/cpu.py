@@ -1,17 +1,17 @@
 """Compares the speed of train.py with baselines on this machine's CPU. Prints Markdown.
 
-    python bench/cpu.py                             # what `make bench` runs: Llama and GPT-2 of 14M parameters
+    python bench/cpu.py                             # what `make bench` runs: Llama and GPT-2 with 14M parameters
     python bench/cpu.py --shapes long --contestants groundwork,bare_compiled --rounds 5 --steps 4
 
 Contestants:
     groundwork                     train.py with its defaults, speed from metrics.jsonl
     groundwork_documents           train.py with a document mask
     groundwork_all_on              train.py with two micro-steps per step, tensorboard and wandb (offline)
-    bare_compiled, bare_eager      the same transformers model in a minimal training loop
-    trainer, trainer_compiled      transformers' Trainer
+    bare_compiled, bare_eager      the same Transformers model in a minimal training loop
+    trainer, trainer_compiled      the Transformers Trainer
     plain_compiled, plain_eager    a hand-written GPT
 All run in bf16 if the CPU has bf16 instructions, otherwise in fp32. MFU is (6 N + 12 L d T) x tokens/s / peak. The
-peak is measured before and after, with a matmul in this precision.
+peak is measured with matmuls in the same precision, before and after the benchmark.
 """
 
 import argparse
@@ -36,30 +36,34 @@ PEERS = {
     "plain_compiled": ("plain", True),
     "plain_eager": ("plain", False),
 }
-"""Baselines by name: (kind of `bench.peers`, True if compiled)."""
+"""Baselines by name: (peer in bench.peers, True if compiled)."""
 OWN = {
     "groundwork": {},
     "groundwork_documents": {"data.document_mask": "true"},
     "groundwork_all_on": {"trackers": "[tensorboard, wandb]"},
 }
-"""Settings in addition to those of `recipe`, by name."""
+"""Settings added to `recipe`, by name."""
 MICRO_STEPS = {"groundwork_all_on": 2}
-"""Micro-steps per step, if more than one."""
+"""Micro-steps per step, for contestants with more than one."""
 REPORT_EVERY = {"tiny": 10}
-"""Steps between reports, for shapes with very short steps, which reports would slow down."""
+"""Steps between reports, for shapes whose steps are so short that reporting each of them would slow them down."""
 SHARD_TOKENS = 2_000_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line. Raises InputError for unknown shapes and contestants."""
+    """Parses the command line. Raises InputError for unknown names and invalid values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama,gpt2", help=f"of {', '.join(CPU_SHAPES)}")
-    parser.add_argument("--contestants", default=",".join([*OWN, *PEERS]), help="the first is the reference")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"], help="of all contestants")
+    parser.add_argument("--shapes", default="llama,gpt2", help=f"comma-separated: {', '.join(CPU_SHAPES)}")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings of Groundwork's recipe"
+        "--contestants", default=",".join([*OWN, *PEERS]), help="comma-separated; the first is the reference"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of turns per contestant")
+    parser.add_argument("--steps", type=int, default=8, help="number of steps per turn")
+    parser.add_argument(
+        "--precision", default="auto", choices=["auto", "bf16", "fp32"], help="precision of all contestants"
+    )
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="SETTING=VALUE", help="settings for Groundwork's recipe"
     )
     given = parser.parse_args(arguments)
     given.shapes = given.shapes.split(",")
@@ -77,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def recipe(
     shape: Shape, model: Path, shards: Path, output: Path, report_every: int = 1, precision: str = "bf16"
 ) -> str:
-    """Returns a recipe that trains the shape like the baselines do: endlessly, without validation or checkpoints."""
+    """Returns a recipe that trains the shape as the baselines do, without validation or checkpoints."""
     return f"""\
 model: {model}
 output: {output}
@@ -101,11 +105,11 @@ def contestants_of(
     strategy: str = "single",
     processes: int = 1,
 ) -> list[Contestant]:
-    """Returns the programs that train one shape; all their files are in `folder`.
+    """Returns the contestants for a shape. All their files are in `folder`.
 
     Args:
-        strategy: name of a file in accelerate_configs/, for Groundwork.
-        processes: number of processes, each of which trains on the shape's batch.
+        strategy: name of the accelerate config for Groundwork.
+        processes: number of processes, each with the shape's batch size.
     """
     model = write_model(shape, folder)
     contestants = []
@@ -134,7 +138,7 @@ def contestants_of(
 
 
 def flops_per_token(shape: Shape) -> float:
-    """Computes 6 N + 12 L d T for the shape; N excludes the embedding lookup, as in train.py's MFU."""
+    """Computes 6 N + 12 L d T for the shape. N excludes the embedding lookup, as in train.py's MFU."""
     from transformers import AutoConfig
 
     from pretrain.model.build import count_non_embedding_parameters
@@ -159,7 +163,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
             every = REPORT_EVERY.get(name, 1)
             contestants = contestants_of(given.contestants, shape, Path(folder), given.set, every, precision)
-            # Measured before and after, because the clock speed may change during the benchmark.
+            # Measure before and after, because the clock speed may change during the benchmark.
             peaks = [measured_matrix_flops(dtype)]
             hold(contestants, ROOT, rounds=given.rounds, reports=max(1, given.steps // every))
             peaks.append(measured_matrix_flops(dtype))

@@ -1,25 +1,30 @@
-"""Measures speed and memory of data preparation and of the loader, compared with other libraries.
+"""Measures speed and memory of data preparation and data loading, compared with other libraries.
 
-    python bench/data.py                              # on the source code of Python's standard library
+    python bench/data.py                              # on the Python standard library's source code
     python bench/data.py --input prose.jsonl.zst --tokenizer gpt2 [--copies 8] [--repeat 3] [--long_line]
 
-For each file, and for a parquet copy of each JSON lines file, this measures: the whole command prepare_data.py with
-its startup; the same command with the tokenizers library; datatrove's DocumentTokenizer with its startup, if it is
-installed; gigatoken alone on the same file, without startup; the time of each stage; and the peak memory of all
-processes together. They alternate, and every number is the best of --repeat rounds, because load only adds time.
+For each file, and for a Parquet copy of each JSON Lines file, this measures prepare_data.py (with startup), the same
+command with the tokenizers library, datatrove's DocumentTokenizer if it is installed (with startup), gigatoken alone
+(without startup), and the peak memory of all processes together. The programs alternate, and every number is the best
+of --repeat rounds, because other load only adds time.
 
-A file of 100 MB takes one second, half of which is the startup of Python. So prepare_data.py and gigatoken also read
---copies files of that content, and the requirements for memory and gigatoken apply to those measurements. The slower
-libraries read one file.
-The filters of --clean are measured in one process on --filters documents, and datatrove's on 5% of them.
-Then prepare_data.py with and without --near_duplicates 0.8, and datatrove's MinHash in four stages with its tokenizer,
-read the documents of the first file, 5% of them twice with 2% of the words changed, in one parquet file per core.
-Ends with exit status 1 if a requirement is missed: 10 times the speed of tokenizers and of datatrove, 60% of
-gigatoken's, at most 2 GB; with near duplicates removed, 60 MB of text per second and at most twice the time of a
-preparation without; with --clean and --decontaminate, 25 MB of text per second and core.
+Preparing 100 MB takes a second, half of which is Python's startup. prepare_data.py and gigatoken therefore also read
+--copies copies of each file, and the requirements for memory and gigatoken apply to these measurements. The slower
+libraries only read one file.
 
-The last row, full cleaning of --megabytes of text, is in the module cleaning_rate. --rows cleaning measures only this
-row; its measurements stay in --work, so that it can continue after an interruption.
+The --clean filters are measured in one process on --filters documents, and datatrove's filters on 5% of them.
+
+Near-duplicate removal is measured with prepare_data.py, with and without --near_duplicates 0.8, and with datatrove's
+four MinHash stages and tokenizer. The input is the first file's documents, 5% of them twice with 2% of the words
+changed, in one Parquet file per core.
+
+The module cleaning_rate measures full cleaning of --megabytes of text. If you run only this, with --rows cleaning and
+--work, you can continue it after an interruption.
+
+Exits with status 1 if a requirement is missed:
+- 10 times the speed of tokenizers and datatrove, 60% of gigatoken's speed, and at most 2 GB of memory
+- with near-duplicate removal: 60 MB of text per second, and at most twice the time without it
+- with --clean and --decontaminate: 25 MB of text per CPU second
 """
 
 import argparse
@@ -60,7 +65,7 @@ ROWS_PER_ROW_GROUP = 1000
 TIMES_AS_FAST_AS_TOKENIZERS = 10
 SHARE_OF_GIGATOKEN = 0.6
 FILTERS_SHARE_OF_DATATROVE = 20
-"""datatrove filters only one document in this many, because it is at least that much slower."""
+"""Ratio of our documents to datatrove's when measuring filters, because datatrove is at least this much slower."""
 NEAR_COPIES = 0.05
 CHANGED_WORDS = 0.02
 
@@ -73,7 +78,8 @@ rows = tokenizer.encode_files(kind(sys.argv[2:]))
 seconds = time.perf_counter() - began
 print("tokens", awkward.num(rows).to_numpy().sum(), "seconds", seconds)
 """
-# Batches of 1,000 documents, because the default of 10,000 takes more than 10 GB for novels. Not shuffled, as in ours.
+# Batches have 1,000 documents, because the default of 10,000 needs more than 10 GB for novels. Documents aren't
+# shuffled, because prepare_data.py doesn't shuffle them either.
 DATATROVE = """
 import sys
 from pathlib import Path
@@ -89,7 +95,8 @@ steps = [reader(str(file.parent), glob_pattern=file.name), tokenizer]
 print("tokens", LocalPipelineExecutor(steps, logging_dir=output + "/logs").run().stats[-1].stats["tokens"].total)
 """
 
-# Its defaults, word 5-grams in 14 bands of 8, except for the hash: its xxhash fails with versions that reject str.
+# datatrove's defaults (word 5-grams, 14 bands of 8), except for the hash function, because the default fails with
+# xxhash versions that reject str.
 DATATROVE_MINHASH = """
 import os, sys
 from datatrove.executor import LocalPipelineExecutor
@@ -121,14 +128,14 @@ print("tokens", statistics.stats[-1].stats["tokens"].total)
 
 
 def gigatoken(files: list[str], tokenizer: str) -> Measured:
-    """Measures gigatoken alone on the files, without the startup of Python and the loading of the tokenizer."""
+    """Measures gigatoken alone on the files, excluding the time to start Python and load the tokenizer."""
     _, peak, told = run_measured([sys.executable, "-c", GIGATOKEN, f"{tokenizer}/tokenizer.json", *files])
     tokens, seconds = re.search(r"tokens (\d+) seconds ([\d.e-]+)", told).groups()
     return Measured(int(tokens), float(seconds), peak)
 
 
 def datatrove(file: str, tokenizer: str) -> Measured:
-    """Measures datatrove's DocumentTokenizer with its startup, writing to a folder as prepare_data.py does."""
+    """Measures datatrove's DocumentTokenizer, including startup, writing to a folder as prepare_data.py does."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", DATATROVE, f"{tokenizer}/tokenizer.json", file, folder]
         seconds, peak, told = run_measured(command)
@@ -136,7 +143,7 @@ def datatrove(file: str, tokenizer: str) -> Measured:
 
 
 def copies_of(file: str, copies: int, folder: str) -> list[str]:
-    """Creates links, so that there are `copies` files with the same content, and returns their paths."""
+    """Creates `copies` links to a file and returns their paths."""
     links = [Path(folder, f"{number:03d}-{Path(file).name}") for number in range(copies)]
     for link in links:
         link.symlink_to(Path(file).resolve())
@@ -144,7 +151,7 @@ def copies_of(file: str, copies: int, folder: str) -> list[str]:
 
 
 def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]:
-    """Prints the rows of one file. Returns the missed requirements."""
+    """Prints the rows for a file. Returns the missed requirements."""
     with tempfile.TemporaryDirectory() as folder:
         many = copies_of(file, copies, folder)
         contestants = {
@@ -165,14 +172,14 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
     print(f"{file}, {copies} copies: {ours.tokens:,} tokens")
     print(f"  prepare_data, whole command     {ours.rate:8.2f} Mtok/s   {ours.seconds:.2f} s")
     print(f"    peak memory                   {peak / 1e6:,.0f} MB")
-    print(f"  gigatoken alone, no start       {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    print(f"  gigatoken alone, no startup     {best['gigatoken'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     missed = [f"{file}: {peak / 1e6:,.0f} MB of memory"] if peak > LARGEST_MEMORY else []
     missed += [f"{file}: {share:.0%} of gigatoken"] if share < SHARE_OF_GIGATOKEN else []
     one = best["ours, one"]
     share = one.rate / best["gigatoken, one"].rate
     print(f"one copy: {one.tokens:,} tokens")
     print(f"  prepare_data, whole command     {one.rate:8.2f} Mtok/s   {one.seconds:.2f} s")
-    print(f"  gigatoken alone, no start       {best['gigatoken, one'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
+    print(f"  gigatoken alone, no startup     {best['gigatoken, one'].rate:8.2f} Mtok/s   we reach {share:.0%} of it")
     for name, label in {
         "tokenizers": "the same with tokenizers",
         "datatrove": "datatrove's DocumentTokenizer",
@@ -187,7 +194,7 @@ def bench_file(file: str, tokenizer: str, copies: int, repeat: int) -> list[str]
 
 
 def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
-    """Measures datatrove with near-duplicate removal and its startup, on all cores."""
+    """Measures datatrove with near-duplicate removal on all cores, including startup."""
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable, "-c", DATATROVE_MINHASH, f"{tokenizer}/tokenizer.json", folder, output]
         seconds, peak, told = run_measured(command)
@@ -195,7 +202,7 @@ def datatrove_minhash(folder: str, tokenizer: str) -> Measured:
 
 
 def write_with_near_copies(file: str, folder: Path) -> int:
-    """Writes a file's documents and near copies of some, shuffled, in a parquet file per core; returns their bytes."""
+    """Writes a file's documents and some near copies, shuffled, to one Parquet file per core. Returns the bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -254,7 +261,7 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
 
 
 def with_parquet(files: list[str], folder: str) -> Iterator[str]:
-    """Yields the files, each JSON lines file followed by a parquet file of the same documents."""
+    """Yields the files, and after each JSON Lines file a Parquet copy of it."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -269,13 +276,13 @@ def with_parquet(files: list[str], folder: str) -> Iterator[str]:
             path = f"{folder}/{Path(file).name.partition('.')[0]}.parquet"
             table = pa.table({"text": pa.array(texts, pa.binary()).cast(pa.string())})
             parquet.write_table(table, path, row_group_size=ROWS_PER_ROW_GROUP, compression="zstd")
-            # Free the memory for the programs to be measured.
+            # Free the memory for the measured programs.
             del texts, table
             yield path
 
 
 def bench_long_line(tokenizer: str) -> list[str]:
-    """Prints the memory for one document of 200 MB. Returns the requirement if missed."""
+    """Prints time and memory for one 200 MB document. Returns the requirement if it is missed."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["the", "loss", "falls", "while", "the", "model", "learns", "to", "read.", "And", "it", "waits", "\\n"]
         drawn = np.random.default_rng(0).choice(words, LONG_LINE_BYTES // 6)
@@ -287,7 +294,7 @@ def bench_long_line(tokenizer: str) -> list[str]:
 
 
 def bench_loader(file: str, tokenizer: str) -> None:
-    """Prints the speed of the loader in one process, from cached shards, and the time to seek to any step."""
+    """Prints the data loader's speed in one process from cached shards, and the time to seek to a step."""
     from pretrain.config import Data
     from pretrain.data.batches import Batches
     from pretrain.optim.batch_ramp import BatchRamp
@@ -310,11 +317,11 @@ def bench_loader(file: str, tokenizer: str) -> None:
             began = time.perf_counter()
             batches.locate(step * 8, 8)
             resumes.append(time.perf_counter() - began)
-    print(f"loader, 8 x 2,048, cached: {max(rates):,.0f} Mtok/s; any step is found in {min(resumes) * 1e3:.3f} ms")
+    print(f"loader, 8 x 2,048, cached: {max(rates):,.0f} Mtok/s; seeking to a step takes {min(resumes) * 1e3:.3f} ms")
 
 
 def bench_filters(file: str, documents: int) -> list[str]:
-    """Prints the speed of --clean's filters in one process, and of datatrove's. Returns the missed requirements."""
+    """Prints the speed of --clean's filters and of datatrove's in one process. Returns the missed requirements."""
     from pretrain_tools.preparation.cleaning.filters import sensible_set
     from pretrain_tools.preparation.cleaning.stages import Cleaning
     from pretrain_tools.preparation.documents.records import Reading
@@ -324,12 +331,12 @@ def bench_filters(file: str, documents: int) -> list[str]:
     records = itertools.islice(records_of(source, Reading()), documents)
     texts = [record.text for record in records if record.text]
     cleaning = Cleaning(tuple(sensible_set(is_english=True)))
-    _ = cleaning.opened  # compiles the filters before the timed part
-    # CPU time of this process, which other load hardly changes.
+    _ = cleaning.opened  # compile the filters before timing them
+    # Use CPU time, because other load hardly affects it.
     began = time.process_time()
     cleaning.clean(texts, [None] * len(texts), [file] * len(texts), range(len(texts)))
     ours = sum(map(len, texts)) / (time.process_time() - began) / 1e6
-    print(f"filters of --clean, {len(texts):,} documents: {ours:.1f} MB/s of one core")
+    print(f"--clean filters, {len(texts):,} documents: {ours:.1f} MB/s on one core")
     if not has_datatrove():
         print("  datatrove's filters             not installed: pip install datatrove spacy")
         return []
@@ -344,7 +351,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
     filters = [GopherRepetitionFilter(), GopherQualityFilter(), C4QualityFilter(filter_no_terminal_punct=False)]
     filters.append(FineWebQualityFilter())
     some = texts[: max(1, len(texts) // FILTERS_SHARE_OF_DATATROVE)]
-    # The first call loads models, which is not timed.
+    # The first call loads models, so it isn't timed.
     for stage in filters:
         stage.filter(Document(text="Loaded before it counts. " * 60, id="0"))
     began = time.process_time()
@@ -357,7 +364,7 @@ def bench_filters(file: str, documents: int) -> list[str]:
 
 
 def source_of_python(path: Path) -> str:
-    """Writes the source of Python's standard library with its tests as JSON lines, and returns the path."""
+    """Writes the Python standard library's source code, including tests, as JSON Lines. Returns the path."""
     with path.open("w", encoding="utf-8") as file:
         for source in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             if "site-packages" not in source.parts:
@@ -366,7 +373,7 @@ def source_of_python(path: Path) -> str:
 
 
 def trained_tokenizer(file: str, folder: str) -> str:
-    """Trains a tokenizer with 32,000 tokens on the first megabytes of a file, and returns its folder."""
+    """Trains a 32,000-token tokenizer on the first megabytes of a file and returns its folder."""
     output = f"{folder}/trained"
     run_measured(
         [sys.executable, "prepare_data.py", "--input", file, "--train_tokenizer", "32000", "--output", output]
@@ -375,7 +382,7 @@ def trained_tokenizer(file: str, folder: str) -> str:
 
 
 def tokenizer_folder(given: str, folder: str) -> str:
-    """Saves a tokenizer to a folder, and returns it; all programs read the same tokenizer.json."""
+    """Saves a tokenizer in a folder, so that all programs read the same tokenizer.json. Returns the folder."""
     from pretrain.data.tokenizer import load_tokenizer
 
     load_tokenizer(given).save(Path(folder, "tokenizer"))
@@ -384,14 +391,20 @@ def tokenizer_folder(given: str, folder: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", nargs="+", metavar="FILE", help="jsonl(.zst) or parquet; default: Python's source")
-    parser.add_argument("--tokenizer", help="folder or Hub ID (default: one trained on the input)")
-    parser.add_argument("--copies", type=int, default=8, help="files of each content, for the bars (default: 8)")
-    parser.add_argument("--repeat", type=int, default=3, help="rounds of each file (default: 3)")
-    parser.add_argument("--filters", type=int, default=2000, metavar="N", help="documents to filter (default: 2000)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="what to measure (default: all)")
-    parser.add_argument("--megabytes", type=float, default=900, help="megabytes of text for the cleaning row (900)")
-    parser.add_argument("--work", type=Path, help="folder of this row's documents and results [temporary]")
+    parser.add_argument(
+        "--input", nargs="+", metavar="FILE", help="jsonl(.zst) or Parquet (default: Python's source code)"
+    )
+    parser.add_argument("--tokenizer", help="folder or Hub ID (default: trained on the input)")
+    parser.add_argument("--copies", type=int, default=8, help="number of copies of each file (default: 8)")
+    parser.add_argument("--repeat", type=int, default=3, help="number of rounds (default: 3)")
+    parser.add_argument(
+        "--filters", type=int, default=2000, metavar="N", help="number of documents to filter (default: 2000)"
+    )
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="measurements to run (default: all)")
+    parser.add_argument(
+        "--megabytes", type=float, default=900, help="size of the text for the cleaning row (default: 900)"
+    )
+    parser.add_argument("--work", type=Path, help="folder for this row's documents and results (default: temporary)")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")
     arguments = parser.parse_args()
     cores = psutil.cpu_count()

@@ -1,12 +1,12 @@
-"""Measures speed on one GPU: train.py with every attention and loss, and baselines, for 124M to 7B. Prints Markdown.
+"""Measures the training speed of Groundwork and baselines on one GPU, for 124M to 7B models. Prints Markdown.
 
     python bench/gpu.py                                    # all shapes; about half an hour on one H200
     python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked_compiled,logits --peers ''
 
-Programs run one after the other, each alone on the GPU, compiled, in bf16 autocast. MFU is (6 N + 12 L d T) x tokens/s
-/ peak: attention is not halved for causality, recomputation is not counted, and N excludes the embedding lookup. The
-peak is the data sheet's for dense bf16 (pretrain/hardware.py). Programs that do not run here are listed with the
-reason.
+train.py runs with every attention and loss. Each program runs alone on the GPU, compiled, in bf16 autocast. MFU is
+(6 N + 12 L d T) x tokens/s / peak: attention isn't halved for causality, recomputation isn't counted, and N excludes
+the embedding lookup. The peak is the data sheet's value for dense bf16 (pretrain/hardware.py). Programs that fail are
+listed with the reason.
 """
 
 import argparse
@@ -28,18 +28,18 @@ from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
 LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
-"""Settings required for a shape to fit. With AdamW's fp32 state, 7B leaves no memory for activations."""
+"""Settings that shapes need to fit on one GPU. With AdamW's fp32 state, 7B leaves no memory for activations."""
 STRATEGIES = ("ddp", "fsdp2", "hsdp")
-"""Strategies measured on several GPUs."""
+"""Strategies to measure on several GPUs."""
 FEWEST_FOR_ADAMW = 4
-"""Number of GPUs that together hold AdamW's sharded state, for each of SETTINGS."""
+"""Minimum number of GPUs on which the shapes in SETTINGS fit with AdamW's state sharded."""
 REPORT_EVERY = 10
 WARM_UP_REPORTS = 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table; without measurements if the program did not run."""
+    """A table row, without measurements if the program failed."""
 
     name: str
     documents: str
@@ -58,8 +58,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     allowed = {"shapes": list(GPU_SHAPES), "attentions": ATTENTIONS, "losses": LOSSES, "peers": list(PEERS)}
     for name, names in allowed.items():
         default = "plain_compiled,bare_compiled,trainer" if name == "peers" else ",".join(names)
-        parser.add_argument(f"--{name}", default=default, help=f"of {', '.join(names)}")
-    parser.add_argument("--reports", type=int, default=3, help=f"measured intervals of {REPORT_EVERY} steps")
+        parser.add_argument(f"--{name}", default=default, help=f"comma-separated: {', '.join(names)}")
+    parser.add_argument(
+        "--reports", type=int, default=3, help=f"number of measured intervals of {REPORT_EVERY} steps each"
+    )
     given = parser.parse_args(arguments)
     problems = []
     for name, names in allowed.items():
@@ -74,7 +76,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) -> Row:
-    """Runs one program alone and returns its row."""
+    """Runs a program alone and returns its row."""
     try:
         hold([contestant], ROOT, rounds=1, reports=reports, warm_up=WARM_UP_REPORTS)
     except InputError as error:
@@ -91,7 +93,7 @@ def measure(contestant: Contestant, labels: tuple[str, str, str], reports: int) 
 def measure_own(
     shape: Shape, settings: list[str], labels: tuple[str, str, str], reports: int, report_every: int = REPORT_EVERY
 ) -> Row:
-    """Measures Groundwork with one choice of document mask, attention and loss, given as `labels`."""
+    """Measures Groundwork with the document mask, attention and loss in `labels`."""
     documents, attention, loss = labels
     name = "groundwork" if documents == "off" else "groundwork_documents"
     chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
@@ -103,7 +105,7 @@ def measure_own(
 def measure_several(
     strategy: str, gpus: int, shape: Shape, settings: list[str], reports: int, report_every: int = REPORT_EVERY
 ) -> Row:
-    """Measures Groundwork under a strategy on several GPUs, each with the shape's batch: tokens/s of all of them."""
+    """Measures Groundwork's total tokens/s with a strategy on several GPUs, each with the shape's batch size."""
     labels = ("off", ATTENTIONS[0], LOSSES[0])
     chosen = [f"attention={labels[1]}", f"loss.backend={labels[2]}", *settings]
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
@@ -114,13 +116,13 @@ def measure_several(
 
 
 def settings_of(name: str, strategy: str = "single", gpus: int = 1) -> list[str]:
-    """Returns the settings required for a shape to fit."""
+    """Returns the settings that a shape needs to fit."""
     shards = strategy != "ddp" and gpus >= FEWEST_FOR_ADAMW
     return [] if shards else SETTINGS.get(name, [])
 
 
 def measure_peer(name: str, shape: Shape, reports: int, report_every: int = REPORT_EVERY) -> Row:
-    """Measures one of the baselines in PEERS."""
+    """Measures a baseline from PEERS."""
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
         (contestant,) = contestants_of([name], shape, Path(folder), [], report_every)
         return measure(contestant, ("off", "its own", "its own"), reports)
@@ -138,7 +140,7 @@ def measure_shape(
 ) -> list[Row]:
     """Measures Groundwork with each attention and loss, with and without a document mask, then the baselines.
 
-    Prints each row to stderr as it finishes. An interrupted run prints no table.
+    Prints each result to stderr as soon as it is available.
     """
     crossed = itertools.product(("off", "on"), attentions, losses)
     own = (measure_own(shape, settings, labels, reports, report_every) for labels in crossed)
@@ -152,12 +154,12 @@ def measure_shape(
 
 
 def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[str]:
-    """Formats a Markdown table, the fastest first, followed by the programs that did not run, with reasons."""
+    """Formats a Markdown table sorted by speed, followed by the programs that failed, with reasons."""
     flops = flops_per_token(shape)
     lines = [
         f"**{name}**: {shape.in_words()}; {flops / 1e9:.2f} GFLOP per token",
         "",
-        "| | documents apart | attention | loss | tokens/s | MFU | peak memory | start to first report |",
+        "| | document mask | attention | loss | tokens/s | MFU | peak memory | start to first report |",
         "|---|---|---|---|---|---|---|---|",
     ]
     ran = sorted((row for row in rows if row.tokens_per_second), key=lambda row: -row.tokens_per_second)
@@ -177,7 +179,7 @@ def table(name: str, shape: Shape, rows: list[Row], peak: float | None) -> list[
 
 
 def main() -> int:
-    """Prints one table per shape, or that there is no GPU."""
+    """Prints one table per shape, or a message if there is no GPU."""
     given = parse_arguments()
     import torch
 
@@ -194,7 +196,7 @@ def main() -> int:
             SETTINGS.get(name, []),
             attentions=given.attentions,
             losses=given.losses,
-            # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
+            # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit either.
             peers=[] if name in SETTINGS else given.peers,
             reports=given.reports,
         )

@@ -1,16 +1,16 @@
-"""Checks correctness, then speed, on a GPU in one command that can be interrupted and continued.
+"""Checks correctness and then speed on a GPU. You can interrupt it and continue later.
 
-    python bench/gpu_check.py           # what `make gpu` runs: the most important checks first; hours in total
-    python bench/gpu_check.py --list    # the checks in order, with their results so far
-    python bench/gpu_check.py --only "speed 124m" export   # the checks whose names contain one of these
+    python bench/gpu_check.py           # same as `make gpu`: all checks, the most important first; takes hours
+    python bench/gpu_check.py --list    # list the checks with their results so far
+    python bench/gpu_check.py --only "speed 124m" export   # only checks whose names contain one of these
 
-Needs torch, transformers, accelerate and pydantic, but no network. Checks that need more are skipped with the reason.
-Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it prints the tables and the
-verdict so far. The next call continues with the missing checks, then retries failed ones. Results from other
-GPUs, other versions or other code stay in the file but do not count.
+Needs torch, transformers, accelerate and pydantic, but no network. If a check needs anything else that is missing, it
+is skipped with a reason. Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it
+prints the tables and the verdict so far. Run it again to continue with the missing checks and then retry those that
+failed. Results from other GPUs, versions or code stay in the file but don't count.
 
-Exit status: 0 all passed, 1 a check failed, 2 no GPU or wrong arguments, 75 after SIGTERM, 130 after Ctrl-C. A speed
-below the best published one is a finding, not a failure.
+Exit status: 0 if all checks passed, 1 if one failed, 2 without a GPU or with wrong arguments, 75 after SIGTERM, 130
+after Ctrl-C. A speed below the best published one is a finding, not a failure.
 """
 
 import argparse
@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line, or_exit, run_script, shortened  # noqa: E402
 
 NEEDED = ("torch", "transformers", "accelerate", "pydantic")
-"""Required packages. Training's other imports are their dependencies."""
+"""Required packages. Everything else that training imports is one of their dependencies."""
 
 
 def require_packages() -> None:
@@ -46,11 +46,11 @@ def require_packages() -> None:
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"{sys.executable} has no {', '.join(missing)}; install them there (pip install {' '.join(missing)}), "
-            "or give a Python that has them: make gpu PYTHON=python"
+            "or use a Python that has them: make gpu PYTHON=python"
         )
 
 
-# Before the imports below, which would fail with a traceback.
+# Must run before the imports below, which would fail with a traceback.
 if __name__ == "__main__":
     or_exit(require_packages)
 
@@ -85,8 +85,10 @@ BARS = {
     ("a100", "124m"): (0.432, "llm-foundry"),
     ("a100", "1.3b"): (0.599, "llm-foundry"),
 }
-"""{(GPU of pretrain/gpus.py, shape): (best published MFU, codebase)}, without a document mask, in train.py's formula.
-A lower MFU is a finding, not a failure, because clocks, power limits and drivers differ."""
+"""{(GPU in pretrain/gpus.py, shape): (best published MFU, codebase)}.
+
+The MFU is computed as in train.py, without a document mask. A lower MFU is a finding, not a failure, because clocks,
+power limits and drivers differ."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",
@@ -104,7 +106,7 @@ STRATEGIES = (
 )
 DEFAULT_KERNELS = " with default kernels"
 MOST_PROCESSES = 8
-"""Maximum number of processes: the number of layers and heads of the model in `Runs`."""
+"""Maximum number of processes, which is the number of layers and of heads of the model in `Runs`."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -112,40 +114,40 @@ REPORTS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """The sizes of the checks."""
+    """Sizes for the checks."""
 
     shapes: Mapping[str, Shape]
     loss_sizes: tuple[int, int, int]
     report_every: int
     settings: tuple[str, ...] = ()
     several: tuple[str, ...] = ("1.3b", "7b")
-    """Shapes also measured on all GPUs."""
+    """Shapes that are also measured on all GPUs."""
 
 
 SCALES = {
     "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
     "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",), ("small",)),
 }
-"""Sizes by device. The CPU's are for tests of this script."""
+"""Sizes by device type. Those for the CPU are for testing this script."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A check to run."""
+    """Check to run."""
 
     name: str
-    """Name, the key of its result in results.jsonl."""
+    """Name of the check, which is its key in results.jsonl."""
     measure: Callable[[], Outcome]
     why_not: str | None = None
-    """Reason why it can't run here, or None."""
+    """Reason why the check can't run here, or None."""
 
 
 class Results:
-    """The file of results. Only results of this GPU, these versions and this code count.
+    """Results file. Only results from this GPU, these versions and this code count.
 
     Args:
         state: everything that affects a result, see `state_of`.
-        again: ignore results of earlier calls.
+        again: whether to ignore earlier results.
     """
 
     def __init__(self, path: Path, state: Mapping[str, Any], again: bool = False):
@@ -170,11 +172,11 @@ class Results:
         return self._by_name.get(name)
 
     def word(self, name: str) -> str | None:
-        """Returns the outcome of a check as a word, or None."""
+        """Returns the outcome of a check in one word, or None."""
         return self._by_name[name]["outcome"] if name in self._by_name else None
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a kill cut the last line short
+        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # a kill truncated the last line
         with self.path.open("a") as file:
             file.write("\n" * cut + json.dumps(line) + "\n")
             file.flush()
@@ -189,16 +191,16 @@ def _parsed(line: str) -> dict[str, Any] | None:
 
 
 class Worker:
-    """A process that runs the checks of kernels one by one. It is replaced after a failure."""
+    """Process that runs the kernel checks one by one. It is replaced after a failure."""
 
     def __init__(self):
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run(self, check: Callable[..., Outcome], *arguments: Any) -> Outcome:
-        """Runs a check and returns its outcome, FAILED if it raises, dies or hangs."""
+        """Runs a check and returns its outcome, which is FAILED if the check raises, dies or hangs."""
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")  # CUDA can't be used in a forked process
-            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, too; the parent ends it
+            ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the worker, but the parent ends it
             self._pool = concurrent.futures.ProcessPoolExecutor(1, spawn, signal.signal, ignore)
         try:
             return self._pool.submit(check, *arguments).result(WORKER_SECONDS)
@@ -253,15 +255,15 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
 
 
 def processes_on(gpus: int) -> int:
-    """Returns the largest power of two of processes, because it must divide layers and heads."""
+    """Returns the number of processes: a power of two, because it must divide the numbers of layers and heads."""
     return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
 
 
 def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
-    """Returns checks that each strategy, on all GPUs, has the same losses as one process.
+    """Returns checks that each strategy gives the same losses on all GPUs as a single process.
 
-    They run first in fp32 with eager attention, then with auto's kernels: half precision and compiled layers.
-    A single GPU is shared by two processes.
+    They run in fp32 with eager attention, then with the default kernels (half precision and compiled layers). If there
+    is only one GPU, two processes share it.
     """
     processes = max(2, processes_on(gpus))
     no_gpu = None if gpus else "needs a GPU, but there is none"
@@ -279,9 +281,7 @@ def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check
 
 
 def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 1) -> list[Check]:
-    """Returns speed checks: every shape with the defaults, on one GPU and on all, the baselines, then every attention
-    and loss.
-    """
+    """Returns the speed checks: defaults on one GPU and on all GPUs, baselines, then every attention and loss."""
     defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
     # Shapes with a published MFU come first.
     with_bar = {shape for _, shape in BARS}
@@ -309,7 +309,7 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
         return Check(speed_name(shape, label), partial(speed, shape, gpu.measure_own, *given), reason)
 
     def beside(shape: str, peer: str) -> Check:
-        # If Groundwork needs special settings to fit, the baselines' fp32 AdamW does not fit.
+        # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit either.
         large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
         return Check(f"speed {shape} {peer}", partial(speed, shape, gpu.measure_peer, *given), uncompiled or large)
@@ -328,17 +328,16 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
 
 
 def speed_name(shape: str, label: tuple[str, str, str]) -> str:
-    """Returns the name of Groundwork's check for a label (documents, attention, loss)."""
+    """Returns the name of Groundwork's speed check for (documents, attention, loss)."""
     documents, attention, loss = label
     return f"speed {shape} {WINDOWS[documents]} {attention} {loss}"
 
 
 def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
-    """Measures a speed. A baseline that does not run, or a shape that does not fit, is not a failure."""
+    """Measures a speed. It isn't a failure if a baseline doesn't run or a shape doesn't fit."""
     row = measure(*given)
     figures = {"shape": shape, "row": dataclasses.asdict(row)}
     if row.tokens_per_second is None:
-        # A failing baseline or a small GPU isn't this project's fault.
         lenient = row.name in gpu.PEERS or "out of memory" in row.problem.lower()
         return Outcome(NOT_RUN if lenient else FAILED, row.problem, figures)
     memory = f"{row.peak_memory_bytes / 2**30:.1f} GiB"
@@ -346,7 +345,7 @@ def speed(shape: str, measure: Callable[..., gpu.Row], *given: Any) -> Outcome:
 
 
 def refused_attention(name: str, documents: bool, device: str) -> str | None:
-    """Returns why an attention does not run in half precision, with or without a document mask, or None."""
+    """Returns why an attention can't run in half precision, with or without a document mask, or None if it can."""
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
     from pretrain.model.attention import why_not
@@ -358,14 +357,14 @@ def refused_attention(name: str, documents: bool, device: str) -> str | None:
 
 
 def missing_loss(name: str) -> str | None:
-    """Returns why this torch has no such loss, or None."""
+    """Returns why the installed torch can't run a loss, or None if it can."""
     from pretrain.model.loss import torch_loss_problems
 
     return "; ".join(torch_loss_problems(0.0, None)) or None if name == "torch" else None
 
 
 def missing_compiler() -> str | None:
-    """Returns what torch.compile lacks on a GPU, or None."""
+    """Returns why torch.compile can't run on a GPU, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "compiled kernels need triton, which is not installed"
     if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
@@ -374,11 +373,11 @@ def missing_compiler() -> str | None:
 
 
 def run_checks(checks: list[Check], results: Results) -> None:
-    """Runs the checks without a result, in order, then those that failed earlier."""
+    """Runs the checks that have no result, then those that failed before."""
     able = [check for check in checks if not check.why_not]
     todo = [check for word in (None, FAILED) for check in able if results.word(check.name) == word]
     if known := len(able) - len(todo):
-        print(f"{known} rows are known from earlier calls", flush=True)
+        print(f"{known} checks already have a result", flush=True)
     for number, check in enumerate(todo, start=1):
         print(f"[{number}/{len(todo)}] {check.name} ...", flush=True)
         began = time.monotonic()
@@ -392,7 +391,7 @@ def run_checks(checks: list[Check], results: Results) -> None:
 
 
 def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None) -> list[str]:
-    """Formats Markdown tables for docs/performance.md: correctness, then speeds, with one table per shape."""
+    """Formats Markdown tables for docs/performance.md: correctness, then one table of speeds per shape."""
     lines = ["| check | | |", "|---|---|---|"]
     measured: dict[str, list[gpu.Row]] = {}
     for check in checks:
@@ -408,7 +407,7 @@ def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], p
 
 
 def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
-    """Returns (passed, failed, not run or missing; the reason or the measurements)."""
+    """Returns the outcome (passed, failed, not run or missing) and the reason or measurements."""
     if check.why_not:
         return NOT_RUN, check.why_not
     result = results.of(check.name)
@@ -418,14 +417,14 @@ def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
 def verdict(
     checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None, gpu_name: str | None
 ) -> tuple[list[str], bool]:
-    """Formats the verdict: MFU and published MFU, then failed checks and checks not run. Returns it, and True if all
-    passed.
+    """Formats measured and published MFU, failed checks, checks that didn't run, and the verdict.
 
-    A speed below its published value is a finding, not a failure.
+    Returns (lines, True if some checks passed and none failed). A speed below the published one is a finding, not a
+    failure.
 
     Args:
-        peak: FLOP/s of this GPU in bf16, if known.
-        gpu_name: its name in pretrain/gpus.py, if listed.
+        peak: this GPU's FLOP/s in bf16, if known.
+        gpu_name: this GPU's name in pretrain/gpus.py, if listed.
     """
     by_word: dict[str, list[tuple[str, str]]] = {word: [] for word in (PASSED, FAILED, NOT_RUN, "missing")}
     for check in checks:
@@ -454,12 +453,12 @@ def verdict(
 
 
 def main_speed(shape: str) -> str:
-    """Returns the name of the check for the MFU in BARS."""
+    """Returns the name of the check that measures the MFU in BARS."""
     return speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))
 
 
 def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float | None, gpu_name: str | None) -> str:
-    """Formats a shape's MFU and the published one for this GPU. Arguments as in `verdict`."""
+    """Formats a shape's MFU and the published MFU for this GPU. Takes the same arguments as `verdict`."""
     published, code = BARS.get((gpu_name, shape), (None, ""))
     reference = f"{code} published {published:.1%} for this GPU" if published else "none is published for this GPU"
     label = f"MFU of {shape} at T={sizes.sequence_length:,}"
@@ -473,7 +472,7 @@ def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float
 
 
 def state_of(device: str, gpus: int) -> dict[str, Any]:
-    """Returns everything that affects a result: the machine, the versions and the code."""
+    """Returns everything that affects a result: machine, versions and code."""
     import torch
 
     from pretrain.hardware import describe_machine, driver_version
@@ -489,11 +488,11 @@ def state_of(device: str, gpus: int) -> dict[str, Any]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="run only rows with one of these in their name"
+        "--only", nargs="+", default=[""], metavar="TEXT", help="only run checks whose names contain one of these"
     )
-    parser.add_argument("--list", action="store_true", help="print the rows in order without running them")
-    parser.add_argument("--again", action="store_true", help="repeat rows with a result")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of the results (runs/gpu)")
+    parser.add_argument("--list", action="store_true", help="list the checks without running them")
+    parser.add_argument("--again", action="store_true", help="rerun checks that already have a result")
+    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="results folder (default: runs/gpu)")
     parser.add_argument("--device", choices=SCALES, default="cuda", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -511,7 +510,7 @@ def require_gpu() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the missing checks, then prints tables and verdict. Returns the exit status."""
+    """Runs the missing checks, then prints the tables and the verdict. Returns the exit status."""
     given = parse_arguments(arguments)
     if given.device == "cuda":
         require_gpu()
@@ -528,7 +527,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
     checks = [check for check in checks if any(text in check.name for text in given.only)]
     if not checks:
-        raise InputError(f"--only {' '.join(given.only)}: matches no row; use a name listed by --list")
+        raise InputError(f"--only {' '.join(given.only)}: no check matches; see --list for their names")
     if given.list:
         print("\n".join(f"{check.name:<50} {': '.join(outcome_in_words(check, results))}" for check in checks))
         return 0
@@ -537,7 +536,7 @@ def main(arguments: list[str] | None = None) -> int:
     header = [device_in_words(device), f"peak {peak / 1e12:.3g} TFLOP/s, {source}" if peak else source]
     print("\n".join(header), flush=True)
     if results.of_others:
-        print(f"{results.path}: {results.of_others} results of other code, versions or GPUs are ignored")
+        print(f"{results.path}: ignoring {results.of_others} results from other code, versions or GPUs")
     status = finish_or_cut(lambda: run_checks(checks, results), worker)
     known = gpu_called(torch.cuda.get_device_name(device)) if given.device == "cuda" else None
     lines, good = verdict(checks, results, shapes, peak, known and known.name)
@@ -550,10 +549,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
-    """Runs `work` and leaves no process behind. Returns 0, or the exit status after a signal."""
+    """Runs `work` and leaves no process running. Returns 0, or the exit status after a signal."""
 
     def cut(number: int, _: Any) -> None:
-        kill_children()  # before the exit unwinds, because orphans are no longer children of this process
+        kill_children()  # before exiting, because orphans are no longer children of this process
         sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -568,7 +567,7 @@ def finish_or_cut(work: Callable[[], None], worker: Worker) -> int:
 
 
 def kill_children() -> None:
-    """Kills all descendants of this process, including launched ranks and stopped programs."""
+    """Kills all descendants of this process, including launched ranks and paused programs."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -1,11 +1,11 @@
-"""Measures the cost of the guards per step. Prints Markdown.
+"""Measures how much time the guards take per step. Prints Markdown.
 
-    python bench/guards.py                                   # two processes, the 14M Llama of bench/cpu.py
+    python bench/guards.py                                   # two processes, the 14M Llama from bench/cpu.py
     python bench/guards.py --shape small --processes 1
 
-The guards are the agreement of the ranks, the checks of loss and gradient norm, commands, heartbeats, and the
-comparison of replicas every 1,000 steps. Trains with train.py and times the calls of the loop. Waiting for a step that
-is logged or saved does not count, because logging and saving require it.
+The guards are rank agreement, checks of loss and gradient norm, control commands, heartbeats, and the comparison of
+replicas every 1,000 steps. Runs train.py and times the calls in its loop. Waiting for a step that is logged or saved
+doesn't count, because logging and saving require it.
 """
 
 import argparse
@@ -30,39 +30,39 @@ from bench.shapes import CPU_SHAPES, Shape, write_model, write_shards  # noqa: E
 from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 REPORT = "GUARDS_REPORT"
-"""Environment variable that tells a launched process to train, and where to write its measurements."""
+"""Environment variable for launched processes: the report's path and the number of steps, as JSON."""
 WARM_UP_STEPS = 5
 COMPARE_EVERY_STEPS = 1000
-"""The default of guard.replica_check_every_steps."""
+"""Default of guard.replica_check_every_steps."""
 MOST = 0.01
-"""Share of a step that the guards may take."""
+"""Maximum fraction of a step's time that the guards may take."""
 
 
 @dataclass(frozen=True)
 class GuardCost:
-    """The cost of the guards on the main rank, in seconds."""
+    """Cost of the guards on the main rank, in seconds."""
 
     step: float
     """Median time of a step, including the guards."""
     after_step: float
     """Median time of `after_step`."""
     watch: float
-    """CPU time of the watchdog thread per step."""
+    """CPU time of the watchdog thread, per step."""
     compare: float
-    """Time of one comparison of the replicas' weights; 0 for a single process."""
+    """Time to compare the replicas' weights once; 0 for a single process."""
 
     @property
     def share(self) -> float:
-        """All guards' share of a step's time."""
+        """Fraction of a step's time that all guards take together."""
         return (self.after_step + self.watch + self.compare / COMPARE_EVERY_STEPS) / self.step
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line. Raises InputError for an unknown shape and for numbers below 1."""
+    """Parses the command line. Raises InputError for an unknown shape or a number below 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama", help=f"of {', '.join(CPU_SHAPES)}")
+    parser.add_argument("--shape", default="llama", help=f"one of {', '.join(CPU_SHAPES)}")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} for warm-up")
+    parser.add_argument("--steps", type=int, default=20, help=f"measured steps, after {WARM_UP_STEPS} warmup steps")
     given = parser.parse_args(arguments)
     problems = (
         [] if given.shape in CPU_SHAPES else [f"--shape: {given.shape!r}{did_you_mean(given.shape, CPU_SHAPES)}"]
@@ -74,7 +74,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
-    """Trains the shape for `steps` steps in separate processes. Raises InputError if they fail."""
+    """Trains the shape for `steps` steps in separate processes. Raises InputError if training fails."""
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as name:
         folder = Path(name)
         shards = write_shards(folder / "shards", shape.vocabulary_size, SHARD_TOKENS)
@@ -90,12 +90,12 @@ def measure(shape: Shape, processes: int, steps: int) -> GuardCost:
         settings = {REPORT: json.dumps({"file": str(folder / "report.json"), "steps": steps})}
         result = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
         if result.returncode or not (folder / "report.json").exists():
-            raise InputError(f"train.py ended with {result.returncode}: {result.stderr.strip()[-2000:]}")
+            raise InputError(f"train.py exited with status {result.returncode}: {result.stderr.strip()[-2000:]}")
         return GuardCost(**json.loads((folder / "report.json").read_text()))
 
 
 def train_and_time(report: Path, steps: int) -> None:
-    """Runs train.py in a launched process, ends its loop after `steps` steps, and writes the costs to `report`."""
+    """Runs train.py in a launched process, stops it after `steps` steps, and writes the costs to `report`."""
     from pretrain.training import steps as steps_module
 
     after_step = steps_module.after_step
@@ -105,7 +105,7 @@ def train_and_time(report: Path, steps: int) -> None:
     def timed(run, *arguments, settle, **named):
         begun.append(time.perf_counter())
         outcome = after_step(run, *arguments, settle=settle, **named)
-        # With settle, the step is logged or saved and the call waits for it; that time does not count.
+        # With settle, the call waits for a step that is logged or saved. That time doesn't count.
         if not settle:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:
@@ -115,14 +115,14 @@ def train_and_time(report: Path, steps: int) -> None:
             run.strategy.ranks.exit(0)
         return outcome
 
-    # Replaced before train.py runs, so that its loop calls the timed version.
+    # Patch this before train.py runs, so that its loop calls the timed version.
     steps_module.after_step = timed
     sys.argv[0] = str(ROOT / "train.py")
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
-    """Computes the costs from the times at which the loop called the guards, and the duration of each call."""
+    """Computes the costs from when the loop called the guards and how long each call took."""
     import psutil
 
     from pretrain.training.steps import compare_replicas
@@ -141,7 +141,7 @@ def cost_of(run, begun: list[float], seconds: list[float]) -> GuardCost:
         step=statistics.median(after - before for before, after in itertools.pairwise(measured)),
         after_step=statistics.median(seconds[WARM_UP_STEPS:]),
         watch=watch / len(begun),
-        # The minimum, because other load only adds time.
+        # Use the minimum, because other load only adds time.
         compare=min(compares) if run.strategy.ranks.count > 1 else 0.0,
     )
 
@@ -150,17 +150,17 @@ def table(name: str, processes: int, cost: GuardCost) -> str:
     """Formats the costs as Markdown."""
     rows = {
         "a step": f"{cost.step * 1e3:,.1f} ms",
-        "agreement, judgement, commands": f"{cost.after_step * 1e6:,.0f} µs",
+        "agreement, checks, commands": f"{cost.after_step * 1e6:,.0f} µs",
         "watchdog thread": f"{cost.watch * 1e6:,.0f} µs",
-        f"replicas compared, once in {COMPARE_EVERY_STEPS:,} steps": f"{cost.compare * 1e3:,.1f} ms",
-        "of a step's time": f"{cost.share:.3%}",
+        f"comparing replicas, every {COMPARE_EVERY_STEPS:,} steps": f"{cost.compare * 1e3:,.1f} ms",
+        "share of a step's time": f"{cost.share:.3%}",
     }
     lines = [f"| guards, {name}, {processes} process{'es' if processes > 1 else ''} | |", "|---|---|"]
     return "\n".join([*lines, *(f"| {label} | {value} |" for label, value in rows.items())])
 
 
 def main() -> int:
-    """Prints the table. Returns exit status 1 if the guards take more than MOST of a step."""
+    """Prints the table. Returns 1 if the guards take more than MOST of a step's time."""
     given = parse_arguments()
     cost = measure(CPU_SHAPES[given.shape], given.processes, given.steps)
     print(table(given.shape, given.processes, cost))

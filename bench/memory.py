@@ -1,10 +1,10 @@
-"""Compares predicted with measured memory: the peak of live tensors in a step, for many strategies and options.
+"""Compares the predicted and measured peak memory of a step for many strategies and options.
 
-    python bench/memory.py                    # every case; a few minutes on two cores
-    python bench/memory.py --only fsdp2       # the cases whose name contains this
-    python bench/memory.py --markdown         # as the table of docs/measurements_memory.md
+    python bench/memory.py                    # all cases; a few minutes on two cores
+    python bench/memory.py --only fsdp2       # only cases whose names contain this
+    python bench/memory.py --markdown         # the table in docs/measurements_memory.md
 
-On a CPU, every allocation of the process is counted (bench/steps.py); on a GPU, torch's
+Only live tensors count. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU, torch's
 allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
@@ -25,16 +25,16 @@ SHAPES = {
     "llama 5M": (256, 704, 6, 8, 4, 2048),
     "llama 25M": (512, 1408, 8, 8, 4, 4096),
 }
-"""Hidden width, intermediate width, layers, heads, key-value heads and vocabulary, by name."""
+"""Shapes by name: hidden width, intermediate width, layers, heads, key-value heads, vocabulary size."""
 BUCKET_ELEMENTS = 1_000_000
-"""Size of DeepSpeed's buckets; those of the shipped configs would dominate the memory of such small models."""
+"""Size of DeepSpeed's buckets. Those in the shipped configs would dominate the memory of such small models."""
 TOLERANCE = 0.15
 """Maximum relative error of a prediction."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training setup."""
+    """Training setup."""
 
     strategy: str
     shape: str
@@ -42,7 +42,7 @@ class Case:
     sequences: int = 4
     micro_steps: int = 1
     settings: dict = field(default_factory=dict)
-    """Settings of the recipe, by dotted path."""
+    """Recipe settings with dotted names."""
 
     @property
     def name(self) -> str:
@@ -91,8 +91,8 @@ CASES = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--markdown", action="store_true", help="print a table for documents")
+    parser.add_argument("--only", default="", help="only run cases whose names contain this")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -123,7 +123,7 @@ def row_text(row: tuple[Case, float, float], markdown: bool) -> str:
 
 
 def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
-    """Trains a case in separate processes; returns (measured, predicted) bytes of the process that needs most."""
+    """Trains a case in separate processes. Returns (measured, predicted) peak bytes per process."""
     case = CASES[number]
     command = [sys.executable]
     if case.processes > 1:
@@ -133,14 +133,14 @@ def measured_and_predicted(number: int, folder: Path) -> tuple[float, float]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = [json.loads(text) for text in re.findall(r'\{"measured".*?\}', result.stdout)]
-    # Each process prints one line; fewer lines mean that a process failed.
+    # Each process prints one line, so fewer lines mean that a process failed.
     if len(found) != case.processes:
         raise SystemExit(f"{case.name}: {result.stdout[-2000:]}\n{result.stderr[-2000:]}")
     return max(value["measured"] for value in found), found[0]["predicted"]
 
 
 def launcher_file(strategy: str, folder: Path) -> Path:
-    """Returns the shipped accelerate config; for DeepSpeed, a copy with smaller buckets."""
+    """Returns the shipped accelerate config, or for DeepSpeed a copy with smaller buckets."""
     shipped = ROOT / "accelerate_configs" / f"{strategy}.yaml"
     if not strategy.startswith("zero"):
         return shipped
@@ -156,7 +156,7 @@ def launcher_file(strategy: str, folder: Path) -> Path:
 
 
 def measure_here(case: Case, folder: Path) -> int:
-    """Measures and predicts in each process, and prints both."""
+    """Measures and predicts this process's peak memory, and prints both."""
     from bench.steps import measure_peak
     from pretrain.config import RunConfig
     from pretrain.parallel.registry import make_strategy
@@ -173,7 +173,7 @@ def measure_here(case: Case, folder: Path) -> int:
 
 
 def config_of(case: Case, folder: Path):
-    """Writes the recipe and model JSON of a case, and returns the config."""
+    """Writes the recipe and the model JSON for a case, and returns the config."""
     import yaml
 
     from pretrain.recipe import read_run_config
@@ -184,7 +184,7 @@ def config_of(case: Case, folder: Path):
     shape |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": key_heads}
     model.write_text(json.dumps({**shape, "max_position_embeddings": 2048, "tie_word_embeddings": layers != 8}))
     recipe = folder / f"{os.getpid()}.yaml"
-    # Tensor-parallel ranks train on the same sequences, so they do not multiply the tokens of a step.
+    # Tensor-parallel ranks train on the same sequences, so they don't increase the tokens per step.
     ranks = 1 if case.strategy == "tp" else case.processes
     values = {
         "model": str(model),

@@ -1,15 +1,19 @@
-"""Measures training from an object store next to a disk: waiting for data, disk space, and the start of a resume.
+"""Compares training from an object store and from disk: time spent waiting for data, disk usage, and resume time.
 
     pip install -r requirements-dev.txt
     python bench/object_store.py [--steps 60] [--rounds 3] [--megabytes 400]
 
-The store is moto's server behind a proxy with 20 ms of latency. Every 100th answer is a 503, and every 150th is cut
-in half. Both run in a separate process. Disk and store alternate. Each round trains, ends at a checkpoint, and
-resumes. The store's runs and resumes begin with empty cache folders. A step reads about 17 blocks of 64 KiB, so from
-step 30 on it needs blocks that were requested during training.
+The store is moto's server behind a proxy that adds 20 ms of latency, answers every 100th request with a 503 and
+truncates every 150th response to half its size. Server and proxy run in a separate process. Disk and store alternate.
+In each round, a run trains, stops at a checkpoint, and resumes. With the store, runs and resumes start with empty
+cache folders. A step reads about 17 blocks of 64 KiB, so from step 30 on it needs blocks that were requested during
+training.
 
-Ends with exit status 1 if a bound is missed: other losses than from the disk, a wait of 1% of the step time (without
-the first step), 256 MB of disk, or a resume whose first step comes 3 s later than the disk's (medians).
+Exits with status 1 if a requirement is missed (medians over rounds):
+- The losses are the same as from disk.
+- The run waits for data for less than 1% of the step time, not counting the first step.
+- The run uses at most 256 MB of disk.
+- The first step after resuming comes at most 3 s later than from disk.
 """
 
 import argparse
@@ -43,7 +47,7 @@ LARGEST_DISK_BYTES = 256 << 20
 LATEST_RESUME_SECONDS = 3.0
 STEPS_AFTER_THE_RESUME = 3
 SHARD_BYTES = 8 << 20
-"""Size of an object, which moto's server reads as a whole for each range."""
+"""Size of an object. moto's server reads the whole object for each range request."""
 MODEL = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -67,7 +71,7 @@ def serve(corpus: Path, pipe: Connection) -> None:
 
 
 def write_corpus(folder: Path, megabytes: int) -> Path:
-    """Prepares this project's own source, repeated up to this size."""
+    """Prepares this project's source code, repeated until the corpus has `megabytes`."""
     source = ("--input", str(ROOT / "pretrain/**/*.py"), "--validation_fraction", "0.1")
     prepare = [sys.executable, ROOT / "prepare_data.py", *source]
     subprocess.run([*prepare, "--train_tokenizer", "512", "--output", folder / "tokenizer"], check=True)
@@ -110,22 +114,22 @@ def write_recipe(folder: Path, steps: int) -> Path:
 
 
 def train(*arguments: object, **environment: str) -> float:
-    """Trains. Returns the process's start time."""
+    """Runs train.py. Returns its start time."""
     began = time.time()
     command = [sys.executable, ROOT / "train.py", *map(str, arguments)]
     ended = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    if ended.returncode not in (0, EXIT_INTERRUPTED):  # the second one is for checkpoint.stop_at_step
+    if ended.returncode not in (0, EXIT_INTERRUPTED):  # the second status is for checkpoint.stop_at_step
         sys.exit(f"{ended.stdout}{ended.stderr}\nexit status {ended.returncode}")
     return began
 
 
 def disk_bytes(folder: Path) -> int:
-    """Returns a folder's bytes on the disk."""
+    """Returns the bytes that a folder takes on disk."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def measure(folder: Path, recipe: Path, steps: int, *data: object, **environment: str) -> dict[str, float]:
-    """Trains and resumes in `folder`, emptying its `disk` in between. Returns the measurements of one round."""
+    """Trains and resumes in `folder`, and deletes its `disk` folder in between. Returns the round's measurements."""
     run, disk = folder / "run", folder / "disk"
     given = ("--config", recipe, "--output", run, *data)
     train(*given, "--checkpoint.stop_at_step", steps, **environment)
@@ -147,7 +151,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megabytes", type=int, default=400, help="size of the corpus")
+    parser.add_argument("--megabytes", type=int, default=400, help="size of the corpus in MB")
     arguments = parser.parse_args()
     processes = multiprocessing.get_context("spawn")
     found: dict[str, list[dict[str, float]]] = {"disk": [], "store": []}
@@ -180,15 +184,15 @@ def main() -> int:
     later = middle["store"]["resume_seconds"] - middle["disk"]["resume_seconds"]
     for name, figures in middle.items():
         print(
-            f"{name}: steps of {figures['step_seconds']:.2f} s, {figures['wait']:.2%} of them waiting for data; first "
-            f"batch after {figures['first_batch_seconds']:.1f} s; first step of a resume after "
+            f"{name}: {figures['step_seconds']:.2f} s per step, {figures['wait']:.2%} of it waiting for data; first "
+            f"batch after {figures['first_batch_seconds']:.1f} s; first step after resuming: "
             f"{figures['resume_seconds']:.1f} s; {figures['disk_bytes'] / 1e6:.1f} MB of disk"
         )
     bounds = {
-        "the same losses to the last bit": are_equal,
-        f"waiting below {LARGEST_WAIT:.0%} of the step time": middle["store"]["wait"] < LARGEST_WAIT,
+        "bit-identical losses": are_equal,
+        f"waiting less than {LARGEST_WAIT:.0%} of the step time": middle["store"]["wait"] < LARGEST_WAIT,
         "at most 256 MB of disk": middle["store"]["disk_bytes"] <= LARGEST_DISK_BYTES,
-        f"a resume at most {LATEST_RESUME_SECONDS:g} s later ({later:+.1f} s)": later <= LATEST_RESUME_SECONDS,
+        f"resuming at most {LATEST_RESUME_SECONDS:g} s slower ({later:+.1f} s)": later <= LATEST_RESUME_SECONDS,
     }
     for bound, is_met in bounds.items():
         print(f"{'met' if is_met else 'MISSED'}: {bound}")

@@ -2,9 +2,9 @@
 
     python -m bench.peers plain --shape JSON --shards DIR --steps_file FILE [--compile]
 
-plain: a hand-written GPT. bare: the transformers model in a minimal training loop. trainer: transformers' Trainer
-with its defaults. All use bf16 autocast or fp32, AdamW, gradient clipping at norm 1, and random sequences from the
-same shards.
+The baselines are a hand-written GPT (plain), the Transformers model in a minimal training loop (bare), and the
+Transformers Trainer with its defaults (trainer). All use bf16 autocast or fp32, AdamW, gradient clipping at norm 1,
+and random sequences from the same shards.
 """
 
 import argparse
@@ -25,14 +25,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shards", type=Path, required=True)
     parser.add_argument("--steps_file", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--report_every", type=int, default=1, help="steps between lines; only these wait for a GPU")
+    parser.add_argument(
+        "--report_every", type=int, default=1, help="steps between lines; a GPU is only synchronized then"
+    )
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", action="store_true")
     return parser.parse_args(arguments)
 
 
 class StepsFile:
-    """Writes lines {"event": "train", "step": n, "time": ...}, as in metrics.jsonl."""
+    """Writer for lines {"event": "train", "step": n, "time": ...}, as in metrics.jsonl."""
 
     def __init__(self, path: Path, every: int, device: str):
         self._file = path.open("w")
@@ -56,7 +58,7 @@ class StepsFile:
 
 
 class Windows:
-    """Sequences of the training tokens: a map-style dataset for the Trainer, random batches for the others."""
+    """Training sequences: a map-style dataset for the Trainer, random batches for the other baselines."""
 
     def __init__(self, shards: Path, shape: Shape):
         from pretrain.data.shards import open_shards
@@ -80,7 +82,7 @@ class Windows:
         return torch.from_numpy(ids)
 
     def batch(self, device: Any) -> tuple[Any, Any]:
-        """Returns (input IDs, targets) at random places, each of shape (sequences, sequence_length), int64."""
+        """Returns (input IDs, targets) from random offsets, both int64 of shape (sequences, sequence_length)."""
         import torch
 
         length = self.shape.sequence_length
@@ -92,7 +94,7 @@ class Windows:
 
 
 def hf_model(shape: Shape) -> Any:
-    """Builds the shape's model of transformers in fp32, with its default initialization."""
+    """Builds the shape's Transformers model in fp32 with its default initialization."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     values = shape.model_json()
@@ -101,7 +103,7 @@ def hf_model(shape: Shape) -> Any:
 
 
 def train_loop(arguments: argparse.Namespace) -> None:
-    """Trains plain or bare in a minimal loop."""
+    """Trains the plain or bare baseline in a minimal loop."""
     import torch
 
     from pretrain.parallel.strategy import device_type
@@ -117,12 +119,12 @@ def train_loop(arguments: argparse.Namespace) -> None:
         model = hf_model(arguments.shape).to(device).train()
 
         def loss_of(input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            # The model shifts the labels itself, so with the inputs as labels it has one target in T less.
+            # The model shifts the labels itself, so each sequence has one fewer target.
             return model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
 
     if arguments.compile:
         model.compile(dynamic=False)
-    # As in nanoGPT: weight decay for matrices and embeddings, none for biases and norms.
+    # As in nanoGPT, weight decay only applies to matrices and embeddings, not to biases and norms.
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -141,7 +143,7 @@ def train_loop(arguments: argparse.Namespace) -> None:
 
 
 def train_with_trainer(arguments: argparse.Namespace) -> None:
-    """Trains with transformers' Trainer and its defaults, except for the precision and without saving."""
+    """Trains with the Transformers Trainer and its defaults, except for the precision, and without saving."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from pretrain.parallel.strategy import device_type
@@ -169,7 +171,7 @@ def train_with_trainer(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Trains until the steps are done or the process is killed."""
+    """Trains until all steps are done or the process is killed."""
     arguments = parse_arguments()
     if arguments.peer == "trainer":
         train_with_trainer(arguments)
@@ -181,7 +183,7 @@ def main() -> int:
 def command_of(
     peer: str, shape: Shape, shards: Path, steps_file: Path, compiles: bool, report_every: int, precision: str = "bf16"
 ) -> list[str]:
-    """Returns the command line of a baseline, without the interpreter."""
+    """Returns a baseline's command line, without the interpreter."""
     given = ["--shape", json.dumps(dataclasses.asdict(shape)), "--shards", shards, "--steps_file", steps_file]
     given += ["--report_every", report_every, "--precision", precision]
     return ["-m", "bench.peers", peer, *map(str, given), *(["--compile"] if compiles else [])]

@@ -1,6 +1,6 @@
-"""A GPT in plain PyTorch without a toolkit, a baseline for the benchmarks.
+"""A GPT in plain PyTorch, as a baseline for the benchmarks.
 
-Shapes: B sequences, T positions, D hidden width, H heads.
+Dimensions: B sequences, T positions, D hidden width, V vocabulary size.
 """
 
 import math
@@ -13,7 +13,7 @@ from bench.shapes import Shape
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
+    """Transformer block: attention and MLP, each with a LayerNorm in front and a residual connection."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 with learned positions, tied head and GPT-2's initialization; computes the loss from full logits."""
+    """GPT-2 with learned positions, tied embeddings and GPT-2's initialization. Computes the loss from full logits."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -46,7 +46,7 @@ class PlainGPT(nn.Module):
         self.head = nn.Linear(shape.hidden_size, shape.vocabulary_size, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # GPT-2 scales projections into the residual stream by 1 / sqrt(number of such projections).
+                # GPT-2 scales the weights of residual projections by 1 / sqrt(number of residual projections).
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if residual else 0.02)
             elif name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""Runs and measures commands of data preparation and of datatrove: seconds, peak memory, tokens."""
+"""Runs prepare_data.py and datatrove, and measures time, peak memory and tokens."""
 
 import contextlib
 import importlib.util
@@ -17,7 +17,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
 SHARE_OF_LOOKS = 0.02
-"""Maximum share of time spent on reading the memory of processes."""
+"""Maximum fraction of time spent reading the processes' memory usage."""
 TIMES_AS_FAST_AS_DATATROVE = 10
 SLOWEST_NEAR_DUPLICATES_MB_PER_S = 60
 SLOWEST_CLEANING_MB_PER_CORE_SECOND = 25
@@ -27,9 +27,9 @@ LARGEST_MEMORY = 2_000_000_000
 
 @dataclass(frozen=True)
 class Measured:
-    """One round of a program: seconds of the timed part, peak bytes over all its processes.
+    """One round of a program: tokens, seconds of the timed part, and peak bytes of all its processes together.
 
-    cpu_seconds: CPU time of all its processes, including startup. Other load affects it least.
+    cpu_seconds: CPU time of all its processes, including startup. This is the least affected by other load.
     """
 
     tokens: int
@@ -39,14 +39,14 @@ class Measured:
 
     @property
     def rate(self) -> float:
-        """Speed in millions of tokens per second."""
+        """Speed in million tokens per second."""
         return self.tokens / self.seconds / 1e6
 
 
 def run_measured(command: list[str]) -> tuple[float, int, str]:
-    """Runs a command. Returns (seconds, peak bytes over all its processes, output), or exits with the output.
+    """Runs a command. Returns (seconds, peak bytes, output). Exits with the output if the command fails.
 
-    Memory is the sum of the processes' proportional set sizes (PSS), so that shared pages count once.
+    Peak memory is the sum of all processes' proportional set sizes (PSS), which count shared pages once.
     """
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
@@ -55,13 +55,13 @@ def run_measured(command: list[str]) -> tuple[float, int, str]:
         while process.poll() is None:
             looked = time.perf_counter()
             peak = max(peak, memory_of(process.pid))
-            # Reading the PSS of a gigabyte blocks the process for tens of milliseconds.
+            # Reading the PSS of a process with a gigabyte of memory blocks it for tens of milliseconds.
             _wait_for(process, max(POLL_SECONDS, (time.perf_counter() - looked) / SHARE_OF_LOOKS))
         seconds = time.perf_counter() - began
         output.seek(0)
         told = output.read()
     if process.returncode:
-        sys.exit(f"{' '.join(command)} exited {process.returncode}\n{told}")
+        sys.exit(f"{' '.join(command)} exited with status {process.returncode}\n{told}")
     return seconds, peak, told
 
 
@@ -72,19 +72,19 @@ def _wait_for(process: subprocess.Popen, seconds: float) -> None:
 
 
 def memory_of(pid: int) -> int:
-    """Returns the bytes (PSS) of a process and its descendants."""
+    """Returns the memory (PSS) of a process and its descendants, in bytes."""
     total = 0
     try:
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
             total += process.memory_full_info().pss
-    # A process may end between being listed and being read.
+    # A process may exit after it was listed.
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return total
     return total
 
 
 def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None = None) -> Measured:
-    """Runs prepare_data.py once. folder: an empty one that keeps the output in `out`; None: the output is deleted."""
+    """Runs prepare_data.py once. If you pass an empty folder, the output is kept in `folder`/out."""
     with tempfile.TemporaryDirectory() as passing:
         output = Path(folder or passing, "out")
         command = [sys.executable, "prepare_data.py", "--input", *files, "--tokenizer", tokenizer]
@@ -97,13 +97,13 @@ def prepare(files: list[str], tokenizer: str, *options: str, folder: str | None 
 
 
 def cpu_seconds_of_children() -> float:
-    """Returns the CPU seconds of all ended child processes and their descendants."""
+    """Returns the CPU seconds of all finished child processes and their descendants."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[str, list[Measured]]:
-    """Measures all programs `repeat` times, alternating; returns the rounds by name."""
+    """Measures all programs `repeat` times, alternating between them. Returns the measurements by name."""
     measured: dict[str, list[Measured]] = {name: [] for name in contestants}
     for _ in range(repeat):
         for name, contestant in contestants.items():
@@ -112,5 +112,5 @@ def rounds(contestants: dict[str, Callable[[], Measured]], repeat: int) -> dict[
 
 
 def has_datatrove() -> bool:
-    """Tells if datatrove is installed."""
+    """Checks if datatrove is installed."""
     return importlib.util.find_spec("datatrove") is not None

@@ -1,10 +1,11 @@
-"""Compares the effect of the speed settings on the loss curve with that of another seed. Prints Markdown.
+"""Compares how much speed settings and random seeds change the loss curve. Prints Markdown.
 
     python bench/quality.py --config recipes/demo.yaml --steps 300 --seeds 1 2 3
 
-Trains the recipe fast (bf16, compiled layers, chunked loss, the fastest attention here) and plain (fp32, not compiled,
-full logits, eager attention), each with every seed. The seed determines initial weights and data order. `make demo`
-prepares the demo's data. Exits with status 1 if settings differ more than seeds.
+Trains the recipe with fast settings (bf16, compiled layers, chunked loss, the fastest attention available) and with
+plain settings (fp32, not compiled, full logits, eager attention), each with every seed. The seed determines the
+initial weights and the data order. `make demo` prepares the demo's data. Exits with status 1 if the settings change
+the curve more than the seeds do.
 """
 
 import argparse
@@ -26,25 +27,25 @@ SETTINGS = {
     "plain": {"precision": "fp32", "compile": "none", "attention": "eager", "loss.backend": "logits"},
 }
 WINDOW = 20
-"""Steps over which the training loss is averaged before comparing curves, because single steps are noisy."""
+"""Number of steps to average the training loss over before comparing curves, because single steps are noisy."""
 
 
 def train(config: str, seed: int, steps: int, settings: dict[str, str], output: Path) -> tuple[list[float], float]:
-    """Trains a run; returns (training loss of every step, final validation loss)."""
+    """Trains a run. Returns the training loss of every step and the final validation loss."""
     command = [sys.executable, "train.py", "--config", config, "--output", str(output), "--seed", str(seed)]
     command += ["--budget.steps", str(steps), "--logging.every_steps", "1"]
     for name, value in settings.items():
         command += [f"--{name}", value]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        sys.exit(f"{' '.join(command)} exited {result.returncode}\n{result.stderr[-2000:]}")
+        sys.exit(f"{' '.join(command)} exited with status {result.returncode}\n{result.stderr[-2000:]}")
     events = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in events if event["event"] == "train"]
     return losses, [event["loss"] for event in events if event["event"] == "validation"][-1]
 
 
 def distance(first: list[float], second: list[float]) -> float:
-    """Returns the largest difference, in nats, between two curves' means over WINDOW steps."""
+    """Returns the largest difference between two curves in nats, after averaging over WINDOW steps."""
     means = [
         [statistics.fmean(curve[at : at + WINDOW]) for at in range(0, len(curve) - WINDOW + 1, WINDOW)]
         for curve in (first, second)
@@ -73,10 +74,10 @@ def main() -> int:
     settings = [distance(*(curves[name, seed] for name in SETTINGS)) for seed in given.seeds]
     pairs = list(itertools.combinations(given.seeds, 2))
     seeds = [distance(curves[name, a], curves[name, b]) for name in SETTINGS for a, b in pairs]
-    print(f"\nLargest difference of training curves, in nats (means over {WINDOW} steps):")
-    print(f"- the same seed, other settings: {min(settings):.4f} to {max(settings):.4f}")
-    print(f"- the same settings, other seeds: {min(seeds):.4f} to {max(seeds):.4f}")
-    # Differences between seeds are the noise level, which settings must not exceed.
+    print(f"\nLargest difference between training curves, in nats (means over {WINDOW} steps):")
+    print(f"- same seed, different settings: {min(settings):.4f} to {max(settings):.4f}")
+    print(f"- same settings, different seeds: {min(seeds):.4f} to {max(seeds):.4f}")
+    # The difference between seeds is the noise level, which the settings must not exceed.
     return int(max(settings) > max(seeds))
 
 

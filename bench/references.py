@@ -1,6 +1,6 @@
-"""Checks for bench/gpu_check.py: kernels against fp32 references, and whole runs against each other.
+"""Checks for bench/gpu_check.py: kernels against fp32 references, and entire runs against each other.
 
-Every check returns an Outcome. Run the checks of kernels in a separate process, because a failure may crash it.
+Every check returns an Outcome. Run kernel checks in a separate process, because a failure may crash it.
 """
 
 import contextlib
@@ -28,28 +28,28 @@ NOT_RUN = "not run"
 MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """Maximum relative error of all gradients together, ||found - reference|| / ||reference||.
 
-Rounding alone causes at most 20% of it. A document that ends one token late, or a wrong factor, causes 0.1 or more.
+Rounding alone causes at most 20% of this. A wrong factor, or a document that ends one token late, causes at least 0.1.
 """
 LOSS_SCALE = 1024.0
-"""Factor that keeps fp16 gradients from underflow; a power of two, so that scaling is exact."""
+"""Factor that keeps fp16 gradients from underflowing. It is a power of two, so that scaling is exact."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a check."""
+    """Outcome of a check."""
 
     word: str
-    """passed, failed, or not run."""
+    """passed, failed or not run."""
     said: str = ""
-    """Largest error, or the reason."""
+    """Errors, other measurements, or the reason."""
     figures: dict[str, Any] = field(default_factory=dict)
-    """Numbers to keep with the result."""
+    """Numbers to save with the result."""
 
 
 def check_attention(name: str, device: str) -> Outcome:
-    """Compares a small Llama's loss and gradients with this attention to eager attention in fp32, per document.
+    """Compares a small Llama's loss and gradients with those of eager attention in fp32, computed per document.
 
-    Covers grouped queries, heads of 64 and 128, sequences of two and a half blocks, with and without a document mask.
+    Covers grouped-query attention, head widths 64 and 128, sequences of 2.5 blocks, with and without a document mask.
     """
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
@@ -77,9 +77,9 @@ def check_attention(name: str, device: str) -> Outcome:
 
 
 def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304)) -> Outcome:
-    """Compares the loss of a backend and its gradients with respect to all inputs to full logits in fp32.
+    """Compares a backend's loss and its gradients for all inputs with those from full logits in fp32.
 
-    sizes: tokens, hidden width, vocabulary. One target in eight is ignored; z-loss is on if the backend supports it.
+    sizes: (tokens, hidden width, vocabulary size). Every eighth target is ignored. Uses z-loss if the backend has it.
     """
     errors = {precision: (loss_error(backend, device, precision, sizes), MOST_ERROR[precision])
               for precision in (half_precision(device), "fp32")}  # fmt: skip
@@ -87,7 +87,7 @@ def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 2
 
 
 def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
-    """Returns PASSED if every error is within its bound, given as {case: (error, bound)}; NOT_RUN without errors."""
+    """Returns PASSED if every error is within its bound, NOT_RUN if there are none. errors: {case: (error, bound)}."""
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
@@ -115,7 +115,7 @@ def autocast(device: str, precision: str) -> contextlib.AbstractContextManager:
 
 
 def relative_error(found: list, reference: list) -> float:
-    """Computes ||found - reference|| / ||reference|| over all tensors together; infinite if it is NaN."""
+    """Computes ||found - reference|| / ||reference|| over all tensors together. Returns infinity instead of NaN."""
     pairs = list(zip(found, reference, strict=True))
     squared = sum(((one.double() - other.double()) ** 2).sum().item() for one, other in pairs)
     error = math.sqrt(squared / sum((other.double() ** 2).sum().item() for _, other in pairs))
@@ -128,7 +128,7 @@ ATTENTION_VOCABULARY = 256
 
 
 def attention_error(implementation: str, device: str, precision: str, head_width: int, documents: bool) -> float:
-    """Returns the relative error of the gradients or of the loss, whichever is larger."""
+    """Returns the relative error of the gradients or the loss, whichever is larger."""
     import torch
 
     from pretrain.model.attention import attention_arguments, document_layout
@@ -138,7 +138,7 @@ def attention_error(implementation: str, device: str, precision: str, head_width
     ids = torch.randint(1, ATTENTION_VOCABULARY, (ATTENTION_WINDOWS, ATTENTION_WINDOW + 1), generator=generator)
     if documents:
         ids[torch.rand(ids.shape, generator=generator) < 1 / 60] = END_OF_DOCUMENT_ID
-        ids[0, 200:230] = 7  # one document that always crosses the boundary of a block
+        ids[0, 200:230] = 7  # one document that always crosses a block boundary
     inputs = ids[:, :-1].contiguous()
     targets = ids[:, 1:].contiguous().to(device)
     arguments = attention_arguments(document_layout(inputs.numpy(), END_OF_DOCUMENT_ID), implementation, device)
@@ -154,7 +154,7 @@ def attention_error(implementation: str, device: str, precision: str, head_width
 
 
 def small_llama(head_width: int, attention: str) -> Any:
-    """Builds a Llama with activations near 1 and attention far from uniform, to reveal a wrong mask."""
+    """Builds a Llama whose activations are near 1 and whose attention is far from uniform, to reveal a wrong mask."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,7 +171,7 @@ def small_llama(head_width: int, attention: str) -> Any:
 
 
 def gradients(model: Any, loss: Any) -> list:
-    """Runs the backward pass of the scaled loss and returns the unscaled gradients, one per parameter."""
+    """Runs the backward pass on the scaled loss and returns the unscaled gradients, one per parameter."""
     model.zero_grad()
     (loss * LOSS_SCALE).backward()
     return [parameter.grad / LOSS_SCALE for parameter in model.parameters()]
@@ -185,7 +185,7 @@ def plain_loss(model: Any, inputs: Any, targets: Any, reduction: str = "mean") -
 
 
 def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
-    """Returns the mean loss over all tokens, computed with a separate forward pass per document."""
+    """Returns the mean loss over all tokens, computed with a separate forward pass for each document."""
     total = 0.0
     for row, row_targets in zip(inputs, targets, strict=True):
         starts = [0, *(t for t in range(1, len(row)) if row[t] == END_OF_DOCUMENT_ID), len(row)]
@@ -195,7 +195,7 @@ def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
 
 
 def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int, int]) -> float:
-    """Returns the largest relative error of the loss and of its gradients by hidden states, head and bias."""
+    """Returns the largest relative error of the loss and its gradients for hidden states, head and bias."""
     import torch
 
     from pretrain.model.attention import IGNORED
@@ -222,12 +222,12 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
 
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
-"""Model of the runs, with enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
+"""Model for the runs. It has enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
 EXPERTS = replace(MODEL, architecture="mixtral")
 STEPS = 12
 KILL_AFTER_STEP = 6
 KILL_SECONDS = 600
-"""Maximum time until the step in which the run is killed."""
+"""Maximum time until the step after which the run is killed."""
 FORWARD = """\
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -245,10 +245,10 @@ print("largest difference", (logits[0] - logits[1]).abs().max().item())
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of a small recipe in fp32 with eager attention, which has deterministic kernels.
+    """Runs of a small recipe in fp32 with eager attention, whose kernels are deterministic.
 
     Args:
-        folder: folder of the shards, the recipe and the runs, reused by later checks.
+        folder: folder for the shards, the recipe and the runs. Later checks reuse it.
         device: cuda or cpu.
         model: MODEL, or EXPERTS for expert parallelism.
     """
@@ -258,7 +258,7 @@ class Runs:
     model: Shape = MODEL
 
     def recipe(self) -> Path:
-        """Writes the recipe and prepares its data from the project's documentation. Returns the path."""
+        """Writes the recipe and prepares its data from the project's documentation. Returns the recipe's path."""
         path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
         self.folder.mkdir(parents=True, exist_ok=True)
         model = write_model(self.model, self.folder)
@@ -284,7 +284,7 @@ export: {{dtype: fp32}}
         return path
 
     def train(self, strategy: str, processes: int, name: str, *settings: str) -> Curve | Outcome:
-        """Trains a new run. Returns its losses and gradient norms, or the Outcome if it failed or was rejected."""
+        """Trains a new run. Returns its losses and gradient norms, or an Outcome if it failed or was rejected."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         outcome = train_under(strategy, processes, self.recipe(), self.folder / name, list(settings))
         if outcome.curve is not None:
@@ -294,16 +294,16 @@ export: {{dtype: fp32}}
         return Outcome(FAILED, last_words(self.folder / f"{name}.log"))
 
     def reference(self) -> Curve:
-        """Returns the curve of the run on one GPU, training it if necessary. Raises InputError if this fails."""
+        """Returns the curve of the run on one GPU, training it if necessary. Raises InputError if training fails."""
         if (self.folder / REFERENCE / "final").is_dir():
             return read_curve(self.folder / REFERENCE)
         outcome = self.train(REFERENCE, 1, REFERENCE)
         if isinstance(outcome, Outcome):
-            raise InputError(f"one process does not train: {outcome.said}")
+            raise InputError(f"training on one process failed: {outcome.said}")
         return outcome
 
     def check_single(self) -> Outcome:
-        """Checks that one GPU trains to the end and the loss falls."""
+        """Checks that a run on one GPU completes and its loss falls."""
         shutil.rmtree(self.folder / REFERENCE, ignore_errors=True)
         curve = self.reference()
         first = curve.loss[1]
@@ -324,14 +324,14 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
 
     def check_defaults(self, strategy: str = REFERENCE, processes: int = 1, name: str = "defaults") -> Outcome:
-        """Checks auto's kernels: half precision, fast attention, compiled layers and loss."""
+        """Checks the default kernels: half precision, fast attention, compiled layers and loss."""
         paths = ("precision", "attention", "compile", "loss.backend")
         settings = [part for path in paths for part in (f"--{path}", "regional" if path == "compile" else "auto")]
         precision = half_precision(self.device)
         return self.check_like_single(strategy, processes, *settings, name=name, precision=precision)
 
     def check_kill(self) -> Outcome:
-        """Checks that a killed and resumed run equals the uninterrupted one bit for bit."""
+        """Checks that a killed and resumed run matches the uninterrupted run bit for bit."""
         reference = self.reference()
         run = self.folder / "killed"
         shutil.rmtree(run, ignore_errors=True)
@@ -349,14 +349,14 @@ export: {{dtype: fp32}}
                 PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights bit-identical"
             )
         differ = [step for step, loss in reference.loss.items() if curve.loss.get(step) != loss]
-        said = f"step {differ[0]} is the first that differs" if differ else "the weights differ"
-        # A difference before the kill means that the kernels are not deterministic, so resuming is not at fault.
+        said = f"the first difference is in step {differ[0]}" if differ else "the weights differ"
+        # If the runs already differ before the kill, the kernels aren't deterministic and resuming isn't the cause.
         if any(reference.loss[step] != loss for step, loss in before.items()):
             said += ", even before the kill, so the kernels are not deterministic"
         return Outcome(FAILED, said)
 
     def check_export(self) -> Outcome:
-        """Checks that final/ of `single`, loaded with only transformers, has the last checkpoint's logits."""
+        """Checks that final/, loaded with only transformers, gives the same logits as the last checkpoint."""
         self.reference()
         run = self.folder / REFERENCE
         folders = [str((run / name).resolve()) for name in ("final", f"checkpoints/step-{STEPS:08d}")]
@@ -368,11 +368,11 @@ export: {{dtype: fp32}}
         said = f"logits {difference:.1e} from the last checkpoint's, with only transformers"
         verified = [line for line in (run / "train.log").read_text().splitlines() if " verified: " in line]
         if not verified:
-            return Outcome(FAILED, "train.log has no message that the export is verified")
+            return Outcome(FAILED, "train.log doesn't say that the export was verified")
         return Outcome(PASSED if difference == 0 else FAILED, said)
 
     def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
-        """Starts a run and kills it with its children after it has logged a step. Returns the problem if it fails."""
+        """Starts a run and kills it with its children once it has logged `step`. Returns the problem if this fails."""
         log = self.folder / "killed.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -382,7 +382,7 @@ export: {{dtype: fp32}}
         try:
             while max(read_curve(run).loss, default=0) < step if (run / "metrics.jsonl").exists() else True:
                 if process.poll() is not None:
-                    return f"the run ended before it could be killed: {last_words(log)}"
+                    return f"the run exited before it could be killed: {last_words(log)}"
                 if time.monotonic() > end:
                     return f"step {step} was not logged within {KILL_SECONDS} s"
                 time.sleep(0.02)
@@ -390,17 +390,17 @@ export: {{dtype: fp32}}
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return None if process.returncode == -signal.SIGKILL else "the run ended before it could be killed"
+        return None if process.returncode == -signal.SIGKILL else "the run exited before it could be killed"
 
     def _python(self, *arguments: Any) -> None:
-        """Runs a script of the project to its end. Raises InputError with its last lines if it fails."""
+        """Runs one of the project's scripts. Raises InputError with its last lines if it fails."""
         command = [sys.executable, *map(str, arguments)]
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            raise InputError(f"{arguments[0]} ended with status {done.returncode}", *done.stdout.splitlines()[-3:])
+            raise InputError(f"{arguments[0]} exited with status {done.returncode}", *done.stdout.splitlines()[-3:])
 
 
 def last_words(log: Path) -> str:
-    """Returns the last non-empty line of a log, with the log's path."""
+    """Returns the last non-empty line of a log, and the log's path."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"{lines[-1].strip() if lines else 'no output'} (see {log})"

@@ -1,4 +1,4 @@
-"""Defines the model and batch shapes of the benchmarks, and writes shards of synthetic documents for them."""
+"""Defines model and batch shapes for the benchmarks, and writes shards of synthetic documents."""
 
 import hashlib
 import json
@@ -12,15 +12,15 @@ from pretrain.data.manifest import SHARDS_FORMAT, dtype_for, id_dtype
 
 END_OF_DOCUMENT_ID = 0
 MEAN_DOCUMENT_TOKENS = 800
-"""Mean length of documents, similar to web pages and source files; the median is about 60% of it."""
+"""Mean document length in tokens, similar to web pages and source files. The median is about 60% of this."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with tied embeddings, and the batch it trains on."""
+    """A model with tied embeddings, and its batch size."""
 
     architecture: str
-    """Architecture: llama, gpt2, or mixtral, which is Llama with 8 experts per layer and 2 per token."""
+    """Architecture: llama, gpt2 or mixtral (a Llama with 8 experts per layer, 2 of them active per token)."""
     layers: int
     hidden_size: int
     heads: int
@@ -29,8 +29,9 @@ class Shape:
     sequences: int
     """Sequences per step and process."""
     intermediate_size: int | None = None
-    """Width of Llama's MLP or of an expert; None: 8/3 of hidden_size, rounded up to a multiple of 64. GPT-2's is
-    4 * hidden_size."""
+    """Width of Llama's MLP or of an expert. None means 8/3 of hidden_size, rounded up to a multiple of 64.
+
+    GPT-2 always uses 4 * hidden_size."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -43,7 +44,7 @@ class Shape:
         )
 
     def model_json(self) -> dict[str, Any]:
-        """Returns the model's config.json, for transformers."""
+        """Returns the model's config.json for transformers."""
         ids = {"bos_token_id": END_OF_DOCUMENT_ID, "eos_token_id": END_OF_DOCUMENT_ID}
         if self.architecture == "gpt2":
             no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -75,7 +76,7 @@ CPU_SHAPES = {
     "long": replace(LLAMA_14M, sequence_length=4096, sequences=1),
     "large_vocabulary": replace(LLAMA_14M, vocabulary_size=131_072, layers=2, sequences=2),
 }
-"""Shapes for two CPU cores: 14M parameters as Llama and GPT-2, small models, long sequences, a vocabulary of 128k."""
+"""Shapes for two CPU cores: Llama and GPT-2 with 14M parameters, small models, long sequences, a 128k vocabulary."""
 
 GPU_SHAPES = {
     "124m": Shape("gpt2", 12, 768, 12, 50_304, 1024, 64),
@@ -83,24 +84,24 @@ GPU_SHAPES = {
     "1.3b": Shape("llama", 24, 2048, 16, 50_304, 2048, 16, 5632),
     "7b": Shape("llama", 32, 4096, 32, 32_000, 2048, 4, 11_008),
 }
-"""Shapes for one GPU with at least 80 GB, except 7B, whose fp32 weights, gradients and AdamW moments take 108 GB."""
+"""Shapes for one GPU with at least 80 GB. 7B doesn't fit: fp32 weights, gradients and AdamW moments take 108 GB."""
 
 
 def write_model(shape: Shape, folder: Path) -> Path:
-    """Writes the shape's model JSON; returns its path."""
+    """Writes the shape's model JSON and returns its path."""
     path = folder / "model.json"
     path.write_text(json.dumps(shape.model_json(), indent=1))
     return path
 
 
 def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0) -> Path:
-    """Writes shards of synthetic documents for measuring speed, and returns the folder.
+    """Writes shards of synthetic documents for speed measurements, and returns the folder.
 
-    Token IDs follow Zipf's law and lengths are log-normal.
+    Token IDs follow Zipf's law, and document lengths are log-normal.
     """
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    # IDs start at 1: 0 ends a document.
+    # IDs start at 1, because 0 ends a document.
     ids = 1 + random.zipf(1.2, tokens) % (vocabulary_size - 1)
     lengths = 1 + random.lognormal(np.log(MEAN_DOCUMENT_TOKENS) - 0.5, 1.0, tokens).astype(np.int64)
     ends = np.cumsum(lengths) - 1
@@ -108,7 +109,7 @@ def write_shards(folder: Path, vocabulary_size: int, tokens: int, seed: int = 0)
     ids[ends] = END_OF_DOCUMENT_ID
     content = ids.astype(id_dtype(dtype_for(vocabulary_size))).tobytes()
     (folder / "train-00000.bin").write_bytes(content)
-    # text_bytes is made up; only bits per byte would depend on it.
+    # text_bytes is made up. It only affects bits per byte.
     counts = {"tokens": tokens, "documents": len(ends), "text_bytes": 4 * tokens}
     shard = {"file": "train-00000.bin", "split": "train", **counts, "sha256": hashlib.sha256(content).hexdigest()}
     manifest = {

@@ -1,4 +1,4 @@
-"""Runs a few steps of a recipe like train.py, without the rest of a run, and measures their peak memory."""
+"""Runs a few steps of a recipe as train.py does, without the rest of a run, and measures their peak memory."""
 
 import gc
 import os
@@ -22,16 +22,16 @@ from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run_plan import ModelPlan, RunPlan, derive, plan_model
 
 TOKENS_PER_DOCUMENT = 600
-"""Mean length of documents in the random text that replaces missing shards."""
+"""Mean document length in the random data that replaces missing shards."""
 LEARNING_RATE = 1e-4
 FIRST_STEPS = 2
-"""Steps that compile, and create the optimizer's state."""
+"""Number of initial steps, which compile and create the optimizer state."""
 
 
 class Steps:
-    """train.py's steps without the rest: a model, its optimizer and its batches under the launched strategy.
+    """train.py's steps without the rest of a run: a model, its optimizer and its batches with the launched strategy.
 
-    Raises InputError like the start of a run.
+    Raises the same InputErrors as the start of a run.
     """
 
     def __init__(self, config: RunConfig, strategy: Strategy):
@@ -61,14 +61,14 @@ class Steps:
             return plan_model(config, model_config, losses_of_routers)
 
     def _read(self, step: int, micro_step: int) -> dict[str, Any]:
-        """Reads or generates the model's arguments."""
+        """Returns the model's inputs for a micro-step, which are random if the data is missing."""
         config = self.config
         if isinstance(self.plan, RunPlan):
             return self.read_ahead.micro_batch(self.plan, step, micro_step % self.plan.micro_steps(step))
         generator = np.random.default_rng((step, micro_step))
         rows = config.batch.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         shape = (rows, config.data.sequence_length + 1)
-        # 0 ends a document, so no other position may have it.
+        # 0 ends a document, so it must not occur anywhere else.
         ids = generator.integers(1, self.plan.model_config.vocab_size, shape).astype(np.uint32)
         ids[generator.random(shape) < 1 / TOKENS_PER_DOCUMENT] = 0
         return model_inputs(
@@ -80,14 +80,14 @@ class Steps:
         )
 
     def step(self, number: int, micro_steps: int) -> None:
-        """Runs one optimizer step to its end on the device."""
+        """Runs one optimizer step and waits for the device to finish it."""
         self.strategy.begin_step(LEARNING_RATE, micro_steps)
         for micro_step in range(micro_steps):
             batch = self._read(number, micro_step)
             with self.strategy.accumulate(is_last=micro_step == micro_steps - 1):
                 loss, _ = self.model(**batch)
                 self.strategy.backward(loss / micro_steps)
-            # A reference to the last loss would keep its graph alive during the update, and add to the peak.
+            # A reference to the last loss would keep its graph in memory during the update and increase the peak.
             del loss, batch, _
         self.strategy.update(self.config.optim.max_grad_norm)
         if self.strategy.device.type == "cuda":
@@ -95,10 +95,10 @@ class Steps:
 
 
 class PeakBytes:
-    """Peak of a process's live tensors, counted from the first one.
+    """Peak size of a process's live tensors.
 
-    On a GPU, torch's allocator counts. On a CPU, the profiler reports every allocation, because resident memory would
-    include the interpreter and malloc's free memory.
+    On a GPU, torch's allocator reports it. On a CPU, the profiler reports every allocation, because resident memory
+    would include the interpreter and malloc's free memory.
     """
 
     def __init__(self, device_type: str):
@@ -107,7 +107,7 @@ class PeakBytes:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Wraps all code that creates tensors."""
+        """Wraps all code that creates tensors, including code before the measured step."""
         if self.is_cuda:
             yield
             return
@@ -116,10 +116,10 @@ class PeakBytes:
 
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
-        # The profiler's public tables sum allocations per operator; only its raw events have the time of each.
+        # The profiler's public tables sum allocations per operator. Only its raw events have timestamps.
         events = profiler.profiler.kineto_results.events()
         begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == "peak_bytes")
-        # Allocations before the mark count too, because weights and optimizer states live through the step.
+        # Earlier allocations also count, because weights and optimizer state stay in memory during the step.
         live = 0.0
         for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
             live += size
@@ -128,7 +128,7 @@ class PeakBytes:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Wraps the measured step. Collects cyclic garbage first, like train.py."""
+        """Wraps the measured step. Collects cyclic garbage first, as train.py does."""
         gc.collect()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -140,14 +140,14 @@ class PeakBytes:
 
 
 def measure_peak(config: RunConfig, strategy: Strategy, micro_steps: int) -> float:
-    """Measures the bytes of tensors at the peak of a step, after FIRST_STEPS others."""
+    """Measures the peak bytes of live tensors in a step, after FIRST_STEPS other steps."""
     peak = PeakBytes(strategy.device.type)
     with peak.counting():
         run = Steps(config, strategy)
         for number in range(FIRST_STEPS + 1):
             with peak.marked() if number == FIRST_STEPS else nullcontext():
                 run.step(number, micro_steps)
-            # The average's buffers exist from a run's first update on, also at the peak.
+            # In a run, the average's buffers exist from the first update on, so they count toward the peak.
             if number == 0 and config.averaging.kind != "none":
                 strategy.update_average(1.0)
     return peak.bytes

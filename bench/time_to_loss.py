@@ -1,16 +1,16 @@
-"""Measures the time to a loss: Groundwork's choice of settings, a GPT with nanoGPT's settings, and run_clm.
+"""Measures the time to reach a loss with Groundwork's automatic settings, nanoGPT's settings, and run_clm.
 
     python bench/time_to_loss.py --shards data/demo --minutes 10 --output runs/time_to_loss
 
-All get the same text, tokenizer, cores and minutes, and run one after the other. The minutes include twenty
-validations on the same held-out tokens. Prints Markdown and draws OUTPUT/curves.png, which show when Groundwork
-reached the final loss of each baseline. Finished programs are not trained again.
+All contestants have the same text, tokenizer, cores and time, and run one after the other. The time includes twenty
+validations on the same held-out tokens. Prints Markdown that shows when Groundwork reached the final loss of each
+baseline, and plots the loss curves to OUTPUT/curves.png. Existing results are reused.
 
 Contestants:
-    groundwork     the complete recipe written by `train.py --text` for these minutes
-    nanogpt        nanoGPT's README for CPUs: 4 layers of 128, 12 sequences of 64, AdamW at 1e-3 to 1e-4
-    nanogpt_large  nanogpt's settings with Groundwork's layers, width, sequence length and batch
-    run_clm        transformers' Trainer and GPT-2 with defaults (5e-5, linear, 8 sequences, dropout), in this shape
+    groundwork     the recipe that `train.py --text` writes for this number of minutes
+    nanogpt        the CPU settings in nanoGPT's README: 4 layers of 128, 12 sequences of 64, AdamW at 1e-3 to 1e-4
+    nanogpt_large  nanoGPT's settings with Groundwork's layers, width, sequence length and batch size
+    run_clm        GPT-2 of this size and the Transformers Trainer, with defaults (5e-5, linear, 8 sequences, dropout)
 """
 
 import argparse
@@ -33,11 +33,11 @@ MEASUREMENTS = 20
 VALIDATION_TOKENS = 32_768
 PEERS = ("nanogpt", "nanogpt_large", "run_clm")
 TIMED_STEPS = 20
-"""Number of timed steps, from which a baseline computes how many steps fit into its minutes."""
+"""Number of timed steps, from which a baseline computes how many steps it has time for."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parses the command line. Raises InputError for minutes that are not positive."""
+    """Parses the command line. Raises InputError if --minutes isn't positive."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=Path, default=Path("data/demo"))
     parser.add_argument("--minutes", type=float, default=10.0)
@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Curve:
-    """Measures (seconds since the process started, validation bits per byte) after every 5% of the minutes."""
+    """Validation curve: (seconds since the process started, bits per byte), measured after every 5% of the time."""
 
     def __init__(self, given: argparse.Namespace, length: int, loss: Callable[[Any], float]):
         import torch
@@ -68,7 +68,8 @@ class Curve:
         window = WindowSpec(given.window, document_mask=False)
         starts = windows_of(reader, window, VALIDATION_TOKENS // given.window)
         ids_BT = torch.from_numpy(read_windows(reader, starts, window, len(starts)))
-        # Windows of one length for all, cut to this model's length, so that all models predict the same tokens.
+        # Windows have the same length for all models and are split to this model's sequence length, so that all models
+        # predict the same tokens.
         pieces_BT = [ids_BT[:, at : at + length + 1] for at in range(0, given.window, length)]
         self._batches = torch.cat(pieces_BT).split(16)
         tokens, _, text_bytes = reader.manifest.totals("validation")
@@ -91,19 +92,19 @@ class Curve:
 
 
 def _seconds_of_process() -> float:
-    """Returns the seconds since the process was created, including imports, because a user waits for them too."""
+    """Returns the seconds since the process was created. This includes imports, which users also wait for."""
     import psutil
 
     return time.time() - psutil.Process().create_time()
 
 
 def steps_left(given: argparse.Namespace, seconds_per_step: float, spent: float = 0.0) -> int:
-    """Returns how many steps fit into the minutes, with 5% reserved for validation."""
+    """Returns how many steps there is time for, with 5% reserved for validation."""
     return max(TIMED_STEPS + 1, int((60 * given.minutes * 0.95 - spent) / seconds_per_step))
 
 
 def train_nanogpt(given: argparse.Namespace) -> None:
-    """Trains like nanoGPT's train.py with its settings for a small model, for as many steps as the minutes allow."""
+    """Trains like nanoGPT's train.py with its settings for a small model, for as many steps as there is time for."""
     import torch
 
     from bench.peers import Windows
@@ -128,7 +129,7 @@ def train_nanogpt(given: argparse.Namespace) -> None:
         if step == TIMED_STEPS:
             spent = _seconds_of_process()
             total = step + steps_left(given, (time.monotonic() - began) / step, spent)
-        # nanoGPT's schedule: 100 warmup steps, then a cosine from 1e-3 to 1e-4.
+        # nanoGPT's schedule: 100 warmup steps, then cosine decay from 1e-3 to 1e-4.
         progress = 0.0 if math.isinf(total) else max(0.0, step - 100) / max(1, total - 100)
         rate = min(1.0, (step + 1) / 100) * (1e-4 + 9e-4 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
         for group in optimizer.param_groups:
@@ -145,7 +146,7 @@ def train_nanogpt(given: argparse.Namespace) -> None:
 
 
 def train_run_clm(given: argparse.Namespace) -> None:
-    """Trains GPT-2 of the given shape with transformers' Trainer, both with their defaults."""
+    """Trains GPT-2 in the given shape with the Transformers Trainer, both with their defaults."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -183,7 +184,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
     began = time.monotonic()
     trainer(TIMED_STEPS, []).train()
     seconds_per_step = (time.monotonic() - began) / TIMED_STEPS
-    # The timed steps only set the number of steps; training starts again from the initial weights.
+    # The timed steps only determine the number of steps. Training restarts from the initial weights.
     model.load_state_dict(first)
     trainer(steps_left(given, seconds_per_step, _seconds_of_process()), [Measures()]).train()
     curve.measure()
@@ -191,7 +192,7 @@ def train_run_clm(given: argparse.Namespace) -> None:
 
 
 def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float]], Shape]:
-    """Runs train.py with its recipe for this text. Returns the curve and the chosen shape."""
+    """Runs train.py with the recipe that it chooses for this text. Returns the curve and the chosen shape."""
     from pretrain_tools.planning.sized_recipe import Machine, Prepared, SizedRecipe
     from pretrain_tools.planning.sizing import choose_sizing, padded
 
@@ -215,7 +216,7 @@ def train_groundwork(given: argparse.Namespace) -> tuple[list[tuple[float, float
         command += ["--validation.sequences", str(VALIDATION_TOKENS // length), "--samples.every_steps", "null"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise InputError(f"train.py exited {done.returncode}: {done.stderr[-1500:]}")
+            raise InputError(f"train.py exited with status {done.returncode}: {done.stderr[-1500:]}")
         events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         points = [(e["time"] - began, e["bits_per_byte"]) for e in events if e["event"] == "validation" and e["step"]]
         sequences = sizing.tokens_per_step // length
@@ -233,12 +234,12 @@ def curve_of_peer(peer: str, given: argparse.Namespace, shape: Shape, window: in
         command += ["--shards", given.shards, "--minutes", given.minutes, "--output", given.output]
         done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
-            raise InputError(f"{peer} exited {done.returncode}: {done.stderr[-1500:]}")
+            raise InputError(f"{peer} exited with status {done.returncode}: {done.stderr[-1500:]}")
     return json.loads(path.read_text())
 
 
 def time_to(points: list[tuple[float, float]], bits: float) -> float | None:
-    """Returns the seconds until a curve reaches `bits`, interpolated linearly, or None."""
+    """Returns the seconds until a curve reaches `bits`, interpolated linearly, or None if it doesn't."""
     for (t0, b0), (t1, b1) in zip([(0.0, math.inf), *points], points, strict=False):
         if b1 <= bits:
             return t1 if math.isinf(b0) else t0 + (t1 - t0) * (b0 - bits) / (b0 - b1)
@@ -252,7 +253,7 @@ def draw(curves: dict[str, list[tuple[float, float]]], path: Path) -> None:
     axis = figure.subplots()
     for name, points in curves.items():
         axis.plot([t / 60 for t, _ in points], [bits for _, bits in points], marker=".", label=name)
-    axis.set(xlabel="minutes", ylabel="validation, bits per byte")
+    axis.set(xlabel="minutes", ylabel="validation bits per byte")
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)

@@ -1,11 +1,11 @@
-"""Measures the loss by learning rate at widths 64 to 512, with and without `parametrization: mup`.
+"""Measures the loss at different learning rates for widths 64 to 512, with and without `parametrization: mup`.
 
     python bench/width_rates.py --shards data/english --minutes 60
     python bench/width_rates.py --table
 
-Trains two-layer Llamas with an untied head for sixty steps and adds each loss, the mean of the last ten steps, to
-bench/width_rates.json. Run it again to continue. Starts with narrow models, and tries learning rates around the best
-one so far.
+Trains two-layer Llamas with untied embeddings for sixty steps, narrow models first, and tries learning rates around
+the best one so far. Adds the mean loss over the last ten steps to bench/width_rates.json. Run the same command again
+to continue.
 """
 
 import argparse
@@ -37,14 +37,14 @@ WARMUP = 6
 SEQUENCES = 8
 LENGTH = 64
 STEP = 2.0
-"""Ratio of neighboring learning rates."""
+"""Ratio between consecutive learning rates."""
 FIRST = {"adamw": 2**-7, "muon": 2**-6}
 
 
 def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardReader) -> float:
-    """Trains a model and returns its loss in nats per token, the mean of the last ten steps.
+    """Trains a model and returns its mean loss over the last ten steps, in nats per token.
 
-    The learning rate decays linearly to zero.
+    The learning rate warms up, then decays linearly to zero.
     """
     config = LlamaConfig(
         vocab_size=reader.manifest.vocabulary_size, hidden_size=width, intermediate_size=5 * width // 2,
@@ -58,7 +58,7 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
     )
     model = build_model(config, seed=1)
     scales = initial_scales(config, BASE) if transfer == "mup" else {}
-    # muP scales the initialization of each weight by width.
+    # muP scales each weight's initialization with the width.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter *= scales.get(name, 1.0)
@@ -81,14 +81,14 @@ def train(optimizer: str, transfer: str, width: int, rate: float, reader: ShardR
         built.zero_grad()
         losses.append(loss.item())
     mean = sum(losses[-10:]) / 10
-    # A diverged run gets a large finite loss, because NaN could not be compared, nor written as JSON.
+    # A diverged run gets a large finite loss, because NaN can't be compared or written as JSON.
     return mean if math.isfinite(mean) else 99.0
 
 
 def next_rate(found: dict[float, float], first: float) -> float | None:
-    """Returns the next learning rate, outward from the first, until the best has worse neighbors on both sides.
+    """Returns the next learning rate to try, or None if those on both sides of the best one have been tried.
 
-    None: done.
+    The sweep starts with `first` and extends outward.
     """
     if not found:
         return first
@@ -116,15 +116,15 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", help="folder of shards")
-    parser.add_argument("--minutes", type=float, default=60, help="start no run after this many minutes")
+    parser.add_argument("--minutes", type=float, default=60, help="stop starting new runs after this many minutes")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
-    parser.add_argument("--table", action="store_true", help="print results without training")
+    parser.add_argument("--table", action="store_true", help="print existing results without training")
     given = parser.parse_args()
     if given.table:
         print(table(read_results()))
         return
     if not given.shards:
-        parser.error("--shards: is missing; give the folder of shards to train on")
+        parser.error("--shards is required unless you use --table")
     reader = open_shards(given.shards, "train")
     end = time.monotonic() + 60 * given.minutes
     for width in given.widths:

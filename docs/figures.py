@@ -1,7 +1,7 @@
-"""Draws the figures of the concept pages from the code's own functions: python -m docs.figures.
+"""Draws the figures for the concept pages with the project's own functions: python -m docs.figures.
 
-Boxes have light fills with dark text, and the text around them a gray that both a white and a dark page show.
-tests/test_site.py compares docs/images/ with what this draws.
+Boxes have light fills and dark text. Text outside of boxes is gray, so that it is readable on white and dark pages.
+tests/test_site.py compares docs/images/ with the output.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ STYLE = {"svg.fonttype": "none", "svg.hashsalt": "groundwork", "font.family": "s
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """Returns a figure whose units are hundredths of an inch, from the top left."""
+    """Returns a figure and axes in units of 0.01 inches, with the origin at the top left."""
     figure = Figure((width / 100, height / 100))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
@@ -59,14 +59,14 @@ def arrow(axes: Axes, begin: tuple[float, float], end: tuple[float, float]) -> N
 
 
 def step() -> Figure:
-    """Draws a step of recipes/demo.yaml on two processes."""
+    """Draws one step of recipes/demo.yaml on two ranks."""
     config = read_run_config(ROOT / "recipes/demo.yaml", [])
     length = config.data.sequence_length
     rows = config.batch.sequences_per_micro_batch
     ranks = 2
     sequences = config.batch.tokens_per_step // length
     micro_steps = sequences // (rows * ranks)
-    if micro_steps == 1:  # a smaller micro-batch shows accumulation, and gives the same step
+    if micro_steps == 1:  # halve the micro-batch to show gradient accumulation
         rows //= 2
         micro_steps = 2
     figure, axes = canvas(840, 250)
@@ -86,16 +86,16 @@ def step() -> Figure:
         box(axes, x + 116, y, 68, 44, VIOLET, "optimizer")
         box(axes, x + 186, y, 62, 44, GRAY, "next step")
     box(axes, 75 + 185 * micro_steps, 55, 60, 114, GREEN, "sum of\ngradients")
-    label(axes, 75, 190, "gradients add up over the micro-steps; then every rank makes the same update")
+    label(axes, 75, 190, "gradients accumulate over the micro-steps, then every rank makes the same update")
     label(
-        axes, 75, 212, "sequences are numbered over all ranks, so the step holds the same ones on any number of ranks"
+        axes, 75, 212, "sequences are numbered across ranks, so a step contains the same ones on any number of ranks"
     )
-    label(axes, 75, 234, "the loss and the norm travel between the ranks while the next step runs")
+    label(axes, 75, 234, "ranks exchange the loss and the norm while the next step runs")
     return figure
 
 
 def batch() -> Figure:
-    """Draws how the sequences of a step follow from its number: the samples, their sources, their places."""
+    """Draws how a step's number determines its samples, their sources, and their positions in the sources."""
     weights = np.array([0.7, 0.3])
     windows = (40, 25)
     seed = 42
@@ -105,7 +105,7 @@ def batch() -> Figure:
     label(axes, 20, 18, "step")
     label(axes, 20, 62, "sample")
     label(axes, 20, 104, "source")
-    label(axes, 20, 146, "place in source")
+    label(axes, 20, 146, "position")
     total = ramp.total_sequences
     width = 690 / total
     drawn = [0, 0]
@@ -134,15 +134,25 @@ def batch() -> Figure:
             visited = place in chosen[source]
             text = str(chosen[source].index(place)) if visited else ""
             box(axes, 130 + each * place, y, each - 1, 22, color if visited else GRAY, text, size=6)
-    label(axes, 130, 243, "the number in a sequence says how many of its source were read before it", size=8)
     label(
-        axes, 130, 302, "gray: read later in the epoch; every sequence is read once before any is read again", size=8
+        axes,
+        130,
+        243,
+        "the number in a sequence is the number of sequences read before it from the same source",
+        size=8,
+    )
+    label(
+        axes,
+        130,
+        302,
+        "gray: read later in the epoch; every sequence is read once before any of them is read again",
+        size=8,
     )
     return figure
 
 
 def packing() -> Figure:
-    """Draws two packed sequences of three documents, with the segments that the model gets."""
+    """Draws two packed sequences of three documents, with their positions and attention masks."""
     end = 0
     documents = [[11, 12, 13, 14], [21, 22, 23, 24, 25, 26, 27], [31, 32, 33]]
     letters = "ABC"
@@ -150,7 +160,7 @@ def packing() -> Figure:
     length = 8
     ids = np.array([stream[first : first + length + 1] for first in (0, length)])
     figure, axes = canvas(840, 430)
-    label(axes, 20, 24, "text in the shard")
+    label(axes, 20, 24, "tokens in the shard")
     cell = 40
     colors = {1: BLUE, 2: ORANGE, 3: VIOLET}
 
@@ -185,13 +195,13 @@ def packing() -> Figure:
                 sees = key <= query and segment[key] == segment[query]
                 box(axes, left + 84 + small * key, 176 + small * query, small - 2, small - 2,
                     GREEN if sees else GRAY)  # fmt: skip
-        label(axes, left + 84, 176 + small * length + 14, "green: the row's token sees the column's", size=8)
+        label(axes, left + 84, 176 + small * length + 14, "green: the row's token attends to the column's", size=8)
     return figure
 
 
 @contextlib.contextmanager
 def recorded(operations: list[tuple[str, str]], folder: Path) -> Iterator[None]:
-    """Records what `files.commit` and `files.write_durably` do to the disk, in their order."""
+    """Records the disk operations of `files.commit` and `files.write_durably`, in order."""
     seal = files.seal
     sync = files.sync_folder
     rename = Path.rename
@@ -221,7 +231,7 @@ def recorded(operations: list[tuple[str, str]], folder: Path) -> Iterator[None]:
 
 
 def commit_operations() -> list[tuple[str, str]]:
-    """Commits a small checkpoint and returns what was done to the disk."""
+    """Commits a small checkpoint and returns the disk operations, in order."""
     from pretrain.checkpoint.checkpoints import UNFINISHED
 
     operations: list[tuple[str, str]] = []
@@ -239,11 +249,11 @@ def commit_operations() -> list[tuple[str, str]]:
 
 
 def checkpoint() -> Figure:
-    """Draws the operations of a save in their order, and what a crash between two of them leaves."""
+    """Draws the disk operations of a save, and the checkpoint to resume from after a crash between any two of them."""
     operations = commit_operations()
     height = 21
     figure, axes = canvas(840, 70 + height * len(operations))
-    label(axes, 20, 20, "what a save does to the disk, in order")
+    label(axes, 20, 20, "disk operations of a save, in order")
     label(axes, 560, 20, "after a crash here, the run resumes from")
     place = next(number for number, (verb, what) in enumerate(operations) if verb == "rename" and "saving" in what
                  and what.endswith("step-00000500"))  # fmt: skip
@@ -253,15 +263,15 @@ def checkpoint() -> Figure:
         box(axes, 20, y, 82, height - 2, colors[verb], verb, size=8)
         label(axes, 112, y + height / 2, what.replace("step-00000500", "step-500"), size=8)
     middle = 38 + height * (place + 1)
-    box(axes, 560, 38, 220, middle - 40, RED, "the checkpoint before it")
+    box(axes, 560, 38, 220, middle - 40, RED, "the previous checkpoint")
     box(axes, 560, middle, 220, height * (len(operations) - place - 1) - 2, GREEN, "this checkpoint")
-    label(axes, 20, 52 + height * len(operations), "then: older checkpoints are removed, by keep_last, keep_best and "
-          "keep_every")  # fmt: skip
+    label(axes, 20, 52 + height * len(operations), "then old checkpoints are removed, according to keep_last, "
+          "keep_best and keep_every")  # fmt: skip
     return figure
 
 
 def mesh() -> Figure:
-    """Draws what each of 16 ranks holds and reads under dp_replicate 2, dp_shard 2, cp 2, tp 2."""
+    """Draws what each of 16 ranks stores and reads with dp_replicate 2, dp_shard 2, cp 2 and tp 2."""
     sizes = Sizes(dp_replicate=2, dp_shard=2, cp=2, tp=2)
     order = [name for name, row in DIMENSIONS.items() if not row.is_inner]
     shape = [getattr(sizes, name) for name in order]
@@ -290,33 +300,33 @@ def mesh() -> Figure:
             mine = half == int(place["cp"])
             box(axes, x + 8 + 40 * half, y + 104, 39, 20, colors[batch_number] if mine else "#f3f4f6")
         axes.text(x + 48, y + 137, f"sequences {batch_number}", ha="center", va="center", color=INSIDE, fontsize=8)
-    label(axes, 20, 385, "dark: the part of a layer's matrices that a rank keeps; columns are slices of tp, rows are "
-          "shards of dp_shard x cp")  # fmt: skip
-    label(axes, 20, 403, "color: the sequences that it trains on, and the half of each; the two rows of ranks are the "
-          "replicas")  # fmt: skip
+    label(axes, 20, 385, "dark: the shard of a layer's matrices that a rank stores; columns are tp slices, rows are "
+          "dp_shard x cp shards")  # fmt: skip
+    label(axes, 20, 403, "color: the sequences that a rank trains on, and which half of each; each row of ranks is "
+          "a replica")  # fmt: skip
     return figure
 
 
 def survival() -> Figure:
-    """Draws how many steps each failure costs at most with the settings of recipes/llama_125m.yaml."""
+    """Draws the maximum number of steps lost with each failure, with the settings in recipes/llama_125m.yaml."""
     config = read_run_config(ROOT / "recipes/llama_125m.yaml", [])
     every = config.checkpoint.every_steps
     guard = config.guard
     rows = [
-        ("SIGTERM, Ctrl-C", 0, "saved at the end of its step"),
-        ("a non-finite gradient", 1, "that step changes nothing"),
-        ("crash, kill, out of memory, a hang", every, "back to the newest checkpoint"),
-        ("the newest checkpoint damaged", 2 * every, "back to the one before"),
-        (f"a loss spike of {guard.patience} steps", guard.rollback_steps + every + guard.patience,
-         f"back by {guard.rollback_steps} steps or more, its data left out"),
-        ("the disk lost, with a mirror", 2 * every, "back to the newest complete copy"),
+        ("SIGTERM, Ctrl-C", 0, "saved at the end of the step"),
+        ("non-finite gradient", 1, "this step isn't applied"),
+        ("crash, kill, out of memory, hang", every, "back to the newest checkpoint"),
+        ("newest checkpoint damaged", 2 * every, "back to the previous checkpoint"),
+        (f"loss spike of {guard.patience} steps", guard.rollback_steps + every + guard.patience,
+         f"back by at least {guard.rollback_steps} steps, and the data is skipped"),
+        ("disk lost, with a mirror", 2 * every, "back to the newest complete copy"),
     ]  # fmt: skip
     figure, axes = canvas(840, 60 + 44 * len(rows))
     label(
         axes,
         20,
         18,
-        f"steps trained again, at most: checkpoint.every_steps {every}, guard.rollback_steps {guard.rollback_steps}",
+        f"maximum number of steps lost (checkpoint.every_steps {every}, guard.rollback_steps {guard.rollback_steps})",
     )
     scale = 260 / (2 * every)
     for number, (failure, steps, response) in enumerate(rows):
@@ -339,7 +349,7 @@ FIGURES = {
 
 
 def draw(folder: Path, names: Sequence[str] = tuple(FIGURES)) -> None:
-    """Writes figures to a folder, the same bytes each time."""
+    """Writes figures to a folder. The bytes are always the same."""
     with mpl.rc_context(STYLE):
         for name in names:
             FIGURES[name]().savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})

@@ -1,7 +1,7 @@
-"""Builds the first page of the site from the README, and the reference from the code.
+"""Builds the site's home page from the README, and the reference pages from the code.
 
-A hook of mkdocs (mkdocs.yml). The reference is generated, so it can't be out of date. Where a meaning is written here
-(events, files of a run), the build fails as soon as the code has a name that isn't described, or no longer has one.
+This is an MkDocs hook (see mkdocs.yml). Events and run files are described here. The build fails if the code contains
+an event that isn't described, or doesn't contain a described event or file.
 """
 
 import ast
@@ -35,57 +35,57 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("train.py", "prepare_data.py", "evaluate.py", "plan.py", "runs.py", "publish.py")
 PACKAGES = ("pretrain", "pretrain_tools")
 EVENTS = {
-    "start": "The run starts or resumes: its settings, sizes and machine.",
-    "train": "A step that is logged, every `logging.every_steps`. Speeds are means since the line before.",
-    "validation": "The loss on the validation windows of one source.",
+    "start": "The run starts or resumes. Contains its settings, sizes and machine.",
+    "train": "A logged step, every `logging.every_steps`. Speeds are averages since the previous event.",
+    "validation": "The validation loss on one source.",
     "checkpoint": "A checkpoint is complete.",
-    "evaluation": "Scores of a benchmark, or the loss of `evaluate.py` on shards.",
-    "sample": "Text that the model wrote during training.",
-    "diagnostics": "Magnitudes layer by layer (`diagnostics.every_steps`).",
-    "stage": "A stage of the curriculum begins.",
-    "skip": "A gradient was not finite. The step changed nothing.",
-    "spike": "A loss far above the recent mean.",
-    "divergence": "The loss rises over many steps.",
-    "explosion": "A gradient norm above `guard.alert_grad_norm`.",
+    "evaluation": "Benchmark scores, or the loss from `evaluate.py` on shards.",
+    "sample": "Text that the model generated during training.",
+    "diagnostics": "Magnitudes per layer (`diagnostics.every_steps`).",
+    "stage": "A curriculum stage begins.",
+    "skip": "A gradient wasn't finite, so the step wasn't applied.",
+    "spike": "The loss is far above its recent mean.",
+    "divergence": "The loss has been rising for many steps.",
+    "explosion": "The gradient norm is above `guard.alert_grad_norm`.",
     "rollback": "Training goes back to an earlier checkpoint.",
-    "control": "A command of `runs.py` was carried out.",
-    "profile": "Steps were recorded by `--profile`.",
+    "control": "A `runs.py` command was carried out.",
+    "profile": "`--profile` recorded steps.",
     "mirror": "A checkpoint is complete on the mirror.",
     "fetch": "A checkpoint was fetched from the mirror.",
-    "resume": "The checkpoint that this start continues from.",
-    "branch": "The checkpoint of another run that this run begins with.",
-    "export": "Verdict of the comparison of `final/` with the trained model.",
-    "publish": "A model was uploaded to the Hub, or failed to.",
-    "warning": "Anything that is worth a look. Training continues.",
-    "end": "The last line of a start: reason and exit status.",
+    "resume": "The run resumes from a checkpoint.",
+    "branch": "The run starts from another run's checkpoint.",
+    "export": "`final/` was compared with the trained model.",
+    "publish": "A model was uploaded to the Hub, or the upload failed.",
+    "warning": "A possible problem. Training continues.",
+    "end": "The process ends. Contains the reason and the exit status.",
 }
-"""{event of metrics.jsonl: its meaning}; its fields are read from the code."""
+"""{event in metrics.jsonl: meaning}. The fields are read from the code."""
 ONLY_SHOWN = {"duration", "total_steps"}
-"""Names in lines of the console that aren't in the log."""
+"""Names in console lines that aren't in the log."""
 RUN_FILES = {
-    "config.yaml": "every setting, with automatic values resolved",
-    "model.json": "the model's configuration",
+    "config.yaml": "all settings, with automatic values resolved",
+    "model.json": "model config",
     "metrics.jsonl": "the [event log](events.md)",
-    "train.log": "the console, without the live line",
-    "data.json": "manifests of the data: tokens, tokenizer, filters",
+    "train.log": "console output, without the live line",
+    "data.json": "data manifests: tokens, tokenizer, filters",
     "strategy.json": "the strategy and its sizes",
     "environment.json": "machine, packages, commit",
-    "checkpoints": "[checkpoints](../checkpoints.md), and `LATEST`, the name of the newest",
+    "checkpoints": "[checkpoints](../checkpoints.md), and `LATEST` with the name of the newest",
     "final": "the finished model, a Hugging Face folder with its model card",
-    "rollbacks.json": "rollbacks of the guard, with the samples left out",
-    "evaluations": "logs and results of benchmarks during training",
+    "rollbacks.json": "the guard's rollbacks and the skipped samples",
+    "evaluations": "logs and results of benchmarks run during training",
     "heartbeats": "one file per rank, rewritten every few seconds",
-    "stacks-rank-": "stacks of a rank that hung: `stacks-rank-*.txt`",
-    "control": "requests of `runs.py` and their answers",
-    "publish": "log of uploads during training",
+    "stacks-rank-": "stack traces from a rank that hung: `stacks-rank-*.txt`",
+    "control": "requests from `runs.py`, and the responses",
+    "publish": "log of uploads to the Hub",
     "profile": "recorded steps and the verdict",
-    "mirror": "state of the thread that copies the run",
-    "extensions": "the run's extensions, under their hashes",
-    ".lock": "held by the process that trains",
-    ".trackers.json": "each tracker's id of the run",
-    "plot.png": "curves, drawn by `runs.py plot`",
+    "mirror": "state of the thread that copies the run to the mirror",
+    "extensions": "the run's extensions, named by their hashes",
+    ".lock": "lock held by the training process",
+    ".trackers.json": "the run's ID in each tracker",
+    "plot.png": "curves, plotted by `runs.py plot`",
 }
-"""{file or folder of a run: its contents}."""
+"""{file or folder in a run folder: contents}."""
 TABLES_OF_NAMES = (
     "OPTIMIZERS", "SCHEDULES", "LOSS_TERMS", "TRANSFORMATIONS", "SAMPLERS", "FORMATS", "TASKS", "ARCHITECTURES",
     "TRACKERS",
@@ -102,7 +102,7 @@ SEARCH_BOOSTS = {
     "reference/commands.md": 0.5,
     "comparison.md": 0.5,
 }
-"""Pages that a search should list earlier or later than their words say."""
+"""Pages that the search should rank higher or lower than their text alone would."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -122,9 +122,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links to files that are not on the site into plain text; links of the README begin at its folder.
+    """Turns links to files that aren't on the site into plain text. Links in the README are relative to the root.
 
-    The search lists the archive last.
+    Also makes the search rank the measurement pages last.
     """
     name = page.file.src_uri
     page.meta["search"] = {"boost": 0.2 if name.startswith("measurements_") else SEARCH_BOOSTS.get(name, 1)}
@@ -148,10 +148,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def settings_page() -> str:
-    """Lists every setting of a recipe with its type, default, meaning and an example from the recipes."""
+    """Lists every recipe setting with its type, default, description and an example from the recipes."""
     examples = examples_in_recipes()
     parts = [
-        "# Settings\n\nEvery setting of a recipe. On the command line each is given by its path: "
+        "# Settings\n\nAll recipe settings. On the command line, use a setting's path: "
         "`--optim.learning_rate 1e-3`. `k`, `M` and `B` are 10^3, 10^6 and 10^9, except that `k` is 1,024 in "
         "`sequence_length` and `tokens_per_step`.\n"
     ]
@@ -174,18 +174,18 @@ def settings_page() -> str:
 
 
 def link_with_title(found: re.Match) -> str:
-    """Turns the name of a page into a link with the page's title."""
+    """Replaces a page's file name with a link that shows the page's title."""
     title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
     return f"[{title}](../{found[1]}.md)"
 
 
 def as_text(value: Any) -> str:
-    """Returns a value as a recipe has it."""
+    """Formats a value as in a recipe."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def type_text(path: str, annotation: Any) -> str:
-    """Returns the values that a setting takes, in words."""
+    """Describes the values that a setting can have."""
     if choices := TABLES.get(path) or choices_in(annotation):
         return "One of " + ", ".join(f"`{choice}`" for choice in choices)
     text = kind_of(annotation)
@@ -193,7 +193,7 @@ def type_text(path: str, annotation: Any) -> str:
 
 
 def kind_of(annotation: Any) -> str:
-    """Returns a Python annotation in words: 'number or `auto`', 'list of strings'."""
+    """Describes a Python annotation: 'number or `auto`', 'list of strings'."""
     if get_origin(annotation) is Annotated:
         return kind_of(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
@@ -211,7 +211,7 @@ def kind_of(annotation: Any) -> str:
 
 
 def examples_in_recipes() -> dict[str, tuple[str, str]]:
-    """Returns {setting: (its first value in recipes/, the recipe)}."""
+    """Returns {setting: (first value in recipes/, recipe)}."""
     found: dict[str, tuple[str, str]] = {}
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         values = parse_yaml(path.read_bytes())
@@ -222,7 +222,7 @@ def examples_in_recipes() -> dict[str, tuple[str, str]]:
 
 
 def commands_page() -> str:
-    """Shows what each script's --help prints, but for the settings, which have their own page."""
+    """Shows each script's --help, except for the settings, which have their own page."""
     parts = ["# Commands\n"]
     for script in SCRIPTS:
         text = help_of(script)
@@ -233,14 +233,14 @@ def commands_page() -> str:
 
 
 def events_page() -> str:
-    """Lists the events of metrics.jsonl with their fields. Raises ValueError if one has no meaning."""
+    """Lists the events in metrics.jsonl with their fields. Raises ValueError if EVENTS and the code differ."""
     written = events_in_code()
     if written.keys() != EVENTS.keys():
         raise ValueError(f"docs/site.py: EVENTS and the code differ in {sorted(written.keys() ^ EVENTS.keys())}")
     parts = [
-        "# The event log\n\n`metrics.jsonl` in a run's folder has one JSON object per line. `event` comes first and "
-        "`time`, in Unix seconds, last. Numbers that aren't finite are `null`. An event may have more fields than "
-        "listed here: those of your loss terms, for example. `python runs.py status` and `plot` read this file.\n",
+        "# The event log\n\n`metrics.jsonl` in the run folder contains one JSON object per line. `event` comes first "
+        "and `time`, in Unix seconds, last. Non-finite numbers are `null`. Events may have more fields than "
+        "listed here, for example from your loss terms. `python runs.py status` and `plot` read this file.\n",
         "| event | meaning | fields |\n|---|---|---|",
     ]
     for event, meaning in EVENTS.items():
@@ -250,7 +250,7 @@ def events_page() -> str:
 
 
 def events_in_code() -> dict[str, set[str]]:
-    """Returns {event: fields that the code names} of calls that write an event, and of what the console shows."""
+    """Returns {event: field names} from calls that write an event and from what the console shows."""
     functions: list[ast.FunctionDef] = []
     figures: dict[str, dict[str, set[str]]] = {}  # {function: {its class or module: keys that it returns}}
     for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
@@ -283,9 +283,9 @@ def pairs_in(node: ast.Dict) -> list[tuple[str, ast.expr]]:
 
 
 def keys_in(function: ast.FunctionDef, figures: Mapping[str, Mapping[str, set[str]]]) -> set[str]:
-    """Returns the keys of the mappings in a function, with those that it unpacks from calls of functions in `figures`.
+    """Returns the dictionary keys in a function, including those unpacked from calls to functions in `figures`.
 
-    A function is known by its name and, if several have it, by the name of its class or module: throughput.read().
+    Functions with the same name are distinguished by their class or module: throughput.read().
     """
     found: set[str] = set()
     for node in ast.walk(function):
@@ -300,7 +300,7 @@ def keys_in(function: ast.FunctionDef, figures: Mapping[str, Mapping[str, set[st
 
 
 def event_of(call: ast.Call) -> str | None:
-    """Returns the event that a call writes, log.write("train", ...); None for other calls."""
+    """Returns the event that a call like log.write("train", ...) writes, or None for other calls."""
     first = call.args[0] if call.args else None
     return first.value if getattr(call.func, "attr", "") == "write" and call.keywords and is_name(first) else None
 
@@ -310,19 +310,19 @@ def is_name(node: ast.AST | None) -> bool:
 
 
 def run_files_page() -> str:
-    """Lists the files of a run. Raises ValueError for one that the code doesn't name."""
+    """Lists the files in a run folder. Raises ValueError for a file that the code doesn't mention."""
     code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     if gone := [name for name in RUN_FILES if not re.search(rf"[\"/]{re.escape(name)}", code)]:
-        raise ValueError(f"docs/site.py: no code names the files {gone} of RUN_FILES")
+        raise ValueError(f"docs/site.py: the code doesn't contain these RUN_FILES: {gone}")
     rows = "".join(f"\n| `{name}` | {contents} |" for name, contents in RUN_FILES.items())
-    return f"# Files of a run\n\nIn the folder that `output` names:\n\n| | |\n|---|---|{rows}\n"
+    return f"# Files of a run\n\nThe run folder (`output`) contains:\n\n| | |\n|---|---|{rows}\n"
 
 
 def python_page() -> str:
-    """Lists the tables in which extensions register, and the classes and functions that they use."""
+    """Lists the tables that extensions register in, and the classes and functions that they use."""
     parts = [
-        "# Python names for extensions\n\nA file named in `extensions` registers classes and functions in these "
-        "tables of `pretrain.registry`. [Extensions](../own_ideas.md) shows where to begin.\n",
+        "# Python names for extensions\n\nA file listed in `extensions` registers classes and functions in these "
+        "tables in `pretrain.registry`. To get started, see [Extensions](../own_ideas.md).\n",
         "| table | entries | built in |\n|---|---|---|",
     ]
     meanings = documented(inspect.getsource(registry))
@@ -337,7 +337,7 @@ def python_page() -> str:
 
 
 def members(entry: type) -> str:
-    """Lists the fields and public methods of a class, with what their docstrings say."""
+    """Lists a class's fields and public methods with their docstrings."""
     meanings = documented(inspect.getsource(entry))
     fields = [f"- `{name}`: {meanings.get(name, '')}".rstrip(": ") for name in entry.__annotations__ if name[0] != "_"]
     methods = []
@@ -352,7 +352,7 @@ def members(entry: type) -> str:
 
 
 def documented(source: str) -> dict[str, str]:
-    """Returns {name: the text below its assignment} of a module's or a class's source."""
+    """Returns {name: docstring below its assignment} from the source of a module or class."""
     tree = ast.parse(source)
     body = tree.body[0].body if len(tree.body) == 1 and isinstance(tree.body[0], ast.ClassDef) else tree.body
     found = {}
@@ -365,13 +365,13 @@ def documented(source: str) -> dict[str, str]:
 
 
 def plain_doc(entry: Any) -> str:
-    """Returns a docstring up to its list of arguments, as one paragraph per paragraph."""
+    """Returns a docstring up to its Args section, with each paragraph on one line."""
     text = (inspect.getdoc(entry) or "").partition("\nArgs:")[0]
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
 def help_of(*command: str) -> str:
-    """Returns what a command prints for --help, at a width of 110 characters."""
+    """Returns a command's --help output, 110 characters wide."""
     environment: Mapping[str, str] = {"COLUMNS": "110", "PATH": "/usr/bin:/bin", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True

@@ -94,8 +94,8 @@ def test_make_rejects_a_python_without_wheels(tmp_path, version):
         env={"PATH": "/usr/bin:/bin"},
     )
     said = refused.stderr.splitlines()
-    assert refused.returncode and f" is {version.replace(', ', '.')}: name another" in said[0], refused
-    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, and ") and len(said) == 2, (
+    assert refused.returncode and f" is {version.replace(', ', '.')}. Use another one" in said[0], refused
+    assert said[0].startswith("Groundwork runs on Python 3.11 to 3.14, but ") and len(said) == 2, (
         "only make's own error line may follow"
     )
     assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "requirements.txt", "python"}

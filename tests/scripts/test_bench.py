@@ -66,7 +66,7 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
 def test_a_contestant_that_dies_is_reported_with_its_output_and_the_others_end(tmp_path):
     well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
     bad.command = ["-c", "raise SystemExit('no such model')"]
-    with pytest.raises(InputError, match="bad ended with status 1") as refused:
+    with pytest.raises(InputError, match="bad exited with status 1") as refused:
         contest.hold([well, bad], ROOT, rounds=1, reports=1)
     assert "no such model" in str(refused.value) and well.process is None
 
@@ -74,7 +74,7 @@ def test_a_contestant_that_dies_is_reported_with_its_output_and_the_others_end(t
 def test_all_contestants_end_if_one_dies_in_its_turn(tmp_path):
     bad, well = contestant(tmp_path, "bad", 0.02), contestant(tmp_path, "well", 0.02)
     bad.command[1] = bad.command[1].replace("1_000_000", "8")
-    with pytest.raises(InputError, match="bad ended with status 0"):
+    with pytest.raises(InputError, match="bad exited with status 0"):
         contest.hold([bad, well], ROOT, rounds=9, reports=2, warm_up=1)
     assert bad.process is None and well.process is None
 

@@ -9,8 +9,8 @@ from pretrain.errors import InputError
 def test_the_share_includes_all_guards():
     cost = GuardCost(step=2.0, after_step=0.002, watch=0.001, compare=1.0)
     assert cost.share == pytest.approx((0.002 + 0.001 + 0.001) / 2.0)
-    assert "| of a step's time | 0.200% |" in table("llama", 2, cost)
-    assert "| agreement, judgement, commands | 2,000 µs |" in table("llama", 2, cost)
+    assert "| share of a step's time | 0.200% |" in table("llama", 2, cost)
+    assert "| agreement, checks, commands | 2,000 µs |" in table("llama", 2, cost)
 
 
 def test_all_problems_with_the_command_are_reported_at_once():
