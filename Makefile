@@ -33,7 +33,7 @@ demo: .venv/requirements
 	$(BIN)/python evaluate.py --model runs/demo/final --prompt '    def read(self' --max_new_tokens 80 --temperature 0.7 --top_k 50
 	@echo
 	@echo 'The model is in runs/demo/final, a Hugging Face folder that from_pretrained and pipeline can load.'
-	@echo 'Chat with it:         .venv/bin/python evaluate.py --model runs/demo --interactive'
+	@echo 'Try it:               .venv/bin/python evaluate.py --model runs/demo --interactive'
 	@echo "Next, your own text:  .venv/bin/python train.py --text mine --minutes 10"
 	@echo 'The training loop:    train.py        Logs:  runs/demo/train.log, runs/demo/metrics.jsonl'
 
