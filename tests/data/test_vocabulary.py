@@ -43,14 +43,14 @@ def test_a_plan_without_shards_says_what_it_assumes(config_of):
     assert vocabulary_of(missing.data) is None
     assert assumed(missing, planned(missing)) == [], "stated"
     (remark,) = assumed(auto, planned(auto))
-    assert "not prepared yet; planned with 512 rows" in remark
+    assert "not prepared yet. Planned with 512 rows" in remark
     assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []
 
 
 def test_the_vocabulary_in_words():
     assert vocabulary_text(50_304, 50_257) == "50,257 IDs, padded to 50,304"
     assert vocabulary_text(1024, 1024) == "1,024 IDs"
-    assert vocabulary_text(32_000, 8_000) == "8,000 IDs in a model's 32,000, as stated"
+    assert vocabulary_text(32_000, 8_000) == "8,000 IDs, in a model with 32,000 rows"
 
 
 def test_a_json_that_leaves_it_out_takes_the_datas(config_of, recipe, tmp_path):
