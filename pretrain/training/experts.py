@@ -338,7 +338,7 @@ class Experts:
         bias = " or loss.router_bias_rate" if self._bias_rate else ""
         more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
-            f"{int(dead_LE.sum())} dead experts, which have received no tokens for {IDLE_STEPS} steps: "
+            f"{int(dead_LE.sum())} experts are dead (no tokens for {IDLE_STEPS} steps): "
             f"{'; '.join(rows[:4])}{more}; increase loss.router_balance{bias} to keep experts in use"
         )
 

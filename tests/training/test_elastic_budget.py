@@ -131,7 +131,7 @@ def test_another_batch_holds_from_the_checkpoint_on(recipe, tmp_path):
     """No token is counted or read twice, and none is left out."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
-    assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr
+    assert refused.returncode == 2 and "applies it from the checkpoint's step on" in refused.stderr
     train(recipe, "--batch.tokens_per_step", "128")
     run = tmp_path / "run"
     assert tokens(run)[12] == 12 * 256 and tokens(run)[20] == 12 * 256 + 8 * 128
@@ -194,7 +194,7 @@ def test_a_branch_is_not_made_where_another_run_is(trunk_at_a_constant_rate):
     for check in ([], ["--check"]):
         refused = train(recipe, "--branch_from", f"{run}@8", "--budget.steps", "20", *check, check=False)
         assert refused.returncode == 2
-        assert "contains a run that was not branched from another run; choose another" in refused.stderr
+        assert "contains a run that was not branched from another run; use another" in refused.stderr
     assert (run / "final/model.safetensors").read_bytes() == before
 
 

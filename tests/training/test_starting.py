@@ -132,7 +132,7 @@ def test_advice_when_memory_runs_out_names_numbers_and_the_next_strategy(tmp_pat
     monkeypatch.setattr("pretrain.training.starting.python_path", lambda: "")
     monkeypatch.chdir(tmp_path)  # where the tools are not
     without = advice_on_memory(read_run_config(path), strategy)
-    assert without.startswith("Out of memory; no suggestions for this run (") and "No module named" in without
+    assert without.startswith("Out of memory. No suggestions are available") and "No module named" in without
     assert 'docs/failures.md, section "Out of memory"; python plan.py' in without
 
 
