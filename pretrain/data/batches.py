@@ -204,7 +204,7 @@ class Batches:
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # Prefer the same folder. A source may have moved, but two folders may also have the same content.
+            # Prefer the same folder, because two folders may have the same content. A source may also have moved.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -390,7 +390,7 @@ class Batches:
         return self.changed(passed=passed)
 
     def changed(self, **changes: Any) -> "Batches":
-        """Returns batches of the same data with some arguments replaced, such as the ranges to skip."""
+        """Returns batches for the same data with some arguments changed, such as the ranges to skip."""
         kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
         return Batches(self.data, **kept | changes)
 

@@ -62,7 +62,7 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 
 
 class Evaluations:
-    """Evaluates checkpoints in separate processes, which the main rank starts.
+    """Evaluates checkpoints in separate processes started by the main rank.
 
     Each evaluation uses a folder such as evaluations/step-00000500 with hard links to the model's files, so the
     checkpoint can be pruned in the meantime. The process removes the folder when it exits.

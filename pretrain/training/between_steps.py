@@ -198,7 +198,7 @@ def model_describer(run: Run) -> Callable[..., None]:
 
 
 def report_saves(run: Run) -> None:
-    """Logs finished saves. Not collective, because a save may finish in different steps on different ranks."""
+    """Logs finished saves. Not collective, because a save may finish at different steps on different ranks."""
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (

@@ -1,4 +1,4 @@
-"""Tests before the run, on a small copy of the model, whether the architecture trains correctly.
+"""Tests a small copy of the model before the run, to check that the architecture trains correctly.
 
 This detects silent errors, such as an attention that ignores the document mask, a model that isn't causal, or a loss
 that differs from the library's. The copy (see model/small_copy.py) is compared with the library's eager forward pass
