@@ -1,7 +1,7 @@
 """Reads prepared tokens, from shards on disk to training windows.
 
-A window is a pure function of (seed, step, micro-step, rank). Changing this function in `batches` changes the data of
-every resumed run. docs/shards.md describes the on-disk format.
+A window is a pure function of (seed, step, micro-step, rank), computed in `batches`. Changing that function changes
+the data of every resumed run. docs/shards.md describes the on-disk format.
 
     manifest, shards: prepared folders
     object_store: shards at a URL, with prefetching
@@ -14,5 +14,5 @@ every resumed run. docs/shards.md describes the on-disk format.
     batches: windows for training and validation
     dispatch: batches that one rank reads for all ranks
     vocabulary: vocabulary sizes of the data and the model
-    new_tokens: tokens that a pretrained model lacks
+    new_tokens: tokens missing from a pretrained model
 """

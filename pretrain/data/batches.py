@@ -1,11 +1,12 @@
-"""Computes which tokens each (step, micro-step, rank) reads, so that resuming needs no saved state and no replay.
+"""Computes which tokens each (step, micro-step, rank) reads, so that resuming needs neither saved state nor replay.
 
 Samples are numbered across all ranks. Sample n is a window of sequence_length + 1 tokens from one source and depends
 only on (seed, n), so the data order is the same for any number of ranks. Sources are interleaved in a fixed pattern
 based on their weights. Each epoch visits every window of a source once, in the order of a keyed permutation.
 
-In a stage with windows `span` times as long, each window counts as `span` samples, so the number of samples per step
-doesn't change. Such a stage begins at a step boundary. Each window length has its own epochs.
+In a stage with windows `span` times as long as data.sequence_length, each window counts as `span` samples, so the
+number of samples per step doesn't change. Such a stage begins at a step boundary. Epochs are counted separately for
+each window length.
 """
 
 import bisect
@@ -44,7 +45,7 @@ Drawn = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class SourceRead:
-    """Progress of a run in one source."""
+    """A run's progress in one source."""
 
     shards: str
     """Folder of the prepared source."""
@@ -92,7 +93,7 @@ class Segment:
     """Number of windows drawn before this segment."""
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns each sample's source, and the number of windows of this length drawn from it before."""
+        """Returns each sample's source index, and how many windows of this length were drawn from it earlier."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
         draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
@@ -107,7 +108,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ExpectedReads:
-    """One rank's micro-batches to prefetch from an object store, each given by its first sample."""
+    """One rank's micro-batches to prefetch from an object store, each identified by its first sample."""
 
     begun: deque[int]
     following: Iterator[int]
@@ -121,13 +122,13 @@ class Batches:
         seed: seed for the data order.
         ramp: number of sequences per step.
         skipped: ranges of samples to skip. They may overlap and be in any order.
-        passed: first samples of the stages already begun, except the first stage. They stay fixed if the run is
-            extended.
+        passed: first samples of the stages that have already begun, except the first stage. They stay fixed if the
+            run is extended.
         origin: the run's position when it switched to this data; None for its original data. Earlier steps can't be
             read.
 
-    Raises InputError like `open_training`, and also if all sources reach their max_epochs before the run ends, or if
-    a stage that changes the window length or the RoPE parameters contains no step.
+    Raises the InputErrors of `open_training`. Also raises InputError if all sources reach their max_epochs before the
+    run ends, or if a stage that changes the window length or the RoPE parameters contains no step.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Batches:
         }
 
     def _whole_windows(self, length: int) -> np.ndarray:
-        """Returns (sources,) number of whole windows, at least 1, because a stage may not use every source."""
+        """Returns (sources,) number of whole windows. Each is at least 1, because a stage may not use the source."""
         window = replace(self.window, sequence_length=length)
         return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
@@ -203,7 +204,7 @@ class Batches:
         left = list(read)
         found = []
         for folder, reader in self.readers.items():
-            # Prefer the same folder. A source may have moved, but two folders may also have the same content.
+            # Prefer the same folder, because two folders may have the same content. A source may also have moved.
             same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
             same.sort(key=lambda entry, folder=folder: entry.shards != folder)
             found.append(same[0] if same else None)
@@ -221,7 +222,7 @@ class Batches:
         for place, (folder, reader) in enumerate(self.readers.items()):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
             sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
-        # A source that is unused now may be used again.
+        # Keep unused sources, because the run may use them again.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
         return DataPosition(step, sample, (*sources, *gone))
@@ -289,12 +290,12 @@ class Batches:
         pieces = self.pieces(source, start, ids.shape[1] - 1)
         places = ", ".join(f"{first:,} to {first + count:,}" for first, count in pieces)
         raise InputError(
-            f"{self.folders[source]}: ID {int(ids[row].max()):,} in the training tokens {places} is outside the "
-            f"vocabulary of {self.vocabulary_size:,}; the shards are damaged; restore them or prepare them again"
+            f"{self.folders[source]}: training tokens {places} contain ID {int(ids[row].max()):,}, but the vocabulary "
+            f"size is {self.vocabulary_size:,}; the shards are damaged, so restore them or prepare them again"
         )
 
     def _located(self, first_sample: int, count: int) -> list[tuple[int, int]]:
-        """Returns the same as `locate`. Locates many windows at once and caches them for later steps."""
+        """Calls `locate` for many windows at once and caches the results for later steps."""
         span = self.span_at(first_sample)
         offset, rest = divmod(first_sample - self._first_located, span)
         if span != self._span_located or rest or offset < 0 or offset + count > len(self._windows_located):
@@ -363,8 +364,8 @@ class Batches:
 
     def _epochs(self, drawn: Drawn, without: int | None = None) -> np.ndarray:
         """Returns (sources,) epochs, summed over all window lengths except `without`."""
-        # Lengths no longer used are summed separately. Another order of summation would change the last bit, and with
-        # it logged values and the point at which a source reaches max_epochs.
+        # Lengths no longer used are summed separately. A different summation order would change the last bit, and
+        # therefore logged values and the point at which a source reaches max_epochs.
         current = {self.window.sequence_length, *self._lengths}
         here = np.zeros(len(self.folders))
         elsewhere = np.zeros(len(self.folders))
@@ -382,14 +383,14 @@ class Batches:
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
-        """Returns batches for continuing from `sample`. Stages that began before it keep their start."""
+        """Returns batches for continuing from `sample`. Stages that began earlier keep their first sample."""
         passed = [start for start in stage_starts[1:] if start < sample]
         # If the recipe moves a boundary to before `sample`, the boundary becomes `sample`.
         passed += [sample for start in self.stage_starts[1 + len(passed) :] if start < sample]
         return self.changed(passed=passed)
 
     def changed(self, **changes: Any) -> "Batches":
-        """Returns batches of the same data with some arguments replaced, such as the ranges to skip."""
+        """Returns batches for the same data with some arguments changed, such as the ranges to skip."""
         kept = {name: getattr(self, name) for name in ("seed", "ramp", "skipped", "passed", "origin")}
         return Batches(self.data, **kept | changes)
 
@@ -456,9 +457,9 @@ class Batches:
             fits = found.shape == draw[here].shape and found.dtype.kind in "iu"
             if not fits or found.min() < 0 or found.max() > most:
                 raise InputError(
-                    f"data.sampling: {self.data.sampling} returned {found.dtype} of shape {found.shape} for "
-                    f"{here.sum():,} windows; it must return the same number of integers from 0 to {most:,}, which is "
-                    "stream.tokens - stream.length - 1"
+                    f"data.sampling: {self.data.sampling} returned an array of type {found.dtype} and shape "
+                    f"{found.shape} for {here.sum():,} windows; it must return one integer per window, from 0 to "
+                    f"{most:,} (stream.tokens - stream.length - 1)"
                 )
             starts[here] = found
         return starts
@@ -573,8 +574,8 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 def open_training(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of each of the run's sources.
 
-    Raises InputError listing all sources that are missing, damaged or shorter than one sequence. Also raises it if
-    the sources' tokenizers differ.
+    Raises InputError listing all sources that are missing, damaged or shorter than one sequence, or if the sources'
+    tokenizers differ.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
@@ -592,14 +593,14 @@ def open_training(data: Data) -> dict[str, ShardReader]:
         if reader.tokens <= longest:
             where = "data.sequence_length" if longest == data.sequence_length else "its stage's sequence_length"
             problems.append(
-                f"{folder}: {reader.tokens:,} training tokens are fewer than one sequence of "
-                f"{longest:,} + 1; prepare more text or lower {where}"
+                f"{folder}: contains {reader.tokens:,} training tokens, but one sequence needs {longest:,} + 1; "
+                f"prepare more text or lower {where}"
             )
     names = {reader.manifest.tokenizer_sha256: folder for folder, reader in readers.items()}
     if len(names) > 1:
         problems.append(
             f"data: the sources were prepared with different tokenizers: {', '.join(names.values())}; "
-            "prepare them again with one tokenizer"
+            "prepare them again with the same tokenizer"
         )
     problems.stop_if_any()
     return readers
@@ -619,9 +620,9 @@ def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) 
 
 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
-    """Reads the windows' token IDs, (rows, sequence_length + 1). Fills missing rows with the split's first window.
+    """Reads the windows' token IDs, (rows, sequence_length + 1). Pads to `rows` rows with the split's first window.
 
-    Zeros could be end-of-document IDs, and a window full of them would trigger a recompilation.
+    Padding with zeros could trigger a recompilation, because 0 may be the end-of-document ID.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)

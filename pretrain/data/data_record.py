@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 SHOWN_DOMAINS = 50
 DATASET_KEYS = ("subset", "split", "rows", "fingerprint")
 DATA_FILE = "data.json"
-"""File in the run folder with the totals of each shards folder (see training/run_records.py)."""
+"""File in the run folder with each shard folder's totals (see training/run_records.py)."""
 DECONTAMINATION = "decontamination"
 """Name of the decontamination stage in a manifest."""
 
@@ -16,7 +16,7 @@ DECONTAMINATION = "decontamination"
 def preparation_of(manifest: dict[str, Any]) -> dict[str, Any]:
     """Summarizes a manifest's sources and the removed documents; {} if the manifest lists no sources.
 
-    Doesn't include file names, only the number and total size of files, and the hosts of URLs.
+    Includes the number and total size of files and the hosts of URLs, but no file names.
     """
     sources = [source for source in manifest.get("sources") or [] if isinstance(source, dict)]
     if not sources:
@@ -74,7 +74,7 @@ def contamination_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Lists a manifest's decontamination results, one row per benchmark; [] if the data wasn't decontaminated.
 
     A row has the keys benchmark, items, sought (number of items long enough to search for), found (number of items
-    found), documents (number of documents with an item), and remove (what was removed from them).
+    found), documents (number of documents that contain an item), and remove (what was removed from them).
     """
     stages = (manifest.get("options") or {}).get("cleaning") or []
     found = (manifest.get("cleaning") or {}).get("found") or {}

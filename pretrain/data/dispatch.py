@@ -1,4 +1,4 @@
-"""Dispatches batches from shards that only the first rank can read. It reads all ranks' windows and sends them."""
+"""Dispatches batches if only the first rank can read the shards: it reads and sends all ranks' windows."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ def _found(folder: str, tokenizer: str | None) -> dict:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
         return {"problems": error.problems}
-    # The other ranks only need the totals, given as one shard per split.
+    # The other ranks need only the totals, passed as one shard per split.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
     brief = replace(manifest, shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
@@ -79,7 +79,7 @@ class Dispatcher:
         read: Callable[[int], np.ndarray],
         then: Callable[[np.ndarray], _Result] = lambda ids: ids,
     ) -> Future[_Result]:
-        """Returns a future for the result of `then` on this rank's token IDs.
+        """Returns a future for the result of calling `then` with this rank's token IDs.
 
         If `read` fails, the first rank raises its error, and the others raise InputError, UnreachableError or
         RuntimeError.

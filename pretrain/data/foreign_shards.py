@@ -3,8 +3,8 @@
 A nanoGPT .bin (karpathy/nanoGPT, data/openwebtext/prepare.py) contains raw uint16 IDs, with the end-of-text ID after
 each document. The folder contains train.bin and val.bin.
 
-A Megatron .bin also contains raw IDs. Its .idx gives their type and is laid out as follows, in little-endian order
-(NVIDIA Megatron-LM, megatron/core/datasets/indexed_dataset.py): 9 bytes of magic, uint64 version 1, uint8 ID type
+A Megatron .bin also contains raw IDs. Its .idx contains their type and has the following layout, in little-endian
+order (NVIDIA Megatron-LM, megatron/core/datasets/indexed_dataset.py): 9 magic bytes, uint64 version 1, uint8 ID type
 code, uint64 number of sequences, uint64 number of documents + 1, int32 length of each sequence in tokens, int64 byte
 offset of each sequence, int64 index of each document's first sequence, and finally the number of sequences.
 
@@ -79,16 +79,16 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     folder = next(iter(files.values())).parent
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
-            f"{path}: these token IDs need a tokenizer; set it in the recipe, such as "
-            f"{{shards: {path}, tokenizer: gpt2}}, pass --tokenizer gpt2 to evaluate.py, or, for all commands, link "
-            f"the tokenizer's folder next to the file: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
+            f"{path}: these token IDs need a tokenizer; set it in the recipe, for example "
+            f"{{shards: {path}, tokenizer: gpt2}}, pass --tokenizer gpt2 to evaluate.py, or link the tokenizer's "
+            f"folder next to the file, for all commands: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
         )
     given = tokenizer or str(folder / TOKENIZER_FOLDER)
     loaded = load_tokenizer(given)
     tokenizer_folder = _tokenizer_folder(given)
     dtypes = {_dtype_of(file, loaded.vocabulary_size) for file in files.values()}
     if len(dtypes) > 1:
-        raise InputError(f"{path}: its files contain IDs of different types ({', '.join(sorted(dtypes))})")
+        raise InputError(f"{path}: the files contain IDs of different types ({', '.join(sorted(dtypes))})")
     (dtype,) = dtypes
     sizes = _token_bytes(loaded.json, loaded.vocabulary_size, loaded.end_of_document_id)
     digest = hashlib.sha256(loaded.sha256.encode())
@@ -174,7 +174,7 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
         piece = ids[first : first + COUNTED_IDS]
         if wrong := [number for number in (int(piece.min()), int(piece.max())) if not 0 <= number < len(sizes)]:
             raise InputError(
-                f"{file}: contains token ID {wrong[-1]:,}, but the tokenizer has 0 to "
+                f"{file}: contains token ID {wrong[-1]:,}, but the tokenizer's IDs are 0 to "
                 f"{len(sizes) - 1:,}; set the tokenizer that the file was made with"
             )
         documents += int(np.count_nonzero(piece == end))
@@ -189,7 +189,7 @@ def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
 
 
 def ids_bytes(path: Path, dtype: str) -> int:
-    """Returns the size that a file's IDs have in bytes if stored as `dtype`."""
+    """Returns the size in bytes of a file's IDs when stored as `dtype`."""
     return len(hdf5_ids(path)) * id_dtype(dtype).itemsize if path.suffix in HDF5_SUFFIXES else path.stat().st_size
 
 
@@ -212,7 +212,7 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
         )
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(
-            f"{path}: dataset {ids.name!r} is {ids.dtype} of shape {ids.shape}, must be a 1-D integer array; "
+            f"{path}: dataset {ids.name!r} has type {ids.dtype} and shape {ids.shape}, must be a 1-D integer array; "
             "to tokenize text, use prepare_data.py"
         )
     return ids
@@ -221,8 +221,8 @@ def hdf5_ids(path: Path) -> "h5py.Dataset":
 def read_idx(path: Path) -> tuple[str, int, int]:
     """Returns (ID type, number of tokens, number of documents) of the .bin that an .idx describes.
 
-    Raises InputError if the file isn't a Megatron .idx, is damaged, or has another ID type, or if the sequences aren't
-    contiguous.
+    Raises InputError if the file isn't a Megatron .idx, is damaged, or has an unsupported ID type, or if the sequences
+    aren't contiguous.
     """
     content = path.read_bytes()
     if len(content) < IDX_HEADER.size or not content.startswith(IDX_MAGIC):
@@ -230,7 +230,8 @@ def read_idx(path: Path) -> tuple[str, int, int]:
     _, version, code, sequences, boundaries = IDX_HEADER.unpack_from(content)
     if version != 1 or code not in IDX_DTYPES:
         raise InputError(
-            f"{path}: has version {version} and ID type {code}, must have version 1 and type 8 (uint16) or 4 (int32)"
+            f"{path}: has version {version} and ID type {code}; only version 1 with type 8 (uint16) or 4 (int32) is "
+            "supported"
         )
     # A multimodal dataset has an extra byte per sequence.
     expected = IDX_HEADER.size + 12 * sequences + 8 * boundaries
@@ -240,5 +241,5 @@ def read_idx(path: Path) -> tuple[str, int, int]:
     pointers = np.frombuffer(content, "<i8", sequences, IDX_HEADER.size + 4 * sequences)
     item = 2 if IDX_DTYPES[code] == "uint16" else 4
     if not np.array_equal(pointers, (np.cumsum(lengths) - lengths) * item):
-        raise InputError(f"{path}: its sequences are not contiguous; write it again with Megatron's tools")
+        raise InputError(f"{path}: its sequences are not contiguous; rebuild it with Megatron's tools")
     return IDX_DTYPES[code], int(lengths.sum()), max(0, boundaries - 1)

@@ -30,7 +30,7 @@ class Shard:
     """Number of token IDs, including end-of-document IDs."""
     documents: int
     text_bytes: int
-    """Size of the documents in UTF-8."""
+    """Size of the documents in bytes, as UTF-8."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
     """{file: sha256} of the files next to it, such as the document index and Megatron's .idx."""
@@ -49,7 +49,7 @@ class Manifest:
     shards: tuple[Shard, ...]
     sha256: str
     source_names: tuple[str, ...] = ()
-    """Names of the documents' sources. The document indices refer to them by number."""
+    """Names of the documents' sources. The document indices refer to them by position."""
     input_format: str | None = None
     """Input format of all sources; None if it was inferred from their suffixes."""
     tokenizer_path: Path | None = None
@@ -82,7 +82,7 @@ class Manifest:
 
 
 def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
-    """Parses a manifest. Raises InputError listing all problems. path: the manifest's name in messages."""
+    """Parses a manifest. Raises InputError listing all problems. `path` is used in error messages."""
     try:
         fields = json.loads(content)
     except ValueError as error:

@@ -27,7 +27,7 @@ def new_tokens(config: RunConfig, model_config: PreTrainedConfig) -> NewTokens |
             return None  # the model has no tokenizer, but enough rows
         raise InputError(
             f"model: {name}: the data's tokenizer has {manifest.vocabulary_size:,} IDs, and initializing the new ones "
-            f"requires the model's own tokenizer, but {error}"
+            f"requires the model's own tokenizer, which cannot be loaded: {error}"
         ) from None
     if old.sha256 == manifest.tokenizer_sha256:
         return None

@@ -83,7 +83,7 @@ def remote_manifest(url: str) -> Manifest:
 
 
 def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies the manifest and tokenizer atomically, because a machine's ranks do so concurrently."""
+    """Copies the manifest and tokenizer atomically, because other ranks on the machine may do the same."""
     local.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
         copy = Path(place) / "copy"

@@ -4,7 +4,7 @@ A source is divided into blocks of about BLOCK_WINDOWS windows. Best-fit decreas
 fixed number of windows (Johnson 1973, "Near-optimal bin packing algorithms"; for training, Ding et al. 2024, arXiv
 2404.10830). Since this number is known in advance, a block is planned only when one of its windows is needed. The gap
 at the end of a window is filled with the beginning of a document, which is either cropped because it doesn't fit
-anywhere, or repeated.
+elsewhere, or repeated.
 
 Documents longer than a window are split into whole windows, and the remainder is packed like a document.
 
@@ -61,7 +61,7 @@ def _in_order(place: np.ndarray, stream: Stream, epoch: int) -> np.ndarray:
         mixed[here] = first + permutation(place[here] - first)
     number = np.searchsorted(ends, mixed, side="right")
     blocks = len(order)
-    # Counted back from the end of the block, which is known in both orders.
+    # Counted back from the end of the block, because the end is known in both orders.
     return (order[number] + 1) * stream.windows // blocks - (ends[number] - mixed)
 
 

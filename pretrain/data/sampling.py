@@ -53,7 +53,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def key_of(*parts: object) -> int:
-    """Returns a 128-bit hash of any printable parts, the same on every machine and Python version."""
+    """Hashes the text of `parts` to 128 bits. The result is the same on every machine and Python version."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest()
     return int.from_bytes(digest, "little")
 
@@ -68,7 +68,7 @@ class Stream:
     windows: int
     """Number of whole windows per epoch."""
     key: Callable[..., int]
-    """Returns a 128-bit key for any printable parts, specific to the run's seed and the source."""
+    """Returns a 128-bit key for the given parts, specific to the run's seed and the source."""
     permutation: Callable[[int], Permutation]
     """Returns the permutation of an epoch's windows."""
 

@@ -208,7 +208,7 @@ def open_source(source: Shards, split: str, cache: DataCache | None = None) -> S
     if manifest.totals(split)[0] == 0:
         existing = [name for name in dict.fromkeys(s.split for s in manifest.shards) if manifest.totals(name)[0]]
         raise InputError(
-            f"{folder}: has no tokens in split {split!r}; splits that exist: {', '.join(existing) or 'none'}; "
+            f"{folder}: has no tokens in split {split!r} (existing splits: {', '.join(existing) or 'none'}); "
             f"prepare it with a larger --validation_fraction or more documents, or use another split"
         )
     found: FoundShards | None = source._found
@@ -276,7 +276,7 @@ def _content_problems(manifest: Manifest, shard: Shard, path: str) -> list[str]:
     problems = _changed(path, sha256.hexdigest(), shard.sha256)
     if largest_id >= manifest.vocabulary_size:
         problems.append(
-            f"{shown(path)}: contains token ID {largest_id}, but the vocabulary has 0 to "
+            f"{shown(path)}: contains token ID {largest_id}, but the vocabulary's IDs are 0 to "
             f"{manifest.vocabulary_size - 1}"
         )
     if ends != shard.documents:

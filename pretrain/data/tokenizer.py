@@ -61,7 +61,7 @@ class LoadedTokenizer:
 def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None) -> LoadedTokenizer:
     """Loads a tokenizer from a folder, a tokenizer.json file or a Hub repository.
 
-    If `end_of_document` is None, the end-of-document token is the tokenizer's eos_token, or else <|endoftext|>. Raises
+    If `end_of_document` is None, the end-of-document token is the tokenizer's eos_token, or <|endoftext|>. Raises
     InputError if the tokenizer doesn't exist, can't be loaded, or has no such token.
     """
     try:
@@ -73,7 +73,7 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT
     specials = {added.content for added in backend.get_added_tokens_decoder().values() if added.special}
     if token not in vocabulary:
-        given = f"{token!r} is not in its vocabulary" if end_of_document else "has no eos_token and no <|endoftext|>"
+        given = f"has no token {token!r}" if end_of_document else "has no eos_token and no <|endoftext|>"
         raise InputError(
             f"{name_or_path}: the tokenizer {given}; set the end-of-document token with "
             f"--end_of_document TOKEN (its special tokens: {', '.join(sorted(specials)[:20]) or 'none'})"
@@ -116,7 +116,7 @@ def _read_folder(folder: Path, given: str) -> tuple[bytes, dict[str, bytes]]:
         files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
         return (folder / "tokenizer.json").read_bytes(), files
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise InputError(f"{given}: has no tokenizer.json and no other tokenizer files; use a tokenizer folder")
+        raise InputError(f"{given}: contains no tokenizer files, such as tokenizer.json; use a tokenizer folder")
     return _convert(folder, given)
 
 
@@ -162,7 +162,7 @@ def _eos_token(files: dict[str, bytes]) -> str | None:
         try:
             token = _content(json.loads(files.get(name, b"{}")).get("eos_token"))
         except ValueError as error:
-            raise InputError(f"{name} of the tokenizer is not valid JSON ({error}); restore it") from None
+            raise InputError(f"the tokenizer's {name} is not valid JSON ({error}); restore it") from None
         if token:
             return token
     return None
@@ -172,7 +172,7 @@ def backend_of(content: bytes, given: str) -> "Tokenizer":
     try:
         return _parsed(content)
     except Exception as error:  # tokenizers raises plain Exception for any parser error
-        raise InputError(f"{given}: is not a tokenizer.json that tokenizers can load: {one_line(error)}") from None
+        raise InputError(f"{given}: the tokenizers library cannot load this tokenizer: {one_line(error)}") from None
 
 
 @lru_cache(maxsize=2)

@@ -63,8 +63,8 @@ class Transformations:
                 )
             if changed.min() < 0 or changed.max() >= self.vocabulary_size:
                 raise InputError(
-                    f"data.transformations: {name} returned IDs from {changed.min():,} to {changed.max():,}; the "
-                    f"vocabulary has {self.vocabulary_size:,}"
+                    f"data.transformations: {name} returned IDs from {changed.min():,} to {changed.max():,}, but the "
+                    f"vocabulary size is {self.vocabulary_size:,}"
                 )
             ids_T = changed
         return ids_T

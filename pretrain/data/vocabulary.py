@@ -32,16 +32,16 @@ def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedC
     if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:
         return []
     return [
-        f"vocabulary: depends on the data, which is not prepared yet; planned with {model_config.vocab_size:,} "
-        "rows; use --model.vocab_size N to plan with another size"
+        f"vocabulary: depends on the data, which is not prepared yet. Planned with {model_config.vocab_size:,} "
+        "rows; use --model.vocab_size N to plan with a different size"
     ]
 
 
 def vocabulary_text(model_rows: int, vocabulary_size: int) -> str:
-    """Formats a vocabulary for a model with `model_rows` rows, such as '50,257 IDs, padded to 50,304'."""
+    """Formats a vocabulary size for a model with `model_rows` rows, such as '50,257 IDs, padded to 50,304'."""
     text = f"{vocabulary_size:,} IDs"
     if model_rows == vocabulary_size:
         return text
     if model_rows == padded_vocabulary(vocabulary_size):
         return f"{text}, padded to {model_rows:,}"
-    return f"{text} in a model's {model_rows:,}, as stated"
+    return f"{text}, in a model with {model_rows:,} rows"

@@ -22,7 +22,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     """Replaces `auto` settings with values computed from the recipe and its data.
 
     Args:
-        processes: number of processes; None for the launched ones. Only affects the micro-batch size.
+        processes: number of processes; None for the number launched. Affects only the micro-batch size.
     """
     if not has_auto(config):
         return config
@@ -62,7 +62,7 @@ def has_auto(config: RunConfig) -> bool:
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:
     """Returns the batch closest to the scaling law's, with a power-of-two number of sequences per ramp level.
 
-    The batch size doesn't depend on `processes`, only the micro-batch size does.
+    Only the micro-batch size depends on `processes`.
     """
     batch = config.batch
     length = config.data.sequence_length

@@ -62,7 +62,7 @@ def task_arguments(settings: Benchmarks) -> list[str]:
 
 
 class Evaluations:
-    """Evaluates checkpoints in separate processes, which the main rank starts.
+    """Evaluates checkpoints in separate processes started by the main rank.
 
     Each evaluation uses a folder such as evaluations/step-00000500 with hard links to the model's files, so the
     checkpoint can be pruned in the meantime. The process removes the folder when it exits.
@@ -121,8 +121,8 @@ class Evaluations:
                 continue
             del self._running[folder]
             if process.returncode:
-                failed = f"the evaluation of {folder.name} failed (exit {process.returncode})"
-                self.metrics.write("warning", message=f"{failed}: see {evaluation_log(self.run, folder.name)}")
+                failed = f"the evaluation of {folder.name} failed with exit code {process.returncode}"
+                self.metrics.write("warning", message=f"{failed}; see {evaluation_log(self.run, folder.name)}")
             else:
                 (model,) = read_json(folder.with_suffix(".json"))["models"]
                 for task, measures in model["tasks"].items():
@@ -238,7 +238,7 @@ class MirrorCopies:
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Warns about newly damaged files, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
-            self._warn(f"damaged on the mirror: {named(fresh)}; files that exist in this folder are copied again")
+            self._warn(f"damaged on the mirror: {named(fresh)}; files with a local copy will be copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
@@ -256,12 +256,12 @@ class MirrorCopies:
         if step not in (None, self._reported) and size is not None:
             self._reported = step
             self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
-        last = f"the last copy is step {step:,}" if step is not None else "nothing has been copied since the start"
+        last = f"The last copy is step {step:,}." if step is not None else "Nothing has been copied since the start."
         tries = counted(status["failures"], "attempt")
-        what_now = "copying stops" if status["is_over"] else "it will be retried, and training does not wait"
+        what_now = "Copying stops." if status["is_over"] else "Copying will be retried, and training does not wait."
         self._warn_once(
             "failing",
-            f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}; {last}; {what_now}",
+            f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}. {last} {what_now}",
             holds=problem is not None,
         )
         if problem is None:
@@ -269,13 +269,13 @@ class MirrorCopies:
                 "dropping",
                 f"the mirror {mirror} is slower than checkpoints are written: "
                 f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} were skipped "
-                f"in favor of newer ones; {last}, {bytes_text(size or 0)} in {seconds or 0:.0f} s",
+                f"in favor of newer ones. {last} Copying {bytes_text(size or 0)} took {seconds or 0:.0f} s.",
                 holds=bool(status["dropped"]),
             )
         silent = time.monotonic() - self._copier.beaten
         self._warn_once(
             "silent",
-            f"the mirror {mirror} has not responded for {duration_text(silent)}; {last}; training does not wait",
+            f"the mirror {mirror} has not responded for {duration_text(silent)}. {last} Training does not wait.",
             holds=silent > STALLED_SECONDS and self._thread.is_alive(),
         )
 
@@ -294,8 +294,8 @@ class MirrorCopies:
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
-            what_now = f"the next copy replaces files that exist in {self.run}; restore or remove the others there"
-            self._warn(f"still damaged on the mirror: {named(left)}; {what_now}")
+            what_now = f"The next copy replaces files that exist in {self.run}; restore or remove the others there."
+            self._warn(f"still damaged on the mirror: {named(left)}. {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
@@ -305,7 +305,7 @@ class MirrorCopies:
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"{missing} not copied to the mirror {waited}; to copy the files from {self.run}, run {again}")
+        self._warn(f"could not copy {missing} to the mirror {waited}; to copy the files from {self.run}, run {again}")
 
     def close(self) -> None:
         """Copies the rest of the log and stops the thread."""

@@ -57,7 +57,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Updates the live line without waiting for the device. On a GPU, the loss lags behind by one step."""
+    """Updates the live line without waiting for the device. On a GPU, the loss lags one step behind."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
@@ -198,12 +198,12 @@ def model_describer(run: Run) -> Callable[..., None]:
 
 
 def report_saves(run: Run) -> None:
-    """Logs finished saves. Not collective, because a save may finish in different steps on different ranks."""
+    """Logs finished saves. Not collective, because a save may finish at different steps on different ranks."""
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (
-                f"the checkpoint of step {save.step:,} was not saved: {save.problem}; training continues; earlier "
-                "checkpoints are unaffected"
+                f"the checkpoint of step {save.step:,} was not saved: {save.problem}; training continues, and "
+                "earlier checkpoints are unaffected"
             )
             run.log.write("warning", step=save.step, message=message)
             continue

@@ -31,7 +31,7 @@ DATA = ("data.train", "data.stages", "data.sequence_length")
 MIXTURES = ("data.train", "data.stages")
 """A recipe sets one of these."""
 ORDER_OF_DATA = ("seed", "data.sampling", "data.sequence_length")
-"""Settings that can't change during a run, because some data would be repeated and some skipped."""
+"""Settings that can't change during a run, because this would repeat some data and skip some."""
 
 
 def is_named(path: str, overridden: frozenset[str]) -> bool:
@@ -153,7 +153,7 @@ def continued(
         if not is_finished and not (changes.begins_branch and not changes.budget):
             raise InputError(
                 f"budget: ends after step {total_steps:,}, but the run is at step {state.step:,}; raise it, or "
-                "start the final decay while the run trains (python runs.py anneal)"
+                "start the final decay while the run is training (python runs.py anneal)"
             )
         total_steps = state.step
     ramp = replace(ramp, total_steps=total_steps)
@@ -185,7 +185,7 @@ def continued(
 def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
     """Returns the batch sizes of past steps, in sequences of the recipe's length."""
     length = plan.batches.window.sequence_length
-    if contents["identity"]["data.sequence_length"] != length:  # only for a branch, where just the total matters
+    if contents["identity"]["data.sequence_length"] != length:  # possible only in a branch, which needs only the total
         return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
     if "ramp" not in contents["plan"]:  # from an earlier version, for which the batch can't change
         return plan.ramp
@@ -220,7 +220,7 @@ def rollback_entry(
     Args:
         whole: plan for the whole run.
         plan: the same plan without the data skipped by earlier rollbacks.
-        steps: first and last bad step, from 1.
+        steps: first and last bad step, counted from 1.
         skips: True to skip these steps' data, False to halve the learning rate.
     """
     first, last = steps
@@ -337,7 +337,7 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
         f"{planned['stable_until']:,}, but no earlier checkpoint is left; keep one with "
-        "checkpoint.keep_every, or continue from the decayed model with another schedule, such as "
+        "checkpoint.keep_every, or continue from the decayed model with a different schedule, such as "
         "--optim.schedule constant"
     )
 
@@ -359,7 +359,7 @@ def describe_continuation(plan: RunPlan, state: RunState, changes: Changes, foun
         ]
         if first == last and isinstance(plan.schedule, Schedule) and plan.schedule.progress(step) >= 1.0:
             lines.append(
-                f"  warning: this is the floor, because the {plan.schedule.name} schedule has ended; to restart at "
+                f"  warning: this is the minimum, because the {plan.schedule.name} schedule has ended; to restart at "
                 "the peak, change the schedule or warmup, for example with --optim.schedule constant"
             )
     if state.seconds:
@@ -462,7 +462,7 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
         return
     how = f"branched from {began['run']}@{began['step']}" if began else "not branched from another run"
     raise InputError(
-        f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; choose another "
+        f"branch_from: {config.branch_from}, but {config.output} contains a run that was {how}; use another "
         "--output for the branch, or omit branch_from to continue that run"
     )
 
@@ -470,7 +470,7 @@ def refuse_other_branch(config: RunConfig, lineage: Sequence[Mapping[str, Any]])
 def continuation_problems(
     found: Path, saved: Mapping[str, Any], plan: RunPlan, overridden: frozenset[str], *, begins_branch: bool = False
 ) -> list[str]:
-    """Lists why a run can't continue from a checkpoint with this identity, including the model keys that differ.
+    """Lists the reasons why a run can't continue from a checkpoint with this identity, with the differing model keys.
 
     Different shapes are always an error, because a model with fewer layers would load silently.
     """
@@ -481,12 +481,12 @@ def continuation_problems(
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
     if shape_changes(earlier, plan.model_config):
-        what_now = "the checkpoint's weights do not fit; restore the model config, or choose another --output"
+        what_now = ", so the checkpoint's weights do not fit; restore the model config, or use another --output"
     elif len(others) < len(problems):
-        what_now = "restore it, choose another --output, or accept the change by setting it on the command line"
+        what_now = "; restore it, use another --output, or accept the change by setting it on the command line"
     else:
         return others
-    return [f"model: {found} was trained with {changes}: {what_now}", *others]
+    return [f"model: {found} was trained with {changes}{what_now}", *others]
 
 
 def identity_problems(
@@ -508,18 +508,18 @@ def identity_problems(
         named = any(is_named(each, overridden) for each in paths)
         if path == "optim.name":  # can't be confirmed, because the optimizer state doesn't fit
             problems.append(
-                f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or choose another --output "
-                "(with --init pretrained --model RUN/final it starts from this run's weights)"
+                f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or use another --output "
+                "(add --init pretrained --model RUN/final to start from this run's weights)"
             )
         elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
             branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
             problems.append(
                 f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
-                f"and some never; restore it, or choose another --output{branch}"
+                f"and some never; restore it, or use another --output{branch}"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(
-                f"{found}but the recipe now has {json.dumps(now.get(path))}; restore it, choose another --output, or "
-                f"accept it with --{path} on the command line; it then applies from the checkpoint's step on"
+                f"{found}but the recipe now has {json.dumps(now.get(path))}; restore it, use another --output, or "
+                f"accept it with --{path} on the command line, which applies it from the checkpoint's step on"
             )
     return problems

@@ -1,7 +1,7 @@
 """Records per-layer statistics of the model at regular intervals.
 
-For each layer, the embedding and the head, these are the root mean square (RMS) of the outputs, weights, gradients
-before clipping and weight updates, the largest attention logit before the softmax, and the fraction of dead
+For each layer, the embedding and the head, the statistics are the root mean square (RMS) of the outputs, weights,
+gradients before clipping and weight updates, the largest attention logit before the softmax, and the fraction of dead
 feed-forward units.
 
 Activations, logits and units come from a second forward pass of the step's last micro-batch, after the update. It runs

@@ -10,7 +10,7 @@ micro-step, we use f of the previous step, as a constant.
 
 The bias (Wang et al., arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is added to the scores that
 select experts. After each step, b <- b + rate * sign(mean load - load), with loads over the global batch. Loads are
-integers, so the bias is bit-identical on all ranks. It is a buffer in checkpoints and exports.
+integers, so the bias is bit-identical on all ranks. Checkpoints and exports contain it as a buffer.
 
 As in Megatron-LM's MoEAuxLossAutoScaler, the loss enters the backward pass at the router's scores, so no tensor has to
 leave a compiled, sharded or recomputed block.
@@ -338,7 +338,7 @@ class Experts:
         bias = " or loss.router_bias_rate" if self._bias_rate else ""
         more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
-            f"{int(dead_LE.sum())} dead experts, which have received no tokens for {IDLE_STEPS} steps: "
+            f"{int(dead_LE.sum())} experts are dead (no tokens for {IDLE_STEPS} steps): "
             f"{'; '.join(rows[:4])}{more}; increase loss.router_balance{bias} to keep experts in use"
         )
 

@@ -38,7 +38,7 @@ class ReadAhead:
 
         Raises InputError if a shard is damaged.
         """
-        # `is not`, because a rollback or an earlier end creates a new plan with different samples.
+        # Compared by identity, because a rollback or an earlier end creates a new plan with different samples.
         if self._step is None or self._step[0] is not plan or self._step[1] != step:
             self._step = (plan, step, self._batches_of(plan, step))
             self._begin_next(plan, step + 1)

@@ -1,4 +1,4 @@
-"""Tests before the run, on a small copy of the model, whether the architecture trains correctly.
+"""Tests a small copy of the model before the run, to check that the architecture trains correctly.
 
 This detects silent errors, such as an attention that ignores the document mask, a model that isn't causal, or a loss
 that differs from the library's. The copy (see model/small_copy.py) is compared with the library's eager forward pass
@@ -129,10 +129,10 @@ def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
 
 def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
     remedies = ["train it with --data.document_mask false"] if works_without_documents else []
-    remedies += ["choose --attention auto"] if attention != "auto" else []
+    remedies += ["use --attention auto"] if attention != "auto" else []
     remedies.append("use another architecture (see docs/architectures.md)")
     return (
-        f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}): "
+        f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}); "
         f"{', or '.join(remedies)}"
     )
 
@@ -147,7 +147,7 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     is_encoder = getattr(model.config, "is_decoder", True) is False
     remedy = "set is_decoder: true in its JSON" if is_encoder else "use another architecture"
     return (
-        f"sees the future: later tokens change earlier logits by {seen:.1%} of the largest, even in the "
+        f"is not causal: later tokens change earlier logits by {seen:.1%} of the largest logit, even in the "
         f"library's own forward pass; {remedy}"
     )
 
@@ -160,7 +160,7 @@ def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Ju
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
         difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
         if difference > tolerance:
-            judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest")
+            judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest logit")
         if window.document_mask and not judgement.problems:
             _compare_documents(judgement, model, reference, _inputs(model, attention, window), tolerance)
         if not judgement.problems:
@@ -217,14 +217,14 @@ def _compare_documents(
     if difference > tolerance or leak > (LEAK if tolerance == TOLERANCE else tolerance):
         judgement.problems.append(
             "document_mask is not respected: tokens before a document change its logits by "
-            f"{max(difference, leak):.1%} of the largest"
+            f"{max(difference, leak):.1%} of the largest logit"
         )
         return
     with torch.no_grad():
         _, loss = LanguageModelLoss(model, from_hidden_states=is_projection(reference))(**inputs)
     expected = F.cross_entropy(alone_BTV.flatten(0, 1), window.ids_BT[:, 1:].flatten())
     if not abs(loss.cpu() - expected) <= tolerance * expected:
-        judgement.problems.append(f"its loss is {loss:.5f}, but the library's logits give {expected:.5f}")
+        judgement.problems.append(f"its loss is {loss:.5f}, but the loss of the library's logits is {expected:.5f}")
         return
     judgement.leaks_documents = False
 
@@ -239,7 +239,7 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
     if infinite:
-        judgement.problems.append(f"{len(infinite)} parameters get a non-finite gradient: {_listed(infinite)}")
+        judgement.problems.append(f"{len(infinite)} parameters have a non-finite gradient: {_listed(infinite)}")
     if missing:
         judgement.problems.append(no_gradient(missing))
 
@@ -251,8 +251,8 @@ def no_gradient(names: Sequence[str]) -> str:
     resume from.
     """
     return (
-        f"{len(names)} parameters get no gradient: {_listed(names)}; in your own class, use them in forward() or "
-        "remove them; experts must run even if no token is routed to them"
+        f"{len(names)} parameters get no gradient: {_listed(names)}. In your own class, use them in forward() or "
+        "remove them. Experts must run even if no tokens are routed to them."
     )
 
 

@@ -158,9 +158,7 @@ def load_checkpoint(run: Run) -> None:
     state.average = None
     strategy.average = None
     if settings.kind != "none" and state.step > averages_after(settings, total_steps):
-        message = (
-            f"averaging: the checkpoint has no average of kind {settings.kind}; a new one starts from its weights"
-        )
+        message = f"averaging: the checkpoint contains no {settings.kind} average; starting a new one from its weights"
         run.log.write("warning", step=state.step, message=message)
 
 
@@ -169,9 +167,9 @@ def refuse_other_terms(shapes: dict[str, tuple[int, ...]], saved: dict[str, tupl
     if differing := sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name)):
         first = differing[0]
         raise InputError(
-            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first}: "
-            f"{shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint; loss terms with trained "
-            "parameters cannot change during a run; restore them, or choose another --output"
+            f"loss.terms: {len(differing)} trained parameters differ from the checkpoint's, starting with {first} "
+            f"({shapes.get(first, 'none')} now, {saved.get(first, 'none')} in the checkpoint). Loss terms with "
+            "trained parameters cannot change during a run; restore them, or use another --output."
         )
 
 
@@ -194,7 +192,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
     ranks = run.strategy.ranks
     earlier_rollbacks = run.state.rollbacks
     if not finding.roll_back or guard.on_spike == "off" or len(earlier_rollbacks) >= guard.max_rollbacks:
-        raise NumericStopError(f"{finding.message}; {len(earlier_rollbacks)} earlier rollbacks")
+        raise NumericStopError(f"{finding.message} ({len(earlier_rollbacks)} earlier rollbacks)")
     first, last = finding.roll_back
     skips = guard.on_spike == "skip_data"
     # Skipped ranges refer to the current data, so don't roll back to before a change of data.
@@ -205,8 +203,8 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
     target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.watch.beat)
     target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.watch.beat)
     if target is None or step_of(target) < at_least:
-        since = f" since its data changed at step {at_least:,}" if at_least else ""
-        raise NumericStopError(f"{finding.message}; there is no earlier checkpoint{since} to roll back to")
+        since = f" since the data changed at step {at_least:,}" if at_least else ""
+        raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to{since}")
     run.loaded_from = target
     run.saved = load_saved(target)
     run.is_new = False

@@ -319,7 +319,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
             f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
-            "alone, but loss terms only get these; use a model that does, such as llama or qwen3"
+            "alone, but loss terms receive only these; use a model that does, such as llama or qwen3"
         )
         model = None
     if model is not None:
@@ -391,7 +391,7 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
     if not changes:
         return []
     return [
-        f"model: {source}: init: pretrained uses the weights of {source.config}, which don't fit ({changes}); "
+        f"model: {source}: init: pretrained uses the weights of {source.config}, which do not fit ({changes}); "
         "omit changes that affect shapes, or train from scratch with init: scratch"
     ]
 
@@ -593,7 +593,7 @@ def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
     if model.can_generate():
         return []
     return [
-        f"samples: {type(model).__name__} has no generate(); also inherit from transformers' GenerationMixin, or "
+        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, or "
         "omit samples"
     ]
 
@@ -605,7 +605,7 @@ def length_problems(model_config: Any, sequence_length: int) -> list[str]:
         return []
     return [
         f"data.sequence_length: {sequence_length:,} is more than the model's max_position_embeddings, {longest:,}; "
-        "shorten the sequences or raise it in the model's JSON"
+        "use shorter sequences, or raise it in the model's JSON"
     ]
 
 

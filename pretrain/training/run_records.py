@@ -184,7 +184,7 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
     }
     if settings.kind == "none":
         return {}
-    return {"average": f"of the weights: {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
+    return {"average": f"weights, {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
@@ -216,8 +216,8 @@ def packing_in_words(batches: Batches) -> dict[str, str]:
     for (number, length), packing in batches.packings.items():
         dropped, repeated, cropped = packing.shares()
         rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
-            f"{dropped:.2%} of the tokens dropped, {repeated:.2%} read twice; {cropped:.1%} of the documents that "
-            "fit in a window cropped"
+            f"{dropped:.2%} of tokens dropped, {repeated:.2%} read twice, {cropped:.1%} of documents that fit in a "
+            "window cropped"
         )
     return rows
 
@@ -278,7 +278,7 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
         "vocabulary": vocabulary,
         "precision": f"{precision}{reason}, weights and optimizer in {weights}",
-        "attention": "; not ".join([attention, *model.attention_passed_over]),
+        "attention": "; rejected ".join([attention, *model.attention_passed_over]),
         **kernels,
     }
 

@@ -44,7 +44,7 @@ def encode_prompt(
         ids = [start]
     if max_positions is not None and len(ids) + max_new_tokens > max_positions:
         room = max_positions - len(ids)
-        advice = f"at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
+        advice = f"use at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
         raise InputError(
             f"--prompt: {len(ids):,} tokens and --max_new_tokens {max_new_tokens:,} exceed the model's "
             f"{max_positions:,} positions; {advice}"

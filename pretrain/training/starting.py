@@ -131,7 +131,7 @@ def sole_use(run: Path, ranks: Ranks) -> Iterator[None]:
             except InputError as error:
                 problems = error.problems
             except OSError as error:
-                problems = [f"output: {run} is not writable ({error}); choose another --output"]
+                problems = [f"output: {run} is not writable ({error}); use another --output"]
         if found := [problem for share in ranks.gather(problems) for problem in share]:
             raise InputError(*found)
         yield
@@ -160,8 +160,8 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     crashes, furthest = ranks.gather(crashes_without_progress(run, step))[0]
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
-            f"started {crashes} times from step {step:,} without getting past step {furthest:,}: see the "
-            f"end of {run}/train.log and the stacks in {run} for the cause; fix it, then run the same command again"
+            f"started {crashes} times from step {step:,} without getting past step {furthest:,}; see the end of "
+            f"{run}/train.log and the stacks in {run} for the cause, fix it, and run the same command again"
         )
 
 
@@ -230,7 +230,8 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
     except (OSError, subprocess.SubprocessError) as error:  # must not hide the original error
         told = (getattr(error, "stderr", None) or str(error)).splitlines()
         return (
-            f"Out of memory; no suggestions for this run ({told[-1] if told else type(error).__name__}). See {page}."
+            "Out of memory. No suggestions are available for this run "
+            f"({told[-1] if told else type(error).__name__}). See {page}."
         )
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
     return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."

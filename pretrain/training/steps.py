@@ -305,4 +305,4 @@ def steps_of_decay_left(run: Run) -> int:
 def compare_replicas(run: Run) -> None:
     """Raises ReplicasDifferError on all ranks if any replicas' weights differ."""
     if found := replica_differences(run.strategy.replicas(), run.strategy.device):
-        raise ReplicasDifferError(f"replicas of the weights differ: {'; '.join(found)}")
+        raise ReplicasDifferError(f"the replicas' weights differ: {'; '.join(found)}")

@@ -200,5 +200,5 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
 
 
 def flatten_for_trackers(values: Any) -> dict[str, Any]:
-    """Flattens settings with `leaves`. Drops empty lists and writes None as text, because some trackers need that."""
+    """Flattens settings with `leaves`. Drops empty lists and writes None as text, as some trackers require."""
     return {path: "null" if leaf is None else leaf for path, leaf in leaves(values).items() if leaf not in ([], {})}

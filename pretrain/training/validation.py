@@ -42,8 +42,8 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
             continue
         if not data.window.count_in(reader.tokens):
             problems.append(
-                f"data.validation: {folder} has {reader.tokens:,} {split} tokens, fewer than one sequence of "
-                f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or shorten the "
+                f"data.validation: {folder} contains {reader.tokens:,} {split} tokens, but one sequence needs "
+                f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or use shorter "
                 "sequences"
             )
         readers[source_name(folder, readers)] = reader

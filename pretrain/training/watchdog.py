@@ -186,9 +186,9 @@ class Watch:
             self._launcher = None
             hint = ""
             if self.request == Request.INTERRUPT:  # accelerate launch doesn't wait for a single process
-                hint = "; python -m pretrain.launch waits for the run"
+                hint = " (python -m pretrain.launch waits for the run)"
             self.request = max(self.request, Request.PREEMPT)
-            self._say(f"launcher exited; saving and stopping{hint}")
+            self._say(f"the launcher exited; saving and stopping{hint}")
 
     def _check_neighbors(self) -> None:
         now = time.monotonic()

@@ -100,8 +100,8 @@ def test_hdf5_without_a_1d_id_array_is_rejected(tmp_path, tokenizer):
     )
     assert "is float64 of shape (1,), must be a 1-D integer array" in problem(tokens=[1.0], more=[1])
     assert "is int64 of shape (1, 2), must be a 1-D integer array" in problem(ids=[[1, 2]])
-    assert "contains token ID -1, but the tokenizer has 0 to 511" in problem(ids=[5, -1])
-    assert "contains token ID 512, but the tokenizer has 0 to 511" in problem(ids=[5, 512])
+    assert "contains token ID -1, but the tokenizer's IDs are 0 to 511" in problem(ids=[5, -1])
+    assert "contains token ID 512, but the tokenizer's IDs are 0 to 511" in problem(ids=[5, 512])
 
 
 def test_training_on_foreign_files_is_identical(nanogpt, shards, tokenizer, recipe, tmp_path):
@@ -131,7 +131,7 @@ def test_invalid_foreign_files_are_reported(nanogpt, tokenizer, tmp_path):
     with pytest.raises(InputError, match=r"odd\.bin: has 3 bytes, must contain uint16 IDs"):
         read_manifest(nanogpt / "odd.bin", name)
     np.array([600, 1], "<u2").tofile(nanogpt / "wide.bin")
-    with pytest.raises(InputError, match=r"wide\.bin: contains token ID 600, but the tokenizer has 0 to 511"):
+    with pytest.raises(InputError, match=r"wide\.bin: contains token ID 600, but the tokenizer's IDs are 0 to 511"):
         read_manifest(nanogpt / "wide.bin", name)
     np.array([20240520, 1, 9], "<i4").tofile(nanogpt / "llmc.bin")
     with pytest.raises(InputError, match=r"llmc\.bin: starts with llm\.c's 1,024-byte header"):

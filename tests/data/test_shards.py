@@ -130,7 +130,7 @@ def test_every_bad_shard_is_named_with_the_size_it_should_have(folder):
 
 
 def test_a_split_without_tokens_names_those_that_exist(folder):
-    with pytest.raises(InputError, match=r"no tokens in split 'test'; splits that exist: train, validation"):
+    with pytest.raises(InputError, match=r"no tokens in split 'test' \(existing splits: train, validation\)"):
         open_shards(folder, "test")
 
 
@@ -160,7 +160,7 @@ def test_verify_finds_ids_beyond_the_vocabulary_and_a_foreign_tokenizer(tmp_path
     (folder / "tokenizer" / "tokenizer.json").write_text("other")
     tokenizer, ids = verify_shards(folder)
     assert "tokenizer.json: its content has changed" in tokenizer
-    assert "contains token ID 10, but the vocabulary has 0 to 9" in ids
+    assert "contains token ID 10, but the vocabulary's IDs are 0 to 9" in ids
 
 
 def documents(*lengths):

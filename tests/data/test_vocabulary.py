@@ -43,14 +43,14 @@ def test_a_plan_without_shards_reports_its_assumption(config_of):
     assert vocabulary_of(missing.data) is None
     assert assumed(missing, planned(missing)) == [], "no assumption is needed if the model states its vocabulary size"
     (remark,) = assumed(auto, planned(auto))
-    assert "not prepared yet; planned with 512 rows" in remark
+    assert "not prepared yet. Planned with 512 rows" in remark
     assert assumed(config_of(300, ("model.vocab_size", "auto")), planned(missing)) == []
 
 
 def test_the_vocabulary_is_described():
     assert vocabulary_text(50_304, 50_257) == "50,257 IDs, padded to 50,304"
     assert vocabulary_text(1024, 1024) == "1,024 IDs"
-    assert vocabulary_text(32_000, 8_000) == "8,000 IDs in a model's 32,000, as stated"
+    assert vocabulary_text(32_000, 8_000) == "8,000 IDs, in a model with 32,000 rows"
 
 
 def test_a_model_without_a_vocabulary_size_uses_the_datas(config_of, recipe, tmp_path):

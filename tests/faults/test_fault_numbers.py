@@ -43,7 +43,7 @@ def test_bad_steps_and_a_copy_that_differs(recipe, tmp_path):
         assert run.code == 0, run.output
         ends = events(tmp_path / name, "end")
         assert [end["code"] for end in ends] == [1, 0]
-        assert ends[0]["reason"].startswith("replicas of the weights differ") and ends[0]["step"] == 10
+        assert ends[0]["reason"].startswith("the replicas' weights differ") and ends[0]["step"] == 10
         assert [event["step"] for event in events(tmp_path / name, "skip")] == [3, 6, 7, 8]
         (rollback,) = events(tmp_path / name, "rollback")
         assert (rollback["to_step"], rollback["first_step"], rollback["last_step"]) == (4, 6, 8)

@@ -96,8 +96,8 @@ def test_a_mirror_that_takes_nothing_costs_no_step(recipe, tmp_path, faults):
     run = launch_with_faults(tmp_path / "notes", "single", 1, *settings)
     assert run.code == 0 and end_of(tmp_path / "run")["code"] == 0, run.output
     said = [event["message"] for event in events(tmp_path / "run", "warning")]
-    (left,) = [text for text in said if "not copied to the mirror within 1 s" in text]
-    assert left.startswith("step 12 and final/") and "pretrain.checkpoint.mirror_copy" in left
+    (left,) = [text for text in said if "to the mirror within 1 s" in text]
+    assert left.startswith("could not copy step 12 and final/") and "pretrain.checkpoint.mirror_copy" in left
     assert steps_there(mirror) == [] and (tmp_path / "run/final/model.safetensors").exists()
     tell("32", f"a mirror that is {'full' if 'errno' in faults else 'hanging'}", "done; it says what was not copied")
 
@@ -116,7 +116,7 @@ def test_a_mirror_that_cannot_be_written_blocks_no_start(recipe, tmp_path):
     said = [event["message"] for event in events(run, "warning")]
     assert any(text.startswith("damaged on the mirror: run.json (cannot be read") for text in said)
     assert any("could not be reached or written at startup (OSError: [Errno 30]" in text for text in said)
-    assert any(text.startswith("step 12 and final/ not copied to the mirror within 1 s") for text in said)
+    assert any(text.startswith("could not copy step 12 and final/ to the mirror within 1 s") for text in said)
     assert any(text.startswith("still damaged on the mirror: run.json") for text in said)
     third = launch_with_faults(tmp_path / "third", "single", 1, *settings)
     assert third.code == 0 and "is already complete" in third.output

@@ -154,7 +154,7 @@ def test_averaging_does_not_change_training(recipe, tmp_path):
     (late / "checkpoints").mkdir(parents=True)
     shutil.copytree(plain / "checkpoints/step-00000008", late / "checkpoints/step-00000008")
     said = train(late, *tail)
-    assert "averaging: the checkpoint has no average of kind tail; a new one starts from its weights" in said
+    assert "averaging: the checkpoint contains no tail average; starting a new one from its weights" in said
     assert losses(late) == {step: loss for step, loss in losses(plain).items() if step > 8}
     found = load_file(late / "checkpoints/step-00000012/average.safetensors")
     for name, tensor in found.items():

@@ -348,7 +348,7 @@ def test_a_sample_continues_the_prompt(model_folder, capsys):
     assert drawn[0] == drawn[1] != drawn[2]
     assert evaluate(*words, "--temperature", 5, "--top_k", 1)[0].sample == greedy.sample
     text = problems_of(evaluate, "--model", model_folder, "--prompt", "x", "--max_new_tokens", 200)
-    assert "exceed the model's 128 positions; at most --max_new_tokens 127" in text
+    assert "exceed the model's 128 positions; use at most --max_new_tokens 127" in text
 
 
 def test_a_model_without_a_tokenizer(model_folder, tmp_path):

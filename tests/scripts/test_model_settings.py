@@ -61,7 +61,7 @@ def test_a_key_without_shape_may_change_when_it_is_named(recipe, tmp_path):
     recipe.write_text(text.replace(model, f"{{config: {model}, attention_dropout: 0.1}}"))
     refused = train(recipe, check=False)
     assert refused.returncode == 2
-    assert "was trained with attention_dropout 0.0, now 0.1: restore it, choose another --output" in refused.stderr
+    assert "was trained with attention_dropout 0.0, now 0.1; restore it, use another --output" in refused.stderr
     assert train(recipe, "--model.attention_dropout", "0.1").returncode == 0
 
 
@@ -106,7 +106,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     refused = train(recipe, *start, *auto, "--data.train", f"[{{shards: {tmp_path / 'other_shards'}}}]", check=False)
     assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr
     said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
-    assert "88 new tokens are initialized with the mean of their old tokens" in said
+    assert "Initializing 88 new tokens, each with the mean of its old tokens" in said
     # New rows must equal the mean of their parts, except for two steps with a tiny learning rate.
     old, new = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "more"))
     name = next(name for name in old if name.endswith("embed_tokens.weight"))

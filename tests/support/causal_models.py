@@ -87,7 +87,7 @@ def without_windows(attention: str) -> str:
 def reason_of(refusal: str) -> str:
     """Returns a short form of the message for the table."""
     for pattern, words in {
-        "sees the future": "it sees later tokens",
+        "is not causal": "it sees later tokens",
         "get no gradient": "some parameters get no gradient (cross-attention, or parts trained separately)",
         "does not initialize": "some parameters get no initial values",
         "is multimodal": "it's multimodal",

@@ -77,7 +77,7 @@ def test_a_failing_evaluation_does_not_affect_the_run(recipe, task, tmp_path):
     (log,) = [
         line for line in (run / "train.log").read_text().splitlines() if "step 7/10" in line or "failed" in line
     ][:1]
-    assert "the evaluation of step-00000006 failed (exit 2)" in log, (
+    assert "the evaluation of step-00000006 failed with exit code 2" in log, (
         "training must wait for the evaluation before the next step"
     )
     assert "--tasks beside: its data" in (run / "evaluations/step-00000006.log").read_text()
@@ -109,7 +109,7 @@ def test_mirror_failures_are_logged_once(copies):
 
     failing = {"problem": "OSError: No space left", "failures": 3}
     (said,) = look(**failing)
-    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left; nothing has been copied" in said
+    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left. Nothing has been copied" in said
     assert len(look(**failing)) == 1 and len(look()) == 1
     assert len(look(**failing)) == 2, "a failure after a recovery is reported again"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
@@ -119,18 +119,18 @@ def test_mirror_failures_are_logged_once(copies):
     assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
     (*_, said) = look(**copied)
-    assert "has not responded for 1 h 00 min; the last copy is step 4" in said and len(look(**copied)) == 4
+    assert "has not responded for 1 h 00 min. The last copy is step 4" in said and len(look(**copied)) == 4
     copier.beaten = time.monotonic()
     copier.damaged.update({"run.json": "is cut", "model.json": "is empty"})
     (*_, said) = look(**copied)
-    assert "damaged on the mirror: run.json (is cut); model.json (is empty); files that exist in this folder" in said
+    assert "damaged on the mirror: run.json (is cut); model.json (is empty); files with a local copy" in said
     del copier.damaged["run.json"]
     count = len(look(**copied))
     copies.settle(lambda: None)
     (still, said) = [event["message"] for event in events(run, "warning")][count:]
     assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
     assert "now replaced or removed: run.json" in (run / "train.log").read_text()
-    assert "step 8 not copied to the mirror within 0.1 s" in said and str(run) in said
+    assert "could not copy step 8 to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()
     assert time.monotonic() - started < SOON / 2, "close() must not wait for an unfinished copy"

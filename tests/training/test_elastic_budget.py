@@ -135,7 +135,7 @@ def test_a_new_batch_size_applies_from_the_checkpoint(recipe, tmp_path):
     """No token may be read twice, counted twice or skipped."""
     train(recipe)
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
-    assert refused.returncode == 2 and "it then applies from the checkpoint's step on" in refused.stderr
+    assert refused.returncode == 2 and "applies it from the checkpoint's step on" in refused.stderr
     train(recipe, "--batch.tokens_per_step", "128")
     run = tmp_path / "run"
     assert tokens(run)[12] == 12 * 256 and tokens(run)[20] == 12 * 256 + 8 * 128
@@ -202,7 +202,7 @@ def test_a_branch_does_not_overwrite_another_run(trunk_at_a_constant_rate):
     for check in ([], ["--check"]):
         refused = train(recipe, "--branch_from", f"{run}@8", "--budget.steps", "20", *check, check=False)
         assert refused.returncode == 2
-        assert "contains a run that was not branched from another run; choose another" in refused.stderr
+        assert "contains a run that was not branched from another run; use another" in refused.stderr
     assert (run / "final/model.safetensors").read_bytes() == before
 
 

@@ -291,7 +291,7 @@ def test_dead_experts_are_reported_once(monkeypatch):
         step(experts, model, [batch(16)])
         told.append(experts.newly_dead())
     assert told[:2] == [None, None] and told[3:] == [None, None]
-    assert "6 dead experts" in told[2] and "model.layers.1.mlp.gate 6 of 8" in told[2]
+    assert "6 experts are dead" in told[2] and "model.layers.1.mlp.gate 6 of 8" in told[2]
     with torch.no_grad():
         routers_of(model)[1].module.weight.normal_()
     step(experts, model, [batch(16)])
@@ -301,7 +301,7 @@ def test_dead_experts_are_reported_once(monkeypatch):
     for _ in range(3):
         assert experts.newly_dead() is None
         step(experts, model, [batch(16)])
-    assert "6 dead experts" in experts.newly_dead()
+    assert "6 experts are dead" in experts.newly_dead()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -125,7 +125,7 @@ def test_a_model_that_is_not_causal_is_rejected(monkeypatch):
 
     eager = modeling_llama.eager_attention_forward
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", not_causal)
-    with pytest.raises(InputError, match=r"llama sees the future: later tokens change earlier logits by \d+\.\d%"):
+    with pytest.raises(InputError, match=r"llama is not causal: later tokens change earlier logits by \d+\.\d%"):
         found_of_llama()
 
 

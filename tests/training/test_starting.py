@@ -133,7 +133,7 @@ def test_out_of_memory_advice_has_numbers_and_strategies(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain.training.starting.python_path", lambda: "")
     monkeypatch.chdir(tmp_path)  # the tools can't be imported from here
     without = advice_on_memory(read_run_config(path), strategy)
-    assert without.startswith("Out of memory; no suggestions for this run (") and "No module named" in without
+    assert without.startswith("Out of memory. No suggestions are available") and "No module named" in without
     assert 'docs/failures.md, section "Out of memory"; python plan.py' in without
 
 
