@@ -297,8 +297,8 @@ def cautions_of(ladder: Ladder) -> list[str]:
     if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
         said.append(
             f"the loss at the largest size differs by {ladder.measured / ladder.backtest.loss - 1:+.2%} from the "
-            "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a single "
-            "scaling law, or the settings aren't equally good at every size"
+            "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a "
+            "single scaling law, or the settings aren't equally good at every size"
         )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):

@@ -98,7 +98,9 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     if given.world != processes:
         raise InputError(f"--mesh: {mesh} needs {given.world} processes, but --processes is {processes}; use {works}")
     if (exchange := given.fsdp * given.tp) % given.ep:
-        raise InputError(f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does")
+        raise InputError(
+            f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
+        )
     if given.world == 1:
         raise InputError("--mesh: needs more than one process; use --processes 2 or more")
     return [named(given)]

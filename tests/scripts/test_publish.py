@@ -143,7 +143,7 @@ def test_a_repository_is_verified(run, hub, home):
 
     out = verify("me/tiny")
     assert out.returncode == 0, out.stdout + out.stderr
-    assert "me/tiny: 9 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
+    assert "me/tiny: 9 files and provenance.json are unchanged: step 8 of x, code abc123" in out.stdout
     api = HfApi(endpoint=hub.url, token=TOKEN)
     api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id="me/tiny")
     api.upload_file(path_or_fileobj=b"import os", path_in_repo="extra.py", repo_id="me/tiny")
