@@ -64,7 +64,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A folder of shards in the data mixture, with counts for its training split. None means that a value wasn't recorded."""
+    """A folder of shards in the data mixture, with counts for its training split. Unrecorded values are None."""
 
     name: str
     weight: float

@@ -72,7 +72,7 @@ SPLITTERS = {
     "qwen2": [SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")],
     "smollm": ["digits", None],
 }
-"""{llama.cpp's name: patterns that split text before BPE}. None means GPT-2's pattern, which is built into ByteLevel."""
+"""{llama.cpp's name: patterns that split text before BPE}. None is GPT-2's pattern, which is built into ByteLevel."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def test_by_whom_it_is_signed_is_checked(folder, keys, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
 def test_keys_that_do_not_sign_are_refused(keys, name):
     with pytest.raises(
-        InputError, match=rf"--sign .*{name}: not usable .*use an elliptic-curve private key in PEM format"
+        InputError, match=rf"--sign .*{name}: can't be used .*use an elliptic-curve private key in PEM format"
     ):
         load_key("--sign", keys / name)
 
