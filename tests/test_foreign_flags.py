@@ -30,7 +30,8 @@ OWN_FLAGS = {"config", "text"}
 )
 def test_a_flag_of_another_project_is_read_as_ours_with_a_notice(flag, ours, capsys, monkeypatch):
     assert own_name(flag) == ours
-    assert capsys.readouterr().err == ("" if flag == ours else f"--{flag}: read as --{ours} (docs/coming_from.md)\n")
+    said = capsys.readouterr().err
+    assert said == ("" if flag == ours else f"--{flag}: interpreted as --{ours} (docs/coming_from.md)\n")
     monkeypatch.setenv("RANK", "1")
     assert own_name(flag) == ours and capsys.readouterr().err == ""
 
@@ -50,7 +51,7 @@ def test_others_are_refused_at_once_and_the_page_is_named():
         accumulation.startswith("--gradient_accumulation_steps: unknown key") and "docs/coming_from.md" in accumulation
     )
     assert bf16.startswith("--bf16: unknown key")
-    assert decay == "--decay_fraction: needs its section: --optim.decay_fraction"
+    assert decay == "--decay_fraction: must include its section; use --optim.decay_fraction"
     assert "--chekpoint.keep_last: unknown key; did you mean checkpoint?" in typo
 
 

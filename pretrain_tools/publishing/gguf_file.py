@@ -140,7 +140,7 @@ def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, like SentencePiece's" if model.get("byte_fallback") else model.get("type")
-        return [f"--gguf: the tokenizer must be byte-level BPE, such as those trained by prepare_data.py, got {kind}"]
+        return [f"--gguf: the tokenizer must be byte-level BPE, such as one trained by prepare_data.py, got {kind}"]
     normalizer = tokenizer.get("normalizer")
     # Qwen uses NFC. llama.cpp omits it, and the comparison shows the effect.
     if normalizer and normalizer.get("type") != "NFC":

@@ -13,9 +13,9 @@ from pretrain.errors import InputError
 from pretrain.files import SIGNATURE_FILE
 
 REMEDIES = {
-    "--sign": "use an elliptic-curve private key in PEM format without a password, such as from "
-    "openssl ecparam -name prime256v1 -genkey -noout",
-    "--public_key": "use the signer's public key in PEM format, such as from openssl ec -in KEY -pubout",
+    "--sign": "use an elliptic-curve private key in PEM format without a password "
+    "(to create one, run openssl ecparam -name prime256v1 -genkey -noout)",
+    "--public_key": "use the signer's public key in PEM format (to extract it, run openssl ec -in KEY -pubout)",
 }
 
 

@@ -271,7 +271,7 @@ def status_text(status: RunStatus) -> str:
             f"step {status.step:,} of {status.total_steps:,}{tokens}"
         )
     if status.silent_seconds is not None and status.silent_seconds >= LONG_STEP_SECONDS:
-        rows["silence"] = f"no progress for {duration_text(status.silent_seconds)}: this is a long step or a hang"
+        rows["silence"] = f"no progress for {duration_text(status.silent_seconds)} (a long step or a hang)"
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"
