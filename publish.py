@@ -45,10 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="CODE",
         help="languages of the training text, such as en [the recipe's]",
     )
-    add("--message", metavar="TEXT", help="commit message [step and tokens]")
+    add("--message", metavar="TEXT", help="commit message [the step and tokens]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
-    text = "write a GGUF file for llama.cpp to FILE, without uploading; without FILE, also publish the GGUF file"
+    text = "with FILE: write a GGUF file for llama.cpp and don't upload; without FILE: also publish a GGUF file"
     add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
     add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
     add(
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="seconds to wait before the second attempt; doubles each time, up to an hour [30]",
     )
-    text = "used by train.py: record the outcome in metrics.jsonl, and publish again when late scores arrive"
+    text = "used by train.py: record the outcome in metrics.jsonl, and publish again after a pending evaluation"
     add("--beside_training", action="store_true", help=text)
     text = "with --checkpoint: run Python code from its folder (off by default)"
     add("--trust_remote_code", action="store_true", help=text)
@@ -67,19 +67,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--sign",
         type=Path,
         metavar="KEY",
-        help="sign the folder with a PEM elliptic-curve key (uses model-signing)",
+        help="sign the folder with an elliptic-curve key in PEM format (requires model-signing)",
     )
     add("--public_key", type=Path, metavar="KEY", help="with --verify: PEM public key to check the signature with")
     return parser
 
 
 def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line. Also returns all problems that can be found without the run."""
+    """Parses the command line. Also returns all problems that can be found without reading the run."""
     parser = build_parser()
     arguments, unknown = parser.parse_known_args(argv)
     # argparse has no public API to list its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    problems = [f"{word}: unknown{did_you_mean(word, flags)}" for word in unknown]
+    problems = [f"{word}: unknown option{did_you_mean(word, flags)}" for word in unknown]
     steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
     known = [text for text in steps if text.isdecimal() or text == "best"]
     problems += [f"--checkpoint {text}: must be a step, such as 5000, or best" for text in steps if text not in known]

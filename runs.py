@@ -6,8 +6,8 @@ python runs.py plot RUN...                   # plot curves as a PNG
 python runs.py compare RUN...                # compare results and settings side by side
 python runs.py summary RUN                   # show a one-page summary of a run
 python runs.py documents RUN --step N        # show the documents used in step N
-python runs.py merge RUN --last 5            # average its last 5 checkpoints into a model folder
-python runs.py save|stop|abort|anneal RUN    # control a live run from any machine that shares its disk
+python runs.py merge RUN --last 5            # average a run's last 5 checkpoints into a model folder
+python runs.py save|stop|abort|anneal RUN    # control a live run from any machine with access to its folder
 python runs.py parity --config recipes/NAME.yaml --steps 50     # compare losses across strategies
 python runs.py sweep --config recipes/NAME.yaml --vary optim.learning_rate=1e-3,2e-3 --output sweeps/x
 python runs.py ladder SWEEP --predict parameters=30M,tokens=600M     # predict a larger run's loss
@@ -37,7 +37,7 @@ ANY_SETTING = "Override any recipe setting, as in train.py, for example"
 
 
 def plot(runs: list[Path], output: Path | None) -> None:
-    # Imported here so that `list` and `status` don't load heavy libraries.
+    # Imported here, so that `list` and `status` don't load heavy libraries.
     from pretrain_tools.runs.plots import plot_runs
 
     print(plot_runs(runs, output))
@@ -66,7 +66,7 @@ def merge(models: list[str], **options: Any) -> None:
 
 
 def parity(config: Path, output: Path, changes: list[str], **options: Any) -> int:
-    """Trains the recipe for a few steps with each strategy and compares the losses. Returns 1 if they differ."""
+    """Trains a recipe for a few steps with each strategy and compares the losses. Returns 1 if they differ."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.parity import compare_strategies
 
@@ -74,7 +74,7 @@ def parity(config: Path, output: Path, changes: list[str], **options: Any) -> in
 
 
 def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | None, **options: Any) -> int:
-    """Trains the recipe with several settings and compares the results."""
+    """Trains a recipe with several settings and compares the results."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.sweep import run_sweep
     from pretrain_tools.experiments.sweep_plan import SweepRequest, read_axes
@@ -87,7 +87,7 @@ def sweep(config: Path, vary: list[str], changes: list[str], parallel: int | Non
 
 
 def mixture(config: Path, changes: list[str], runs: int, **options: Any) -> int:
-    """Trains on many data mixtures and proposes weights."""
+    """Trains a recipe on many data mixtures and proposes weights."""
     from pretrain.recipe import pair_up
     from pretrain_tools.experiments.mixture import run_mixture
 
@@ -140,7 +140,7 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Adds a subcommand that passes its arguments to a function by name.
 
-    given: {positional argument: argparse options}. The type is Path unless set in the options.
+    given: {positional argument: argparse options}. The default type is Path.
     """
     command = commands.add_parser(name, help=help, epilog=epilog)
     command.set_defaults(function=function)
@@ -172,9 +172,7 @@ def add_merge(commands: Commands) -> None:
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
-    text = (
-        "weights to merge: raw, or the averages stored in checkpoints; average also exports one model (default: raw)"
-    )
+    text = "weights to merge: raw, or the averaged weights in checkpoints, even of a single model (default: raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument(
         "--output", type=Path, metavar="FOLDER", help="output folder (default: merged-FIRST-LAST in the run folder)"
@@ -185,7 +183,7 @@ def add_merge(commands: Commands) -> None:
 
 def add_parity(commands: Commands) -> None:
     epilog = f"{ANY_SETTING} --data.sequence_length 256"
-    text = "check that a recipe has the same losses with every strategy"
+    text = "check that a recipe produces the same losses with every strategy"
     command = add_command(commands, "parity", parity, text, epilog)
     command.add_argument("--config", type=Path, required=True, metavar="RECIPE", help="recipe to train")
     command.add_argument("--steps", type=int, default=50, help="optimizer steps per run (default: 50)")
@@ -241,7 +239,7 @@ def add_ladder(commands: Commands) -> None:
     text = "how to count parameters: matrix (in matmuls, without embedding tables) or total (default: matrix)"
     command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = (
-        "output path without suffix (default: ladder in the given folder, or in the current one if you give several)"
+        "output path without suffix (default: ladder in the given folder, or in the current one if you pass several)"
     )
     command.add_argument("--output", type=Path, metavar="PATH", help=text)
 

@@ -1,23 +1,23 @@
 """Groundwork: pretraining of base language models on the Hugging Face stack.
 
-This package is the trainer. The scripts at the root and pretrain_tools import it, but it imports neither. The order of
-imports is: the files listed here, model, optim, data, parallel, runs, checkpoint, training. Each package imports only
+This package is the trainer. The scripts at the root and pretrain_tools import it, but it imports neither. The import
+order is: the files listed here, model, optim, data, parallel, runs, checkpoint, training. Each package imports only
 from earlier ones (tests/test_structure.py checks this).
 
-    config, recipe: all settings, and reading them from YAML and the command line
-    old_names: old setting names
-    registry: tables of optimizers, schedules and so on, which your own files can extend
+    config, recipe: all settings, and how they are read from YAML and the command line
+    old_names: old names of settings
+    registry: tables of optimizers, schedules etc., which your own files can extend
     hardware, gpus: this machine's capabilities, and the GPU table for plan.py
     energy: measured or estimated energy use and CO2
     errors: input errors and exit statuses
     mesh_sizes: sizes of the parallel dimensions, read from the launcher's environment
     launch: a wrapper around accelerate launch, for terminals and schedulers
     terminal: stage messages, the live line, colors and widths
-    files, urls, remote: atomic writes, files by path or URL, objects below a URL
+    files, urls, remote: atomic writes, local and remote files, objects below a URL
     commands: commands installed by `pip install .`
     processes: locks, and checks for live processes
     deepspeed_build: DeepSpeed's build folder
-    units: readable counts, bytes, durations and energies
+    units: formatting of counts, bytes, durations and energies
 """
 
 import sys

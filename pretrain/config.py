@@ -37,7 +37,7 @@ from pretrain.units import parse_count
 
 
 def parse_fraction(value: Any) -> Any:
-    """Converts '20%' to 0.2; leaves numbers unchanged."""
+    """Converts '20%' to 0.2. Leaves numbers unchanged."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             return float(value.strip()[:-1]) / 100
@@ -47,7 +47,7 @@ def parse_fraction(value: Any) -> Any:
 
 
 def parse_names(value: Any) -> Any:
-    """Converts 'base' to ['base'] and 'a,b' to ['a', 'b']; leaves lists unchanged."""
+    """Converts 'base' to ['base'] and 'a,b' to ['a', 'b']. Leaves lists unchanged."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
@@ -59,7 +59,7 @@ def refuse_boolean(value: Any) -> Any:
 
 
 MOST = 10**18
-"""Largest allowed count: a thousand times the token count of the largest corpora, well within 64 bits."""
+"""Largest allowed count: a thousand times the number of tokens in the largest corpora. It fits in 64 bits."""
 
 NotBoolean = BeforeValidator(refuse_boolean)
 Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=MOST)]
@@ -74,7 +74,7 @@ NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
 
 Number = TypeVar("Number")
-# With a plain union, pydantic would report every mistake twice, as not a number and as not auto.
+# With a plain union, pydantic would report every mistake twice: not a number, and not auto.
 OrAuto = Annotated[
     Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
@@ -121,7 +121,7 @@ class WindowSpec:
     """Shape of a window of tokens."""
 
     sequence_length: int
-    """Number of predicted tokens. A window in a shard has one more token, the last target."""
+    """Number of predicted tokens. A window in a shard contains one more token, the last target."""
     document_mask: bool
     """True if attention and positions restart at every end-of-document ID."""
 
@@ -155,14 +155,14 @@ class Source(Shards):
 
 class CurriculumStage(Section):
     train: Annotated[list[Source], Field(min_length=1)]
-    """The data mixture of this stage."""
+    """Data mixture of this stage."""
     until: PositiveFraction | None = None
     """Fraction of the run at which the stage ends, such as 20% or 0.2. Only the last stage may use null."""
     sequence_length: BinaryCount | None = None
-    """Tokens per training sequence from this stage on. Must be a multiple of data.sequence_length. null: same as in
+    """Tokens per training sequence, starting with this stage. Must be a multiple of data.sequence_length. null: as in
     the previous stage. The number of tokens per step doesn't change, so micro-batches have fewer sequences."""
     rope_parameters: dict[str, Any] | None = None
-    """RoPE parameters from this stage on, with the same keys as in the model's JSON: {rope_theta: 500000}, or
+    """RoPE parameters, starting with this stage, with the same keys as in the model's JSON: {rope_theta: 500000}, or
     {rope_type: yarn, factor: 8, original_max_position_embeddings: 4096}. null: same as in the previous stage."""
 
 
@@ -180,7 +180,7 @@ class DataCache(Section):
 
 class Data(Section):
     train: Annotated[list[Source], Field(min_length=1)] | None = None
-    """Data mixture for runs with a single stage."""
+    """Data mixture of a run with a single stage."""
     stages: Annotated[list[CurriculumStage], Field(min_length=1)] | None = None
     """Curriculum: a sequence of data mixtures. Use it instead of `train`."""
     validation: list[ValidationSource] | None = None
@@ -202,7 +202,7 @@ class Data(Section):
 
     @property
     def mixtures(self) -> list[CurriculumStage]:
-        """Stages of the run. A plain mixture is a single stage."""
+        """The run's stages. A single mixture counts as one stage."""
         return self.stages or [CurriculumStage(train=self.train)]
 
     @property
@@ -231,16 +231,16 @@ class Data(Section):
     @model_validator(mode="after")
     def one_way_to_mix(self):
         if (self.train is None) == (self.stages is None):
-            raise ValueError("give either train (one mixture) or stages (a curriculum)")
+            raise ValueError("set either train (one mixture) or stages (a curriculum), but not both")
         ends = [stage.until for stage in self.mixtures]
         inner = ends[:-1]
         if None in inner or inner != sorted(set(inner)) or ends[-1] not in (None, 1.0) or 1.0 in inner:
-            raise ValueError(f"stages[].until must increase, with null or 100% in the last stage (got {ends})")
+            raise ValueError(f"stages[].until must increase, and end with null or 100% in the last stage (got {ends})")
         lengths = [stage.sequence_length or self.sequence_length for stage in self.mixtures]
         if any(length % self.sequence_length for length in lengths):
             raise ValueError(
                 f"stages[].sequence_length must be multiples of sequence_length, {self.sequence_length:,} (got "
-                f"{lengths}); set data.sequence_length to the shortest of them, or to a divisor of all"
+                f"{lengths}); set data.sequence_length to the shortest length, or to a common divisor"
             )
         return self
 
@@ -262,7 +262,7 @@ class Budget(Section):
         given = [name for name in ("tokens_per_parameter", "tokens", "steps") if getattr(self, name) is not None]
         if len(given) != 1:
             names = f" (got {', '.join(given)})" if given else ""
-            raise ValueError(f"give exactly one of tokens_per_parameter, tokens, steps{names}")
+            raise ValueError(f"set exactly one of tokens_per_parameter, tokens and steps{names}")
         return self
 
 
@@ -295,7 +295,7 @@ class Batch(Section):
 
 
 class MuonSettings(Section):
-    """Used only by optim.name: muon."""
+    """Used only with optim.name: muon."""
 
     ns_coefficients: Literal["jordan", "polar_express"] = "jordan"
     """Coefficients for the Newton-Schulz iterations; see docs/optimizers.md."""
@@ -366,19 +366,19 @@ class Optim(Section):
     @model_validator(mode="after")
     def one_learning_rate(self):
         if (self.learning_rate is None) == (self.learning_rate_per_sequence is None):
-            raise ValueError("give either learning_rate (a number or auto) or learning_rate_per_sequence")
+            raise ValueError("set either learning_rate (a number or auto) or learning_rate_per_sequence")
         if (self.parametrization == "mup") != (self.mup_base_width is not None):
             raise ValueError(
-                "give parametrization: mup and mup_base_width, the hidden size at which the learning rate was tuned, "
-                "together, or neither"
+                "set both parametrization: mup and mup_base_width (the hidden size at which the learning rate was "
+                "tuned), or neither"
             )
         if self.parametrization == "mup" and self.learning_rate == "auto":
             raise ValueError(
-                "learning_rate: auto computes a learning rate for this model's size; parametrization: mup needs one "
-                "for mup_base_width"
+                "learning_rate: auto computes a learning rate for this model's size, but parametrization: mup needs "
+                "one for mup_base_width; set learning_rate to a number"
             )
         if self.stochastic_rounding and self.name != "adafactor":
-            raise ValueError(f"stochastic_rounding works with name: adafactor (got {self.name})")
+            raise ValueError(f"stochastic_rounding requires name: adafactor (got {self.name})")
         return self
 
 
@@ -441,24 +441,24 @@ class Cadence(Section):
     @model_validator(mode="after")
     def at_most_one_cadence(self):
         if self.every_steps and self.every_tokens:
-            raise ValueError("give every_steps or every_tokens, not both")
+            raise ValueError("set either every_steps or every_tokens, not both")
         return self
 
 
 class Validation(Cadence):
-    """Without every_steps or every_tokens: only at the end of the run."""
+    """Without every_steps or every_tokens, validation runs only at the end of the run."""
 
     sequences: Count = 512
-    """Number of sequences per source. The sequences are fixed and spread evenly over the split."""
+    """Number of sequences per source. They are fixed and evenly spread over the split."""
 
 
 class Samples(Cadence):
-    """Without every_steps or every_tokens: no samples."""
+    """Without every_steps or every_tokens, no samples are generated."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Prompts to continue. An empty prompt starts a new document."""
     max_new_tokens: Count = 64
-    """Maximum tokens per sample."""
+    """Maximum number of tokens per sample."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature. 0: greedy decoding."""
     top_k: Count | None = None
@@ -468,12 +468,12 @@ class Samples(Cadence):
 
 
 class Diagnostics(Cadence):
-    """Per-layer RMS of activations, weights, gradients and updates, maximum attention logits, and dead units. Without
-    every_steps or every_tokens: off."""
+    """Per-layer RMS of activations, weights, gradients and updates, maximum attention logits, and dead units. Not
+    computed without every_steps or every_tokens."""
 
 
 class Benchmarks(Cadence):
-    """Benchmarks during training. Without every_steps or every_tokens: off."""
+    """Benchmarks during training. They don't run without every_steps or every_tokens."""
 
     tasks: Annotated[Names, Field(min_length=1)] = ["base"]
     """lm-evaluation-harness tasks, as in evaluate.py. Task sets: base, small (for models below 1B) and core."""
@@ -486,13 +486,13 @@ class Benchmarks(Cadence):
     limit: PositiveFloat | None = None
     """Maximum number of documents per task. null: all."""
     include_path: Path | None = None
-    """Folder with your own task .yaml files."""
+    """Folder with .yaml files for your own tasks."""
     eval_bundle: Path | None = None
     """Folder with DCLM's evaluation bundle, for the `core` tasks; see docs/benchmarks.md."""
 
 
 class Checkpoint(Cadence):
-    """Without every_steps or every_tokens: only at the end of the run."""
+    """Without every_steps or every_tokens, a checkpoint is saved only at the end of the run."""
 
     keep_last: Count = 3
     """Number of most recent checkpoints to keep."""
@@ -503,7 +503,7 @@ class Checkpoint(Cadence):
     stop_at_step: Count | None = None
     """Save and stop after this step, without changing the schedule. Set a later step, or null, to continue."""
     save_final: bool = True
-    """false: don't write a last checkpoint and final/ at the end of the run, for benchmarking."""
+    """false: write neither a last checkpoint nor final/ at the end of the run (for benchmarking)."""
     async_save: bool = True
     """Keep training while a checkpoint is written. Needs CPU memory for a copy of the weights and optimizer state."""
     mirror: str | None = None
@@ -545,7 +545,7 @@ class Guard(Section):
     """A micro-step or update that takes longer counts as a hang. The run writes the stack traces of all processes
     and exits so that it can be restarted."""
     first_step_timeout_seconds: PositiveFloat = 1800.0
-    """Timeout for the first step, which compiles kernels."""
+    """Timeout for the first step, which includes compiling kernels."""
     replica_check_every_steps: Count = 1000
     """How often to compare the replicas' weights bit by bit, in steps."""
 
@@ -565,7 +565,7 @@ class Export(Section):
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Weight dtype in final/."""
     weights: Literal["raw", "average"] = "raw"
-    """Which weights to write to final/: raw (as trained) or their average."""
+    """Weights to write to final/: raw (as trained) or their average."""
 
 
 class Publish(Section):
@@ -632,14 +632,14 @@ class ModelSource(BaseModel):
             )
         if not isinstance(value.get("config"), str):
             raise ValueError(
-                "to change a model's keys, also set config to a model's .json file, folder or Hub ID (got "
+                "to override a model's keys, also set config to a model's .json file, folder or Hub ID (got "
                 f"{shortened(repr(value.get('config')), 60)})"
             )
         return value
 
     @property
     def changes(self) -> dict[str, Any]:
-        """{changed key in the model config: value}."""
+        """{overridden key in the model config: value}"""
         return dict(self.model_extra)
 
     @model_serializer
@@ -746,12 +746,12 @@ class RunConfig(Section):
             return values
         home, _, name = output.rstrip("/").rpartition("/")
         if not name or home.endswith(":/"):
-            raise ValueError(f"output: {output}: must have a location and a run name, as in s3://BUCKET/runs/NAME")
+            raise ValueError(f"output: {output}: must contain a location and a run name, as in s3://BUCKET/runs/NAME")
         checkpoint = values.get("checkpoint") or {}
         if not isinstance(checkpoint, dict):
             return values
         if checkpoint.get("mirror") not in (None, home):
-            raise ValueError(f"output: {output}: the run is stored at this URL, so omit checkpoint.mirror")
+            raise ValueError(f"output: {output}: the run is stored at this URL; remove checkpoint.mirror")
         return {**values, "output": f"runs/{name}", "checkpoint": {**checkpoint, "mirror": home}}
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ CACHE = (ROOT if IS_CHECKOUT else Path.home()) / ".cache" / "torch_extensions"
 
 
 def prepare_extensions_folder() -> Path:
-    """Makes torch build in a machine-local folder, unless TORCH_EXTENSIONS_DIR is set, and removes stale locks.
+    """Sets torch's build folder to one for this machine, unless TORCH_EXTENSIONS_DIR is set. Removes stale locks.
 
     Must be called before importing DeepSpeed. Returns the folder.
     """
@@ -29,7 +29,7 @@ def prepare_extensions_folder() -> Path:
 
 
 def files_open_here() -> set[Path]:
-    """Returns the files opened by this machine's processes, as far as they are visible to this user."""
+    """Returns the files that processes on this machine have open, as far as this user can see them."""
     import psutil
 
     found = set()

@@ -26,8 +26,8 @@ Reader = Callable[[], float]
 class EnergyMeter:
     """Measures the energy used by a run's machines between two readings.
 
-    Reads only the counters of the main process's machine, which include other programs, and assumes that the other
-    machines use the same amount.
+    Reads only the counters on the main process's machine, which also count other programs. Assumes that the other
+    machines use the same amount of energy.
 
     Args:
         ranks: number of processes in the run.
@@ -44,7 +44,7 @@ class EnergyMeter:
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Returns the joules since the last call, or since the start; None if unreadable."""
+        """Returns the joules used since the last call (or since the start), or None if a counter is unreadable."""
         before = self._last
         now = self._read()
         self._last = now
@@ -80,7 +80,7 @@ def _over_time(watts: float) -> Reader:
 
 
 def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns a reader per CPU, and per DRAM counter if there are any; [] if any counter is unreadable.
+    """Returns a reader per CPU and per DRAM counter, or [] if any counter is unreadable.
 
     By default, only root can read the counters on Linux (CVE-2020-8694).
     """
@@ -114,7 +114,7 @@ def _zone_reader(folder: Path) -> Reader:
 
 
 def nvml_readers(count: int) -> list[Reader]:
-    """Returns a reader per GPU; [] if the GPUs have no energy counters.
+    """Returns a reader per GPU, or [] if the GPUs have no energy counters.
 
     Volta and newer GPUs count millijoules since the driver was loaded (nvmlDeviceGetTotalEnergyConsumption).
     """
@@ -126,7 +126,7 @@ def nvml_readers(count: int) -> list[Reader]:
         return []
     readers = []
     for number in range(count):
-        # By UUID, because NVML's indices ignore CUDA_VISIBLE_DEVICES.
+        # Look GPUs up by UUID, because NVML's indices ignore CUDA_VISIBLE_DEVICES.
         name = f"GPU-{torch.cuda.get_device_properties(number).uuid}"
         handle = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):

@@ -23,20 +23,20 @@ EXIT_PREEMPTED = 75
 """Exit status of a run stopped by a signal or an unreachable server. The same command resumes it."""
 EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141
-"""Exit status 128 + SIGPIPE, as for a program that writes to a closed pipe."""
+"""Exit status 128 + SIGPIPE, the shell's status for a program killed by a closed pipe."""
 
 SECONDS_TO_REPORT = 10.0
-"""How long a machine's other processes wait for the first one to report an error."""
+"""How long the other processes on a machine wait for the first one to report an error."""
 
 _Value = TypeVar("Value")
 
 UNUSABLE_PATHS = {
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access, or use another path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "grant this user access, or use another path"),
     errno.ENAMETOOLONG: "use a shorter name",
     errno.ELOOP: "symbolic links form a loop",
     errno.ENOTDIR: "part of the path is a file",
-    errno.EISDIR: "use a file",
-    errno.EROFS: "choose a writable location",
+    errno.EISDIR: "use a file instead",
+    errno.EROFS: "use a writable location",
 }
 """{errno: remedy} for OSErrors that are reported as input errors."""
 
@@ -66,7 +66,7 @@ class Problems(list[str]):
     """Collects the problems found by independent checks, so that they can be reported together."""
 
     def attempt(self, check: Callable[..., _Value], *given: Any, **named: Any) -> _Value | None:
-        """Returns the check's result. If it raises InputError, adds the problems and returns None."""
+        """Returns the check's result. If the check raises InputError, collects its problems and returns None."""
         try:
             return check(*given, **named)
         except InputError as error:
@@ -124,7 +124,7 @@ def print_problems(problems: Iterable[str]) -> None:
 def run_script(main: Callable[[], int | None]) -> None:
     """Runs a script's main function and exits with its status, or with the status of its error (see `or_exit`).
 
-    If a reader such as `| head` closes stdout early, exits with SIGPIPE's status and without a traceback.
+    If a reader such as `| head` closes stdout early, exits with EXIT_CLOSED_PIPE and without a traceback.
     """
     try:
         code = or_exit(main) or EXIT_DONE
@@ -146,7 +146,7 @@ def stdout_is_broken() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Exits the script. Skips Python's cleanup if a process group exists."""
+    """Exits the script. Skips Python's cleanup if a torch process group exists."""
     LIVE_LINE.clear()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -176,15 +176,15 @@ def one_line(error: BaseException) -> str:
 
 
 def read_small_file(path: str | os.PathLike, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. For anything else, raises InputError without the file name."""
+    """Reads a small text file. For anything else, raises an InputError whose message omits the file name."""
     try:
         status = os.stat(path)
         if stat.S_ISDIR(status.st_mode):
-            raise InputError("is a folder; use a file")
+            raise InputError("is a folder; use a file instead")
         if not stat.S_ISREG(status.st_mode):
             raise InputError("is not a regular file; use a text file")
         if status.st_size > most_bytes:
-            raise InputError(f"has {status.st_size:,} bytes, more than the allowed {most_bytes:,}")
+            raise InputError(f"is too large: {status.st_size:,} bytes, but the limit is {most_bytes:,}")
         with open(path, encoding="utf-8") as file:
             return file.read(most_bytes)
     except (OSError, UnicodeDecodeError) as error:

@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 PACKAGES = Path(__file__).resolve().parents[1]
-"""Folder of the packages: a checkout, or site-packages."""
+"""Folder that contains the packages: a checkout, or site-packages."""
 IS_CHECKOUT = (PACKAGES / "train.py").is_file()
 ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
-"""Folder of the scripts, accelerate configs and model configurations."""
+"""Folder that contains the scripts, accelerate configs and model configs."""
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns the path, or the path of the project's own copy if only that one exists."""
+    """Returns the path, or the project's own file with this path if only that one exists."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 
@@ -86,7 +86,7 @@ def as_json(fields: Any) -> bytes:
 SEAL_FILE = "MANIFEST.json"
 PROVENANCE_FILE = "provenance.json"
 SIGNATURE_FILE = "model.sig"
-"""Signature added by publish.py. It signs the manifest, so the manifest can't include it."""
+"""Signature added by publish.py. It covers the manifest, so the manifest can't include it."""
 CARD_FILE = "README.md"
 PICTURE_FILE = "loss.png"
 FORMAT = {"format": "groundwork-checkpoint", "version": 1}
@@ -106,7 +106,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
             files = {**files, name: seal(path)}
     contents = {**FORMAT, "files": dict(sorted(files.items()))}
     write_durably(unfinished / SEAL_FILE, json.dumps(contents, indent=1))
-    # Synced before the rename. Otherwise, files may be missing from the final folder after a crash.
+    # Sync before the rename. Otherwise, files may be missing from the final folder after a crash.
     for folder in [*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished]:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
@@ -134,15 +134,15 @@ def delete(path: Path) -> None:
 
 def seal(path: Path) -> dict:
     """Syncs a file to disk and returns its size and sha256."""
-    # Synced first, so that the hash is that of the data on disk.
+    # Sync first, so that the hash describes the data on disk.
     sync_folder(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1, beat: Callable[[], None] = lambda: None) -> list[str]:
-    """Lists problems with this rank's share of the files in a sealed folder.
+    """Lists problems with the files in a sealed folder. Each rank checks only its share of the files.
 
-    beat: called before each file, because reading takes a while.
+    beat: called before each file, because reading it may take a while.
     """
     try:
         expected = sealed_files((folder / SEAL_FILE).read_bytes())
@@ -178,7 +178,7 @@ def sealed_files(manifest: bytes) -> dict[str, dict]:
 
 
 def mismatch(name: str, size: int, digest: Callable[[], str], entry: Mapping[str, object]) -> list[str]:
-    """Lists differences between a file and its manifest entry. Computes the hash only if the size is right."""
+    """Lists differences between a file and its manifest entry. Computes the hash only if the size matches."""
     if size != entry.get("bytes"):
         return [f"{name} has {size:,} bytes instead of {entry.get('bytes')}"]
     return [] if digest() == entry.get("sha256") else [f"{name} does not match its sha256"]

@@ -1,8 +1,8 @@
 """GPU table with memory, peak FLOP/s, bandwidths, power and default prices, for plan.py and for MFU.
 
 Peaks (dense, without sparsity), bandwidths and power are from NVIDIA's and AMD's data sheets. Memory is the value
-reported by torch, slightly less than the nominal one. Prices are typical on-demand prices per GPU-hour of cloud
-providers in 2025. --price_per_gpu_hour overrides them.
+reported by torch, which is slightly less than nominal. Prices are typical on-demand cloud prices per GPU-hour in 2025.
+--price_per_gpu_hour overrides them.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 CPU = "cpu"
-"""Name for this machine's CPU in plans."""
+"""Name of this machine's CPU in plans."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ GPUS = {
 
 
 VARIANTS = {"d", "laptop", "max", "mig", "nvl", "super", "ti"}
-"""Words in a GPU name that denote a different model, or a MIG slice."""
+"""Words in a GPU name that indicate a different model or a MIG slice."""
 
 
 def gpu_called(name: str) -> Gpu | None:
-    """Finds a GPU by its torch.cuda.get_device_name or an informal name. Returns None if it is unknown.
+    """Finds a GPU by its torch.cuda.get_device_name or an informal name. Returns None for unknown names.
 
     Examples: 'NVIDIA A100-SXM4-80GB', 'GeForce RTX 4090', 'rtx4090', '4090', 'h100 pcie'.
     """

@@ -31,9 +31,9 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
-    """Returns the reason why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.
+    """Returns why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.
 
-    Unlike torch.cpu's own checks, takes ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA into account.
+    Unlike torch.cpu's own checks, this respects ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -45,7 +45,7 @@ def missing_bf16(device_type: str) -> str | None:
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has no bf16 instructions"
-    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first is not set
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first isn't set
         if limit := os.environ.get(variable):
             if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
                 return f"{variable}={limit} disables this CPU's bf16 instructions"
@@ -56,9 +56,9 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Describes how much slower emulated bf16 is than fp32, after measuring for 0.2 s.
+    """Measures how much slower emulated bf16 is than fp32, and describes it. Takes 0.2 s.
 
-    Returns None if bf16 is native or isn't slower. On a CPU, the matrices are small, because an emulated (1024, 1024)
+    Returns None if bf16 is native or isn't slower. Uses small matrices on a CPU, because an emulated (1024, 1024)
     matmul takes seconds.
     """
     reason = missing_bf16(device.type)
@@ -80,7 +80,7 @@ def emulation_of_bf16(device: torch.device) -> str | None:
 MIN_CORES = 2
 """Cores needed per GPU process: one for the training loop, and one for prefetching, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
-"""Folder with one entry per InfiniBand or RoCE adapter (Linux sysfs)."""
+"""Linux sysfs folder with one entry per InfiniBand or RoCE adapter."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
@@ -104,7 +104,7 @@ def few_cores() -> str | None:
         return None
     return (
         f"cores: each process has {share:.2g}, but needs at least {MIN_CORES} for the training loop, prefetching and "
-        "compiling; under SLURM, set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
+        "compiling; on SLURM, set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
     )
 
 
@@ -116,15 +116,15 @@ def unused_infiniband() -> str | None:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:
         return (
-            "network: this machine has InfiniBand, but libibverbs.so.1 is not installed here, so NCCL uses TCP: "
+            "network: this machine has InfiniBand, but libibverbs.so.1 is not installed here, so NCCL uses TCP; run "
             "apt install libibverbs1 ibverbs-providers"
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY or limit >= 2**30:
         return None
     return (
-        f"network: this machine has InfiniBand, but can lock only {bytes_text(limit)} of memory for it; run with "
-        "ulimit -l unlimited (docker run --ulimit memlock=-1, capability IPC_LOCK on Kubernetes)"
+        f"network: this machine has InfiniBand, but can lock only {bytes_text(limit)} of memory for it; run "
+        "ulimit -l unlimited first (in Docker, pass --ulimit memlock=-1; on Kubernetes, add the IPC_LOCK capability)"
     )
 
 
@@ -139,15 +139,14 @@ def unusable_gpu() -> str | None:
         return None
     driver = f"driver {version}" if (version := driver_version()) else "unknown driver version"
     if torch.version.cuda is None:
-        built = f"torch {torch.__version__} is a CPU build; install one for CUDA"
+        built = f"torch {torch.__version__} is a CPU build; install a CUDA build"
     else:
         built = (
-            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}: compare with nvidia-smi's CUDA "
-            "Version, and install a newer driver or a build of torch for the older CUDA; in a container, pass "
-            "--gpus all"
+            f"torch {torch.__version__} is built for CUDA {torch.version.cuda}. If nvidia-smi shows an older CUDA "
+            "Version, install a newer driver, or a torch build for that version. In a container, pass --gpus all"
         )
         if "CUDA_VISIBLE_DEVICES" in os.environ:
-            built += f"; CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}: check that the GPU exists"
+            built += f". CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']}; check that this GPU exists"
     return (
         f"device: this machine has an NVIDIA GPU ({driver}), but torch can't use it. {built}. To run on the CPU "
         "anyway, set CUDA_VISIBLE_DEVICES to an empty string (CUDA_VISIBLE_DEVICES= python ...), or set "
@@ -204,7 +203,7 @@ def measured_matrix_flops(
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int]:
-    """Describes the device, cores and operating system, for the run's record."""
+    """Describes the device, cores and operating system for the run's records."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "device": gpu or platform.processor() or platform.machine(),
@@ -215,7 +214,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int]:
 
 
 def device_in_words(device: torch.device) -> str:
-    """Describes the device and its memory, and for GPUs also the driver and torch's CUDA version."""
+    """Describes the device and its memory, and for a GPU also the driver and torch's CUDA version."""
     memory = bytes_text(memory_bytes(device))
     if device.type != "cuda":
         return f"CPU ({platform.machine()}), {counted(torch.get_num_threads(), 'thread')}, {memory} of memory"
@@ -228,7 +227,7 @@ def device_in_words(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Returns the GPU's memory, or this process's share of the machine's memory."""
+    """Returns the GPU's memory, or on a CPU this process's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -243,7 +242,7 @@ def available_cores() -> int:
 def use_all_cores() -> None:
     """Sets torch's thread count to this process's share of the cores, because launchers limit each process to one.
 
-    Keeps OMP_NUM_THREADS if you set it. With a launcher, 1 counts as not set.
+    If OMP_NUM_THREADS is set, keeps that number. With a launcher, 1 counts as not set.
     """
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
@@ -263,18 +262,18 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 def compute_deterministically() -> None:
     """Makes torch use only deterministic kernels. Operators without one raise RuntimeError."""
-    # cuBLAS reads this variable for its first handle. With other workspaces, its results depend on concurrent work.
+    # cuBLAS reads this when it creates its first handle. With other workspaces, results depend on concurrent work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; nothing here reads uninitialized memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # saves time; we never read uninitialized memory
     torch._inductor.config.deterministic = True  # don't choose kernels by benchmarking them
 
 
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory. Does nothing with other C libraries.
 
-    On a CPU, every step frees and allocates the same memory. Clearing the pages would take 4% of the step
-    (docs/measurements_cpu.md).
+    On a CPU, every step frees and allocates the same memory. If glibc returned it, clearing new pages would take 4% of
+    the step time (docs/measurements_cpu.md).
     """
     allocator = ctypes.CDLL(None)
     if hasattr(allocator, "mallopt"):

@@ -37,7 +37,7 @@ RENAMED_VALUES = {
     "optim.parametrization": {"none": "standard"},
     "samples.temperature": {None: 0},
 }
-"""{new path of a setting: {old value: new value}}."""
+"""{new path of a setting: {old value: new value}}"""
 
 
 def current_path(path: str) -> str:
@@ -51,7 +51,7 @@ def current_path(path: str) -> str:
 def with_current_names(values: Mapping[str, Any], section: str = "") -> tuple[dict[str, Any], list[str]]:
     """Returns a recipe's values with new setting names, and a notice for each renamed setting.
 
-    If a recipe has both the old and the new name, keeps both, so that validation rejects it.
+    If a recipe contains both the old and the new name, keeps both, so that validation rejects it.
     """
     found: dict[str, Any] = {}
     notices: list[str] = []

@@ -1,7 +1,7 @@
 """Reads recipes and command lines into a RunConfig.
 
-Reports all problems at once: misspelled keys, wrong types and conflicting settings, each with its file, dotted path,
-given value and allowed values.
+Reports all problems at once: misspelled keys, wrong types and conflicting settings. Each message contains the file,
+dotted path, invalid value and allowed values.
 """
 
 import json
@@ -30,7 +30,7 @@ brief = reprlib.Repr()
 brief.maxlevel = 3
 brief.maxstring = 200
 brief.maxother = 200
-"""repr of limited depth, because a plain repr of nested YAML aliases could use up all memory."""
+"""repr with limited depth. A plain repr of nested YAML aliases could use up all memory."""
 
 
 def parse_yaml(text: str) -> Any:
@@ -40,17 +40,17 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(shortened(" ".join(str(error).split()), 500)) from None
     except RecursionError:
-        raise ValueError("is nested too deeply; check for a repeated bracket") from None
+        raise ValueError("is nested too deeply; check for repeated brackets") from None
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader that reads 3e-4 as a number and 0123 as text (text and 83 in YAML 1.1), and rejects repeated keys."""
+    """SafeLoader that reads 3e-4 as a number and 0123 as text (YAML 1.1: text and 83), and rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]
         if repeated := sorted({str(key) for key in keys if keys.count(key) > 1}):
             raise yaml.constructor.ConstructorError(
-                None, None, f"repeated key: {', '.join(repeated)}", node.start_mark
+                None, None, f"duplicate key: {', '.join(repeated)}", node.start_mark
             )
         return super().construct_mapping(node, deep)
 
@@ -80,13 +80,13 @@ ALTERNATIVES = (
 class CommandLine:
     config: RunConfig
     overridden: frozenset[str]
-    """Dotted paths of the settings given on the command line."""
+    """Dotted paths of settings from the command line."""
     check: bool
     """Run all checks that precede training, then exit."""
     verbose: bool
     """With `check`, print every setting with its value and origin."""
     smoke: bool
-    """Train 100 steps in a separate folder, resume from the middle, and report pass or fail per stage."""
+    """Train for 100 steps in a separate folder, resume from the middle, and report pass or fail for each stage."""
     profile: int | None
     """Number of steps to profile, or None."""
     recipe: str
@@ -132,16 +132,16 @@ TABLES = {"optim.name": OPTIMIZERS, "optim.schedule": SCHEDULES}
 HANGING = {"initial_indent": " " * 6, "subsequent_indent": " " * 6}
 FLAGS = ("check", "verbose", "smoke")
 SWITCHES = ("trust_remote_code",)
-"""Settings that are true if given without a value."""
+"""Settings that are set to true if they are passed without a value."""
 TAKEN = {
     "--config RECIPE": "recipe file or URL (s3://...); you can omit --config",
-    "--text FOLDER": "train on your own text (folder, pattern or files) without a recipe",
+    "--text FOLDER": "train on your own text (a folder, pattern or files) without a recipe",
     "--exclude PATTERN": "with --text: files to skip",
     "--minutes N": "with --text: training time in minutes",
     "--check": "report all errors without training",
     "--check --verbose": "also list every setting with its value and origin",
     "--profile N": "train, then profile N steps and report bottlenecks",
-    "--smoke": "train 100 steps in a separate folder; report pass or fail per stage",
+    "--smoke": "train for 100 steps in a separate folder and report pass or fail for each stage",
     "--help [SECTION]": "show all settings, or one section, as in --help optim",
     "--SECTION.NAME VALUE": "override any recipe setting",
 }
@@ -170,7 +170,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
     pairs = pair_up(named_recipe([word for word in argv if word.removeprefix("--") not in FLAGS]))
     recipes = [value for key, value in pairs if key == "config"]
     if len(recipes) != 1:
-        raise InputError(f"use one recipe: --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
+        raise InputError(f"use one recipe, as in --config recipes/NAME.yaml (got {', '.join(recipes) or 'none'})")
     profile = steps_to_profile([value for key, value in pairs if key == "profile"], flags)
     overrides = [(key, value) for key, value in pairs if key not in ("config", "profile")]
     config = read_run_config(recipes[0], overrides)
@@ -179,7 +179,7 @@ def read_command_line(argv: list[str], usage: str) -> CommandLine:
 
 
 def named_recipe(arguments: list[str]) -> list[str]:
-    """Converts ['recipes/x.yaml', ...] to ['--config', 'recipes/x.yaml', ...]; leaves other arguments unchanged."""
+    """Converts ['recipes/x.yaml', ...] to ['--config', 'recipes/x.yaml', ...]. Leaves other arguments unchanged."""
     is_recipe = bool(arguments) and arguments[0].endswith((".yaml", ".yml")) and not arguments[0].startswith("-")
     return ["--config", *arguments] if is_recipe else arguments
 
@@ -189,7 +189,7 @@ def steps_to_profile(given: list[str], flags: dict[str, bool]) -> int | None:
     if not given:
         return None
     if len(given) > 1 or not given[0].isdecimal():
-        raise InputError(f"--profile {' '.join(given)}: must be a single number of steps, as in --profile 20")
+        raise InputError(f"--profile {' '.join(given)}: must be a number of steps, as in --profile 20")
     if flags["check"] or flags["smoke"]:
         raise InputError("--profile: cannot be combined with --check or --smoke")
     return int(given[0])
@@ -205,7 +205,7 @@ def help_text(usage: str, asked: list[str]) -> str:
         section = path.partition(".")[0] if "." in path else "run"
         default = "required" if field.is_required() else json.dumps(as_plain(field.default), ensure_ascii=False)
         if (parent := path.rpartition(".")[0]) in SECTIONS_LEFT_OUT:
-            default = f"null; {default} if {parent} is given"
+            default = f"null; {default} if {parent} is set"
         found = TABLES.get(path) or choices_in(field.annotation)
         choices = f" {{{','.join(found)}}}" if found else ""
         text = f"  --{path}{choices}  [{default}]"
@@ -228,7 +228,7 @@ def as_plain(default: Any) -> Any:
 
 
 def choices_in(annotation: Any) -> list[str]:
-    """Returns the allowed words for a setting or its list entries; [] if other values are allowed."""
+    """Returns the allowed words for a setting or its list entries, or [] if other values are allowed."""
     if get_origin(annotation) is Literal:
         return [str(choice) for choice in get_args(annotation)]
     found = [choices_in(inner) for inner in get_args(annotation) if inner is not type(None)]
@@ -236,7 +236,7 @@ def choices_in(annotation: Any) -> list[str]:
 
 
 def explain(command_line: CommandLine) -> str:
-    """Lists all settings, one per line, with their value and origin (command line, recipe or default)."""
+    """Lists all settings, one per line, each with its value and origin (command line, recipe or default)."""
     in_recipe = set(leaves(parse_yaml(recipe_text(command_line.recipe))))
     in_recipe |= {"model.config"} & {f"{path}.config" for path in in_recipe}
     rows = []
@@ -270,7 +270,7 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
             if key in SWITCHES:
                 pairs.append((key, "true"))
             elif problems.attempt(own_name, key):
-                problems.append(f"--{key}: needs a value")
+                problems.append(f"--{key}: requires a value")
         else:
             pairs.append((problems.attempt(own_name, key) or key, value if equals else rest.pop(0)))
     problems.stop_if_any()
@@ -291,14 +291,14 @@ def own_name(key: str) -> str:
         return now
     if theirs in SETTINGS_ELSEWHERE:
         if os.environ.get("RANK", "0") == "0":
-            say(f"--{key}: read as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
+            say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
         return SETTINGS_ELSEWHERE[theirs]
     if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
         return key
     if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:
-        raise InputError(f"--{key}: needs its section: {' or '.join(homes)}")
+        raise InputError(f"--{key}: must include its section; use {' or '.join(homes)}")
     near = did_you_mean(key.partition(".")[0], sections)
-    raise InputError(f"--{key}: unknown key{near}; for other projects' flags, see docs/coming_from.md")
+    raise InputError(f"--{key}: unknown key{near} (for other projects' flags, see docs/coming_from.md)")
 
 
 def drop_alternatives(values: dict, overridden: set[str]) -> None:
@@ -316,8 +316,8 @@ def read_run_config(
     """Reads a recipe and applies the overrides. Raises InputError listing all problems.
 
     Args:
-        loads_extensions: False to evaluate a recorded run without running the code of its extensions. Settings that
-            may refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
+        loads_extensions: False to evaluate a recorded run without running its extensions' code. Settings that may
+            refer to that code (optim, loss.terms, trackers, data order and transformations) are then ignored.
     """
     path = path if is_url(str(path)) or not path else or_shipped(path)
     if not is_url(str(path)) and not Path(path).exists():
@@ -350,7 +350,7 @@ def read_run_config(
 
 
 def recipe_text(path: str | Path) -> str:
-    """Reads a recipe from a path or URL. Raises InputError, UnreachableError."""
+    """Reads a recipe from a path or URL. Raises InputError or UnreachableError."""
     if is_url(str(path)):
         from pretrain.remote import read_text
 
@@ -364,7 +364,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
     try:
         value = parse_yaml(text)
     except ValueError as error:
-        return f"--{key}: {shortened(text)!r} is not YAML: {error}"
+        return f"--{key}: {shortened(text)!r} is not valid YAML: {error}"
     try:
         for name in parents:
             if isinstance(values, dict) and values.get(name) is None:
@@ -379,7 +379,7 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
 
 
 def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
-    """Formats a pydantic error with the file or flag, dotted path, problem and given value."""
+    """Formats a pydantic error with the file or flag, the dotted path, the problem and the invalid value."""
     loc = tuple(part for part in problem["loc"] if not str(part).startswith("function-"))
     where = ".".join(map(str, loc))
     known = allowed_keys(loc)
@@ -395,7 +395,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
     if problem["type"] == "missing":
         return f"{source}: is missing"
     if problem["type"] == "model_type":
-        message = f"is a section; set its settings separately, as in --{where}.NAME VALUE (train.py --help {where})"
+        message = f"is a section; set its settings individually, as in --{where}.NAME VALUE (train.py --help {where})"
     if problem["type"] == "literal_error":
         message += did_you_mean(str(problem["input"]), re.findall(r"'([^']+)'", message)).replace("; allowed", "; one")
     if where == "activation_checkpointing":
@@ -405,7 +405,7 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
 
 
 def allowed_keys(loc: tuple) -> list[str] | None:
-    """Returns the allowed keys at the last level of a path; None if the path isn't in the schema."""
+    """Returns the allowed keys at the last level of a path, or None if the path isn't in the schema."""
     schema: Any = RunConfig
     siblings: list[str] | None = None
     for part in (part for part in loc if not isinstance(part, int)):
@@ -425,7 +425,7 @@ def sections_in(annotation: Any) -> list[type[Section]]:
 
 
 def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Lists (dotted path, field) of all settings. In paths, list names end with `[]`."""
+    """Returns (dotted path, field) for all settings. In paths, list names end with `[]`."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
         path = f"{prefix}{field.alias or name}"
@@ -442,7 +442,7 @@ MOVED = {
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
-"""Sections that are null by default. Their settings' defaults apply if the section is given."""
+"""Sections that are null by default. Their settings' defaults apply only if the section is set."""
 
 
 def as_yaml(config: RunConfig) -> str:

@@ -1,6 +1,6 @@
 """Tables of optimizers, schedules and other entries that recipes refer to by name.
 
-`extensions` and code in a model folder can add entries. Built-in entries are strings 'module:name', so that checking a
+Extensions and code in a model folder can add entries. Built-in entries are 'module:name' strings, so that checking a
 recipe doesn't import them. To add your own class, register it with a decorator:
 
     from pretrain.registry import OPTIMIZERS
@@ -41,10 +41,10 @@ class Table(UserDict[str, Any]):
 
         def add(entry: _Entry) -> _Entry:
             if missing := getattr(entry, "__abstractmethods__", None):
-                raise TypeError(f"{entry.__name__}, {self.kind}, needs {' and '.join(sorted(missing))}")
+                raise TypeError(f"{entry.__name__} is {self.kind} and must define {' and '.join(sorted(missing))}")
             file = sys.modules[entry.__module__].__file__ or entry.__module__
             if name in self.data and self._files.get(name) != file:
-                raise InputError(f"{file}: {self.kind} {name} already exists; choose another name")
+                raise InputError(f"{file}: {self.kind} {name} already exists; use another name")
             self.data[name] = entry
             self._files[name] = file
             return entry
@@ -54,7 +54,7 @@ class Table(UserDict[str, Any]):
     def checked(self, name: str) -> str:
         """Returns the name if it is in the table, otherwise raises ValueError."""
         if name not in self.data:
-            raise ValueError(f"{name!r} is not {self.kind}{did_you_mean(name, self)}; an extension can add it")
+            raise ValueError(f"{name!r} is not {self.kind}, and no extension adds it{did_you_mean(name, self)}")
         return name
 
     def __getitem__(self, name: str) -> Any:
@@ -101,12 +101,12 @@ ARCHITECTURES = Table("an architecture", {})
 FORMATS = Table("a document format", {})
 """Functions (stream, reading) -> records. pretrain_tools.preparation.documents.formats adds the built-in ones."""
 TASKS = Table("a task", {})
-"""Functions (model, tokenizer) -> {metric: value}: tasks for evaluate.py in addition to the harness's."""
+"""Functions (model, tokenizer) -> {metric: value}. Tasks for evaluate.py in addition to lm-eval's."""
 TRACKERS = Table("a tracker", {})
 """Subclasses of accelerate's GeneralTracker, in addition to accelerate's own."""
 
 OWN_FOLDERS: set[Path] = set()
-"""Folders with user code. Errors in their files are reported with file and line."""
+"""Folders with user code. Errors in these files are reported with file and line."""
 EXTENSIONS: list[str] = []
 """Paths of the loaded extensions."""
 LOADED_CODE: dict[str, str] = {}
@@ -163,7 +163,7 @@ def check_options(kind: str, options_class: Any, given: dict[str, Any]) -> Any:
         for problem in error.errors():
             path = ".".join(map(str, problem["loc"]))
             if problem["type"] == "extra_forbidden":
-                said.append(f"{kind} has no {path}{did_you_mean(path, options_class.model_fields)}")
+                said.append(f"{kind} has no option {path}{did_you_mean(path, options_class.model_fields)}")
             else:
                 said.append(f"{kind}: {path}: {problem['msg']} (got {shortened(repr(problem['input']), 60)})")
         raise ValueError("; ".join(said)) from None
@@ -176,7 +176,7 @@ def check_entries(setting: str, table: Table, given: dict[str, dict[str, Any] | 
 
 
 def error_in_file(error: BaseException, path: Path) -> str:
-    """Formats an error raised while loading `path` as 'mine.py, line 12: NameError: ...'."""
+    """Formats an error raised while loading `path`, as in 'mine.py, line 12: NameError: ...'."""
     place = place_of(error) or str(path)
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     return f"{place}: {type(error).__name__}: {shortened(' '.join(message.split()), 300)}"
@@ -197,7 +197,7 @@ def is_own(file: str) -> bool:
 
 
 def digest_of(files: Iterable[Path]) -> str:
-    """Hashes the names and contents of files, regardless of their order."""
+    """Hashes the files' names and contents, regardless of their order."""
     whole = hashlib.sha256()
     for path in sorted(files, key=lambda path: path.name):
         whole.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

@@ -12,7 +12,7 @@ from pretrain.urls import file_system, patiently
 _Value = TypeVar("_Value")
 TRIES = 10
 FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try. The pauses double each time and add up to 51 s."""
+"""Pause before the second try. The pause doubles each time. All pauses add up to 51 s."""
 PATIENCE_SECONDS = 120.0
 """Maximum time without a response from the server, well below guard.step_timeout_seconds."""
 LAST_TRY_SECONDS = 5.0
@@ -20,7 +20,7 @@ LAST_TRY_SECONDS = 5.0
 
 
 class RemoteFolder:
-    """Folder of prepared shards at a URL."""
+    """A folder of prepared shards at a URL."""
 
     def __init__(self, url: str):
         from fsspec.implementations.dirfs import DirFileSystem
@@ -32,7 +32,7 @@ class RemoteFolder:
         """Time of the first failure since the last response (monotonic clock)."""
 
     def sizes(self) -> dict[str, int | None]:
-        """Returns {name: size in bytes, or None if unknown} of all files. Raises the same errors as `read`."""
+        """Returns {name: size in bytes, or None if unknown} for all files. Raises the same errors as `read`."""
         found = self._answer(self.shown, "its objects cannot be listed", self._found)
         return {name: about.get("size") for name, about in found.items()}
 
@@ -62,7 +62,7 @@ class RemoteFolder:
                 problem = error
             if end is not None and (size := self._size(name)) is not None and size < end:
                 raise InputError(
-                    f"{where}: is truncated: it has {size:,} bytes, but needs at least {end:,}; upload it again"
+                    f"{where}: is truncated to {size:,} bytes, but needs at least {end:,}; upload it again"
                 )
             raise problem
 
@@ -82,10 +82,10 @@ class RemoteFolder:
             except FileNotFoundError:
                 raise InputError(f"{where}: no such object; upload it, or correct the address") from None
             except PermissionError as error:
-                raise InputError(f"{where}: {one_line(error)}; give this machine access to it") from None
+                raise InputError(f"{where}: {one_line(error)}; grant this machine access") from None
             except Exception as error:  # each file system raises its own errors
                 if "Credential" in type(error).__name__:
-                    raise InputError(f"{where}: {one_line(error)}; give this machine credentials for it") from None
+                    raise InputError(f"{where}: {one_line(error)}; set up credentials on this machine") from None
                 reason = one_line(error)
             self._failing_since = self._failing_since or began
             silent = time.monotonic() - self._failing_since
@@ -107,16 +107,16 @@ class RemoteFolder:
 
 @functools.cache
 def remote_folder(url: str) -> RemoteFolder:
-    """Returns the folder at a URL. Cached, to keep its connections open."""
+    """Returns the folder at a URL. Cached, so that its connections stay open."""
     return RemoteFolder(url)
 
 
 def read_text(url: str, most_bytes: int = 1 << 20) -> str:
-    """Reads a small text file. For anything else, raises InputError without the URL, or RemoteFolder's errors."""
+    """Reads a small text file. Otherwise, raises RemoteFolder's errors, or an InputError that omits the URL."""
     place, _, name = url.rpartition("/")
     content = remote_folder(place).read(name)
     if len(content) > most_bytes:
-        raise InputError(f"has {len(content):,} bytes, more than the allowed {most_bytes:,}")
+        raise InputError(f"is too large: {len(content):,} bytes, but the limit is {most_bytes:,}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

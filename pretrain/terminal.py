@@ -1,7 +1,7 @@
-"""Prints a script's stages and a live line at the bottom of the terminal, with colors and line wrapping.
+"""Prints a script's stages, and a live line at the bottom of the terminal. Supports colors and line wrapping.
 
-Output to a file or pipe is plain, without the live line. This module has no slow imports, so that a script can print
-"Loading" before its own.
+Output to a file or pipe is plain, without the live line. This module imports nothing slow, so that a script can print
+"Loading" before its own slow imports.
 """
 
 import io
@@ -33,7 +33,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Returns the terminal's width in columns; None for other streams, which have no limit."""
+    """Returns the terminal's width in columns, or None for other streams, which have no limit."""
     if not is_terminal(stream):
         return None
     if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns):
@@ -72,7 +72,7 @@ def printable(text: str) -> str:
 
 
 def sparkline(values: list[float], *, width: int = 40) -> str:
-    """Draws a curve with block characters. Each shows the mean of one of `width` equal intervals."""
+    """Draws a curve with block characters. Each character shows the mean of one of `width` equal intervals."""
     width = min(width, len(values))
     bounds = [round(n * len(values) / width) for n in range(width + 1)]
     means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(bounds)]
@@ -85,17 +85,17 @@ def sparkline(values: list[float], *, width: int = 40) -> str:
 class LiveLine:
     """A status line at the bottom of the terminal, on stderr, rewritten in place.
 
-    Use `say` to print above it. Text that other libraries print overwrites the line from its start. If the text is
-    shorter, the rest of the line remains visible.
+    Use `say` to print above it. Output from other libraries overwrites the line. If it is shorter, the rest of the
+    line remains visible.
     """
 
     def __init__(self):
         self._lock = threading.RLock()  # reentrant: `print_above` calls `clear` and `show`
         self.text = ""
-        """Text of the line, or ''."""
+        """The line's text, or ''."""
 
     def show(self, text: str) -> None:
-        """Draws the text, truncated to the terminal's width. Does nothing if stderr isn't a terminal."""
+        """Shows the text, truncated to the terminal's width. Does nothing if stderr isn't a terminal."""
         with self._lock:
             width = width_of(sys.stderr)
             if width is None or not text:
@@ -114,7 +114,7 @@ class LiveLine:
                 print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
     def print_above(self, text: str, stream: TextIO) -> None:
-        """Prints the text, and draws the line again below it."""
+        """Prints the text, and redraws the line below it."""
         with self._lock:
             shown = self.text
             self.clear()
@@ -134,7 +134,7 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
 
 
 def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the texts of the (minimum width, text) parts that fit in this terminal width. None means no limit."""
+    """Joins the texts of all (minimum width, text) parts that fit into `width` columns. None means no limit."""
     return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
@@ -145,7 +145,7 @@ def say_stage(text: str) -> None:
 
 
 def announce_loading() -> None:
-    """Prints "Loading ..." before slow imports. From then on, Ctrl-C ends the script without a traceback."""
+    """Prints "Loading ..." before slow imports. After this call, Ctrl-C ends the script without a traceback."""
     sys.excepthook = _without_traceback_for_interrupts
     say_stage("Loading")
 

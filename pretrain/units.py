@@ -1,4 +1,4 @@
-"""Formats counts, durations and energies for people. Has no slow imports, so that runs.py starts fast."""
+"""Formats counts, durations and energies for display. Has no slow imports, so that runs.py starts quickly."""
 
 import re
 from typing import Any
@@ -52,13 +52,13 @@ def bytes_text(count: float) -> str:
 
 
 def energy_text(joules: float, how: str | None, grams_per_kwh: float | None) -> str:
-    """Formats an energy, such as '1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'."""
+    """Formats energy, as in '1.23 kWh, measured by NVML (582 g of CO2 at 473 g/kWh)'."""
     kilowatt_hours = joules / JOULES_PER_KWH
     return f"{kilowatt_hours:.3g} kWh" + (f", {how}" if how else "") + co2_text(kilowatt_hours, grams_per_kwh)
 
 
 def co2_text(kilowatt_hours: float, grams_per_kwh: float | None) -> str:
-    """Formats emissions, such as ' (582 g of CO2 at 473 g/kWh)'; '' if grams_per_kwh is None."""
+    """Formats emissions, as in ' (582 g of CO2 at 473 g/kWh)'. Returns '' if grams_per_kwh is None."""
     if grams_per_kwh is None:
         return ""
     grams = kilowatt_hours * grams_per_kwh

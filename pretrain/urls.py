@@ -24,7 +24,7 @@ IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Conten
 
 
 def file_system(url: str) -> tuple["AbstractFileSystem", str]:
-    """Returns a URL's file system and path. Raises InputError for an unknown protocol or a missing library."""
+    """Returns a URL's file system and path. Raises InputError if the protocol is unknown or its library is missing."""
     from fsspec.core import url_to_fs
 
     try:
@@ -39,7 +39,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 class RemoteFile(io.RawIOBase):
-    """Remote file, seekable if the server supports it.
+    """A remote file. It is seekable if the server supports it.
 
     Retries a failed read from the same position. Raises UnreachableError after TRIES failures.
     """
@@ -127,7 +127,7 @@ def find_urls(pattern: str) -> list[str]:
 
 
 def size_of(path: str) -> int:
-    """Returns a file's size in bytes; 0 if the server doesn't report it. Raises OSError if the file is unreadable."""
+    """Returns a file's size in bytes, or 0 if the server doesn't report it. Raises OSError if it is unreadable."""
     if not is_url(path):
         return os.path.getsize(path)
     return int(_about(path).get("size") or 0)
@@ -141,7 +141,7 @@ def _about(url: str) -> dict[str, Any]:
 def fingerprint(path: str, size: int) -> str:
     """Returns a hash that detects changes without reading the whole file; see `fingerprint_of`.
 
-    For a remote file, hashes the size and the server's ETag, checksum or date instead, if there is one.
+    For a remote file, hashes its size and the server's ETag, checksum or date instead, if available.
     """
     if is_url(path):
         about = _about(path)
@@ -160,7 +160,7 @@ def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Val
     deadline = time.monotonic() + seconds
     pause = 0.5
     while True:
-        # In a thread, because a dead connection may block the call forever.
+        # Call it in a thread, because a dead connection may block forever.
         answer: Future[_Value] = Future()
         threading.Thread(target=_ask, args=(ask, answer), name="remote", daemon=True).start()
         try:

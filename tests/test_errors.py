@@ -27,7 +27,7 @@ def test_every_problem_is_printed(capsys):
 
 def test_a_file_that_this_user_may_not_open_is_named(capsys):
     assert status_of(PermissionError(13, "Permission denied", "data/docs/train-00000.bin")) == 2
-    assert capsys.readouterr().err.startswith("data/docs/train-00000.bin: Permission denied; give this user access")
+    assert capsys.readouterr().err.startswith("data/docs/train-00000.bin: Permission denied; grant this user access")
 
 
 def test_a_forbidden_operation_is_not_an_input_error():

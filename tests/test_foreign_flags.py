@@ -31,7 +31,8 @@ OWN_FLAGS = {"config", "text"}
 )
 def test_a_flag_of_another_project_is_read_as_ours_with_a_notice(flag, ours, capsys, monkeypatch):
     assert own_name(flag) == ours
-    assert capsys.readouterr().err == ("" if flag == ours else f"--{flag}: read as --{ours} (docs/coming_from.md)\n")
+    said = capsys.readouterr().err
+    assert said == ("" if flag == ours else f"--{flag}: interpreted as --{ours} (docs/coming_from.md)\n")
     monkeypatch.setenv("RANK", "1")
     assert own_name(flag) == ours and capsys.readouterr().err == ""
 
@@ -51,7 +52,7 @@ def test_other_flags_are_rejected_together_with_the_page():
         accumulation.startswith("--gradient_accumulation_steps: unknown key") and "docs/coming_from.md" in accumulation
     )
     assert bf16.startswith("--bf16: unknown key")
-    assert decay == "--decay_fraction: needs its section: --optim.decay_fraction"
+    assert decay == "--decay_fraction: must include its section; use --optim.decay_fraction"
     assert "--chekpoint.keep_last: unknown key; did you mean checkpoint?" in typo
 
 

@@ -192,7 +192,7 @@ def test_the_driver_and_torchs_cuda_version_are_named(machine, monkeypatch):
     with pytest.raises(InputError, match=r"driver 470\.57\.02.* is built for CUDA 13\.0"):
         device_type()
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(InputError, match="is a CPU build; install one for CUDA"):
+    with pytest.raises(InputError, match="is a CPU build; install a CUDA build"):
         device_type()
     (machine / "version").unlink()
     (machine / "nvidia0").touch()
@@ -240,7 +240,7 @@ def test_no_script_uses_the_cpu_silently(machine, recipe, model, monkeypatch, ca
 
 def test_missing_devices_are_named(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7: check that the GPU exists"):
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES is 7; check that this GPU exists"):
         device_type()
 
 

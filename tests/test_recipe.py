@@ -108,7 +108,7 @@ def test_all_problems_are_reported_at_once(recipe):
         ("optim.warmup_steps", "2.5", "valid integer"),
         ("data.sequence_length", "-4", "greater than or equal to 1 (got -4)"),
         ("budget.tokens", "many", "got 'many'"),
-        ("optim.stochastic_rounding", "true", "stochastic_rounding works with name: adafactor (got adamw)"),
+        ("optim.stochastic_rounding", "true", "stochastic_rounding requires name: adafactor (got adamw)"),
         ("data.train", "[]", "at least 1 item"),
     ],
 )
@@ -121,7 +121,7 @@ def test_impossible_values_are_refused(recipe, key, value, message):
 def test_a_repeated_key_is_refused(recipe):
     recipe.write_text(RECIPE + "seed: 1\nseed: 2\n")
     (problem,) = problems_of(recipe)
-    assert "repeated key: seed" in problem
+    assert "duplicate key: seed" in problem
 
 
 def test_missing_settings_are_named(tmp_path):
@@ -166,8 +166,8 @@ def test_a_model_without_changes_is_recorded_as_its_file(recipe):
     ("override", "message"),
     [
         (("model", "5"), "--model: must be a model's .json file, folder or Hub ID, or a mapping"),
-        (("model", "{hidden_size: 8}"), "--model: to change a model's keys, also set config to a model's .json"),
-        (("model.config", "[a]"), "model: to change a model's keys, also set config"),
+        (("model", "{hidden_size: 8}"), "--model: to override a model's keys, also set config to a model's .json"),
+        (("model.config", "[a]"), "model: to override a model's keys, also set config"),
     ],
 )
 def test_a_model_without_a_file_is_refused(recipe, override, message):
@@ -198,7 +198,7 @@ def test_a_mistake_in_a_number_or_auto_is_reported_once(recipe, key):
 
 def test_two_budgets_are_refused(recipe):
     (problem,) = problems_of(recipe, ("budget.steps", "100"), ("budget.tokens", "1M"))
-    assert "give exactly one of tokens_per_parameter, tokens, steps (got tokens, steps)" in problem
+    assert "set exactly one of tokens_per_parameter, tokens and steps (got tokens, steps)" in problem
 
 
 @pytest.mark.parametrize("ends", [["50%", "20%", None], ["20%", None, None], ["20%", "80%"]])
@@ -212,13 +212,13 @@ def test_stages_must_rise_to_the_end(recipe, ends):
 def test_a_recipe_without_data_is_refused(recipe):
     recipe.write_text(RECIPE.replace("  train: [{shards: data/a}]\n", ""))
     (problem,) = problems_of(recipe)
-    assert "give either train (one mixture) or stages (a curriculum)" in problem
+    assert "set either train (one mixture) or stages (a curriculum)" in problem
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--config"], "--config: needs a value"),
+        (["--config"], "--config: requires a value"),
         (["x.json"], "'x.json': expected --section.key VALUE"),
         (["x.yaml"], "--config x.yaml: no such recipe"),
         (["--seed", "1"], "use one recipe"),
@@ -353,7 +353,7 @@ def test_only_a_file_of_text_is_a_recipe(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     for path, expected in (
         (nested, "nested too deeply"),
-        (large, "more than the allowed 1,048,576"),
+        (large, "the limit is 1,048,576"),
         ("/dev/zero", "not a regular file"),
         (tmp_path / "pipe.yaml", "not a regular file"),
         (tmp_path, "is a folder"),

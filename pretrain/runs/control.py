@@ -22,17 +22,17 @@ COMMANDS = {
     "abort": "stop a live run without saving",
     "anneal": "start the final learning-rate decay of a live run",
 }
-"""{command: description}."""
+"""{command: description}"""
 REQUEST_FILE = "control/request.json"
 ANSWER_FILE = "control/answer.json"
 
 
 class Control:
-    """Trainer's side of the control files. Used only on the main rank, which informs the others.
+    """The trainer's side of the control files. Used only on the main rank, which informs the others.
 
     Args:
         start_id: ID of this start, as in its `start` event. Requests for other starts are ignored.
-        warn: called with a message about an invalid request.
+        warn: called with a message if a request is invalid.
     """
 
     def __init__(self, run_folder: Path, start_id: str, warn: Callable[[str], None] = warnings.warn):
@@ -45,7 +45,7 @@ class Control:
         """Last request returned by `poll`, until it is answered."""
 
     def poll(self) -> str | None:
-        """Returns the command if there is a new request, otherwise None. Costs one os.stat (2 microseconds)."""
+        """Returns the command if there is a new request, otherwise None. Takes one os.stat (2 microseconds)."""
         try:
             stat = os.stat(self._request)
         except OSError:
@@ -66,7 +66,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Writes the answer to the last command returned by `poll`, if any. step: when it was carried out."""
+        """Answers the last command returned by `poll`, if any. `step` is when the run executed it."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))

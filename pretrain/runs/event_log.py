@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 def read_metrics(run: Path) -> list[Event]:
-    """Returns a run's events in log order, including repeated steps; [] if there is no log."""
+    """Returns a run's events in log order, including repeated steps. Returns [] if there is no log."""
     try:
         with open(run / METRICS_FILE, "rb") as file:
             return parse_lines(file)
@@ -40,12 +40,12 @@ def parse_lines(lines: Iterable[bytes]) -> list[Event]:
 
 
 def first_start(lines: Iterable[bytes]) -> Event:
-    """Returns the first `start` event in a log's lines; {} if there is none."""
+    """Returns the first `start` event in a log's lines, or {}."""
     return next((event for line in lines for event in parse_lines([line]) if event["event"] == "start"), {})
 
 
 def first_start_of(run: Path) -> Event:
-    """Returns the run's first `start` event; {} if there is none."""
+    """Returns the run's first `start` event, or {}."""
     with open(run / METRICS_FILE, "rb") as file:
         return first_start(file)
 

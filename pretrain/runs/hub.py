@@ -13,7 +13,7 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
 
 STAGING = "publish"
-"""Subfolder of a run for models staged for upload, and for the log of background publishing."""
+"""Subfolder of a run for staged models and the log of background publishing."""
 LICENSES = (
     "apache-2.0", "mit", "bsd-3-clause", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0",
     "gpl-3.0", "agpl-3.0", "lgpl-3.0", "mpl-2.0", "openrail", "bigscience-openrail-m", "odc-by", "unlicense", "other",
@@ -30,21 +30,21 @@ def offer_problems(
     languages: list[str],
     named: tuple[str, str, str] = ("hub.repository", "publish.license", "publish.language"),
 ) -> list[str]:
-    """Lists problems with a repository, a license and languages that can be detected offline.
+    """Lists problems with the repository, license and languages that can be detected offline.
 
     named: names of the three settings, for messages.
     """
     problems = repository_problems(repository, named[0])
     if not license:
         problems.append(
-            f"{named[1]} is missing: a license is required; give one, such as apache-2.0 (--license on "
-            "the command line, publish.license in the recipe)"
+            f"{named[1]} is missing, but publishing requires a license; set one, such as apache-2.0 (with "
+            "--license, or publish.license in the recipe)"
         )
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         near = did_you_mean(license.lower().replace(" ", "-"), LICENSES)
         problems.append(f"{named[1]} {license}: not a Hub license ID{near}")
     problems += [
-        f"{named[2]} {code}: must be an ISO 639 code such as en or de, or multilingual, or code"
+        f"{named[2]} {code}: must be an ISO 639 code (such as en or de), multilingual or code"
         for code in languages
         if not LANGUAGE.fullmatch(code)
     ]
@@ -57,16 +57,16 @@ def repository_problems(repository: str | None, named: str) -> list[str]:
     from huggingface_hub.utils import validate_repo_id
 
     if not repository:
-        return [f"{named} is missing: give OWNER/NAME, your account or organization on the Hub and the model's name"]
+        return [f"{named} is missing; set it to OWNER/NAME (your Hub account or organization, and the model's name)"]
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
         return [f"{named} {repository}: {' '.join(str(error).split())}"]
-    return [] if "/" in repository else [f"{named} {repository}: give OWNER/NAME, such as me/{repository}"]
+    return [] if "/" in repository else [f"{named} {repository}: must be OWNER/NAME, such as me/{repository}"]
 
 
 def login_problems() -> list[str]:
-    """Returns [problem] if there is no Hub token in the environment or the login store. Doesn't validate the token."""
+    """Returns [problem] if there is no Hub token in the environment or login store. Doesn't validate the token."""
     from huggingface_hub import get_token
 
     if get_token():
@@ -87,8 +87,8 @@ def publish_in_background(
     """Starts publish.py for a checkpoint, or for final/ if `step` is None, and returns immediately.
 
     publish.py outlives this process, retries failed uploads, logs to RUN/publish/publish.log and records the outcome
-    in metrics.jsonl. The step's checkpoint must be committed and must not be pruned. Returns an error message if
-    publish.py can't be started, otherwise None.
+    in metrics.jsonl. The checkpoint must be committed, and must not be pruned during the upload. Returns an error
+    message if publish.py can't be started, otherwise None.
     """
     command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
@@ -136,7 +136,7 @@ def waiting_mark(run: Path, revision: str) -> Path:
 
 
 def cut_short(run: Path) -> list[int | None]:
-    """Lists the steps (None for final/) of existing models whose upload was interrupted by a crash."""
+    """Returns the steps (None for final/) of existing models whose upload was interrupted by a crash."""
     steps = []
     for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
         revision = mark.name.removeprefix(".").removesuffix(WAITING)

@@ -1,4 +1,4 @@
-"""Defines the paths in a run folder, and reads its small files, even after a crash."""
+"""Defines the paths in a run folder, and reads its small files (even after a crash)."""
 
 import json
 import math
@@ -27,7 +27,7 @@ PROFILE_FOLDER = "profile"
 """Subfolder of a run for a profile. The report is written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
-"""Maximum length of a run's path in bytes: Linux's limit of 4,096 minus the longest path inside a run folder."""
+"""Maximum length of a run's path in bytes: Linux's limit of 4,096, minus the longest path inside a run folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
@@ -36,7 +36,7 @@ def heartbeat_path(run: Path, rank: int = 0) -> Path:
 
 
 def read_json(path: Path) -> dict:
-    """Reads a small JSON file; {} if it is missing, damaged or not an object."""
+    """Reads a small JSON file. Returns {} if it is missing, damaged or not an object."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml without validation, with current setting names; {} if it is unreadable."""
+    """Reads config.yaml without validation, and updates old setting names. Returns {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -58,7 +58,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """Returns the value in config.yaml with this dotted name, or None."""
+    """Returns the value of a setting in config.yaml, given its dotted name, or None."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -77,7 +77,9 @@ def trunk_checkpoint(text: str) -> Path:
     folders = checkpoint_folders(Path(run)) if at else {}
     if not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
-        raise InputError(f"branch_from: {text}: must be RUN@STEP, a checkpoint of another run; its steps: {available}")
+        raise InputError(
+            f"branch_from: {text}: must be RUN@STEP, a checkpoint of another run; available steps: {available}"
+        )
     return folders[int(step)]
 
 
@@ -95,24 +97,24 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_named(name: str) -> int | None:
-    """Parses step-00000500 as 500; None for other names, such as step-00000500.bak."""
+    """Parses step-00000500 as 500. Returns None for other names, such as step-00000500.bak."""
     digits = re.fullmatch(r"step-([0-9]{8,})", name)
     step = int(digits[1]) if digits else None
     return step if step is not None and checkpoint_name(step) == name else None
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step of a folder whose name `step_named` accepts."""
+    """Returns a checkpoint folder's step. The name must be one that `step_named` accepts."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Reads a checkpoint's trainer_state.json; {} if it is unreadable."""
+    """Reads a checkpoint's trainer_state.json. Returns {} if it is unreadable."""
     return read_json(checkpoint / "trainer_state.json")
 
 
 def validation_loss_of(state: Mapping[str, Any]) -> float | None:
-    """Returns the validation loss in a trainer_state.json, averaged over the sources, or None."""
+    """Returns the validation loss (averaged over sources) in a trainer_state.json, or None."""
     loss = state.get("validation_loss")
     return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
 
@@ -135,14 +137,14 @@ def wrong_step(folder: Path, step: int) -> list[str]:
     """Returns [problem] if an undamaged folder contains a different step, otherwise []."""
     state = read_state(folder).get("state")
     if not isinstance(state, dict) or not isinstance(state.get("step"), int):
-        return ["trainer_state.json has no step"]
+        return ["trainer_state.json contains no step"]
     found = state["step"]
     named = f"trainer_state.json is from step {found:,}; to use it, rename the folder to {checkpoint_name(found)}"
     return [] if found == step else [named]
 
 
 def contradictions(folder: Path, step: int) -> list[str]:
-    """Lists the reasons why training can't continue from an undamaged folder: a different step or missing tensors."""
+    """Lists reasons why training can't continue from an undamaged folder: a different step or missing tensors."""
     if problems := wrong_step(folder, step):
         return problems
     contents = read_state(folder)
@@ -155,7 +157,7 @@ def contradictions(folder: Path, step: int) -> list[str]:
 
 
 def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) -> set[int]:
-    """Returns the steps of the checkpoints to keep, in a run folder or on its mirror.
+    """Returns the steps of the checkpoints to keep in a run folder or on its mirror.
 
     Args:
         losses: {step: validation loss or None} of the existing checkpoints.
@@ -168,23 +170,23 @@ def steps_to_keep(settings: "Checkpoint", losses: Mapping[int, float | None]) ->
 
 
 def best_step(checkpoints: Mapping[int, Path]) -> int | None:
-    """Returns the step with the lowest validation loss, averaged over the sources; None without validation."""
+    """Returns the step with the lowest validation loss (averaged over sources), or None without validation."""
     losses = {step: validation_loss_of(read_state(folder)) for step, folder in checkpoints.items()}
     return min((step for step, loss in losses.items() if loss is not None), key=losses.get, default=None)
 
 
 def output_problem(run: Path) -> str | None:
-    """Returns the reason why a run can't be written to this folder, or None. Doesn't write anything."""
+    """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
     longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
     if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
         shown = shortened(run, 60)
-        return f"output: {shown}: names can have {LONGEST_NAME} bytes and paths {LONGEST_PATH}; choose a shorter one"
+        return f"output: {shown}: is too long; use at most {LONGEST_NAME} bytes per name and {LONGEST_PATH} per path"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):
         if os.path.isdir(place):
             may_write = os.access(place, os.W_OK | os.X_OK)
-            return None if may_write else f"output: {run}: {place} is not writable; choose another path"
+            return None if may_write else f"output: {run}: {place} is not writable; use another path"
         if os.path.lexists(place):
-            return f"output: {run}: {place} is {'a' if place == run else 'no folder but a'} file; choose another name"
+            return f"output: {run}: {place} is {'a' if place == run else 'not a folder but a'} file; use another name"
     return None

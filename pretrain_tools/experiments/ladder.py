@@ -35,7 +35,7 @@ IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samp
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
               "activation_checkpointing")  # fmt: skip
-"""Settings that barely affect the final loss and are ignored when comparing runs."""
+"""Settings that barely affect the final loss. They are ignored when runs are compared."""
 
 
 def compute_of(parameters: float, tokens: float) -> float:
@@ -57,7 +57,7 @@ class LadderRun:
 
 @dataclass(frozen=True)
 class Rung:
-    """A data point for the fit: runs that differ only in their seed."""
+    """A data point for the fit, averaged over runs that differ only in their seed."""
 
     parameters: int
     tokens: int
@@ -67,7 +67,7 @@ class Rung:
     """Standard deviation across seeds; None with a single seed."""
     folders: tuple[Path, ...]
     left_out: int
-    """Number of runs dropped because their settings gave a higher loss."""
+    """Number of runs with the same size and token count, but worse settings."""
     tokens_per_step: int | None = None
     """Global batch size in tokens; None if not recorded."""
 
@@ -132,12 +132,12 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)
         if history and (reason := unusable(history)):
-            said.append(f"{shown}: left out: {reason}")
+            said.append(f"{shown}: skipped: {reason}")
         elif history:
             points += [point] if (point := problems.attempt(ladder_run, history, count)) else []
     problems.stop_if_any()
     if not points:
-        raise InputError(*said, "no usable runs; a ladder needs finished runs with validation")
+        raise InputError(*said, "no usable runs; a ladder needs finished runs with a validation loss")
     problems += comparability_problems(points)
     problems.stop_if_any()
     return points, said
@@ -146,7 +146,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
 def unusable(history: History) -> str | None:
     """Returns why a run can't be used for the fit, or None if it can."""
     if end_of(history.events).get("code") != 0:
-        return "it has not finished"
+        return "it hasn't finished"
     if not history.last("validation"):
         return "it has no validation loss"
     return (
@@ -266,7 +266,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
     law = fit_rungs(rungs)
     if asked and law.noise > MOST_NOISE:
         raise InputError(
-            f"--predict: the noise around the scaling law is {law.noise:.1%}, more than the allowed {MOST_NOISE:.0%}; "
+            f"--predict: the noise around the scaling law is {law.noise:.1%}, but must be at most {MOST_NOISE:.0%}; "
             "remove outliers (run without --predict to see the residuals), or train more seeds"
         )
     backtest = None
@@ -291,28 +291,28 @@ def cautions_of(ladder: Ladder) -> list[str]:
     if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
         how = "all runs have the same token count" if flat[1] else "tokens grow with model size"
         said.append(
-            f"{how}, so the runs can't separate alpha from beta, which mostly reflect the priors. Predictions at the "
-            "same tokens per parameter aren't affected, but others are"
+            f"{how}, so alpha and beta can't be determined separately and mostly reflect the priors. This affects all "
+            "predictions except those at the same number of tokens per parameter"
         )
     if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
         said.append(
-            f"the loss at the largest size is {ladder.measured / ladder.backtest.loss - 1:+.2%} off the prediction "
-            "from the smaller sizes, outside its interval: the losses don't follow one scaling law, or the settings "
-            "aren't equally good at every size"
+            f"the loss at the largest size differs by {ladder.measured / ladder.backtest.loss - 1:+.2%} from the "
+            "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a "
+            "single scaling law, or the settings aren't equally good at every size"
         )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
         fewer, steps = (round(rung.tokens / rung.tokens_per_step) for rung in (more, less))
         if fewer < steps:
             said.append(
-                f"the {count_text(more.parameters)} model trained for {fewer:,} steps of {more.tokens_per_step:,} "
-                f"tokens, but the {count_text(less.parameters)} model, with less compute, for {steps:,} steps of "
-                f"{less.tokens_per_step:,}. This distorts the scaling law; use the same --batch.tokens_per_step for "
-                "all sizes"
+                f"the {count_text(more.parameters)} model trained for only {fewer:,} steps of "
+                f"{more.tokens_per_step:,} tokens, but the {count_text(less.parameters)} model, which used less "
+                f"compute, trained for {steps:,} steps of {less.tokens_per_step:,} tokens. This distorts the scaling "
+                "law; use the same --batch.tokens_per_step for all sizes"
             )
     said += [
-        f"{one.name}: {one.times_compute:.3g} times the compute of the largest run; beyond {FAR_COMPUTE:g} times, the "
-        "interval is only valid if the scaling law still holds"
+        f"{one.name}: needs {one.times_compute:.3g} times the compute of the largest run. Beyond {FAR_COMPUTE:g} "
+        "times, the interval is only valid if the scaling law still holds"
         for one in ladder.predictions
         if one.times_compute > FAR_COMPUTE
     ]
@@ -320,7 +320,7 @@ def cautions_of(ladder: Ladder) -> list[str]:
 
 
 def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
-    """Parses --predict arguments to (name, parameters, tokens). Raises InputError."""
+    """Parses --predict arguments into (name, parameters, tokens). Raises InputError listing all problems."""
     problems = Problems()
     found = [problems.attempt(read_prediction, text, count) for text in texts]
     problems.stop_if_any()
@@ -328,7 +328,7 @@ def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, i
 
 
 def read_prediction(text: str, count: str) -> tuple[str, int, int]:
-    """Parses 'parameters=30M,tokens=600M' or a recipe, whose shards don't have to exist."""
+    """Parses 'parameters=30M,tokens=600M', or reads a recipe. The recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
         from pretrain_tools.planning.candidates import work_of_run

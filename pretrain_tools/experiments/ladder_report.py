@@ -1,4 +1,4 @@
-"""Writes a ladder as text, JSON and a figure, and reads the JSON."""
+"""Writes a ladder as text, JSON and a figure, and reads the JSON file for predictions."""
 
 import json
 import math
@@ -39,7 +39,7 @@ from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_pane
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
-"""Estimates whose standard deviation exceeds this fraction of the prior's are marked as mostly the prior."""
+"""An estimate is marked "mostly the prior" if its standard deviation exceeds this fraction of the prior's."""
 COUNTED = {
     "matrix": "N: parameters in matmuls, including the head but not the embedding tables",
     "total": "N: all parameters (active parameters in an MoE model)",
@@ -57,10 +57,10 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str
     Raises InputError listing all problems.
 
     Args:
-        predict: see `read_predictions`.
+        predict: arguments to predict; see `read_predictions`.
         count: how N is counted: matrix (non-embedding parameters) or total.
-        output: path without a suffix. None means `ladder` in the given folder, or in the current one if several are
-            given.
+        output: path without a suffix. None means `ladder` in the runs' folder, or in the current folder if several
+            are passed.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
@@ -78,7 +78,7 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str
 
 
 def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
-    """Formats the fit, its residuals, the back-test, the predictions and the warnings."""
+    """Formats the fit, residuals, back-test, predictions and warnings as text."""
     law = ladder.law
     rows = [["N", "tokens", "D/N", "loss", "spread", "seeds", "law", "residual"]]
     for rung, residual in zip(ladder.rungs, law.residuals, strict=True):
@@ -104,10 +104,10 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     if told := ladder.backtest:
         low, high = told.interval
         lines.append(
-            f"back-test: without the largest size, the fit predicts {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
-            f"{told.times_compute:.3g} times the compute; measured {ladder.measured:.4f}, "
-            f"{ladder.measured / told.loss - 1:+.2%}, {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
-            "interval"
+            f"back-test: a fit without the largest size predicts {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
+            f"{told.times_compute:.3g} times the compute. The measured loss is {ladder.measured:.4f} "
+            f"({ladder.measured / told.loss - 1:+.2%}), {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
+            "interval."
         )
     if ladder.predictions:
         rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval", ""]]
@@ -119,7 +119,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         lines += ["", table(rows, right={1, 2, 3, 4})]
     lines += ["", HOW, *left_out]
     if worse := sum(rung.left_out for rung in ladder.rungs):
-        lines.append(f"left out: {counted(worse, 'run')} with worse settings at the same size and tokens")
+        lines.append(f"skipped: {counted(worse, 'run')} with worse settings at the same size and token count")
     return "\n".join([*lines, *(f"warning: {caution}" for caution in cautions_of(ladder))])
 
 
@@ -166,7 +166,7 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
         raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
     if len(sizes) < LEAST_SIZES:
         raise InputError(
-            f"--ladder {path}: contains {len(sizes)} model sizes; a prediction needs at least {LEAST_SIZES}"
+            f"--ladder {path}: contains only {len(sizes)} model sizes; a prediction needs at least {LEAST_SIZES}"
         )
     if law.noise > MOST_NOISE:
         raise InputError(
@@ -177,10 +177,10 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
     def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
         size = matrix_parameters if counts_matrices else parameters
         times = compute_of(size, tokens) / largest_compute
-        far = ", if the scaling law still holds there" if times > FAR_COMPUTE else ""
+        far = " if the scaling law still holds there" if times > FAR_COMPUTE else ""
         known = (
-            f"90% interval from {path}, at {times:.3g} times the compute of its largest run{far}; for the same data, "
-            "tokenizer and settings"
+            f"90% interval from {path}, at {times:.3g} times the compute of its largest run; valid for the same data, "
+            f"tokenizer and settings{far}"
         )
         return float(law.loss(size, tokens)), *law.interval(size, tokens), known
 
@@ -195,7 +195,7 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     panel = figure.add_subplot()
     law = ladder.law
     logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
-    # Along the curve, tokens are a power of N, fitted to the rungs.
+    # Along the curve, the token count is a power law in N, fitted to the rungs.
     slope, offset = np.polyfit(*logs, 1)
     largest = max([logs[0].max(), *(math.log(one.parameters) for one in ladder.predictions)])
     sizes = np.exp(np.linspace(logs[0].min(), largest, 60))

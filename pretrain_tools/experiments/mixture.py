@@ -24,7 +24,7 @@ from pretrain_tools.experiments.sweep_plan import Axis, SweepRequest
 from pretrain_tools.experiments.sweep_report import PointResult
 
 LEAST_WEIGHT = 0.01
-"""Minimum source weight in a candidate, because log(0) is undefined."""
+"""Minimum weight of a source in a candidate, because log(0) is undefined."""
 LEAST_RUNS_PER_SOURCE = 3
 STRENGTHS = tuple(10.0**power for power in range(-6, 2))
 """Candidate ridge penalties."""
@@ -66,7 +66,7 @@ def run_mixture(
 ) -> int:
     """Trains the unfinished runs of `count` mixtures and proposes weights. The first mixture is the recipe's own.
 
-    Returns the exit status. Raises InputError if the recipe can't be mixed or `count` is too small.
+    Returns the exit status. Raises InputError if the recipe's sources can't be mixed, or if `count` is too small.
     """
     sources = sources_to_mix(read_run_config(recipe, changes), count)
     candidates = candidate_weights(np.array([source.weight for source in sources]), count)
@@ -77,18 +77,18 @@ def run_mixture(
 
 
 def sources_to_mix(config: RunConfig, count: int) -> list[Source]:
-    """Returns the recipe's training sources. Raises InputError if they can't be mixed or `count` is too small."""
+    """Returns the recipe's training sources. Raises InputError if they can't be mixed, or if `count` is too small."""
     if config.data.stages:
         raise InputError(
-            "data.stages: can't optimize several mixtures at once; use a recipe with data.train, for one stage at a "
-            "time"
+            "data.stages: runs.py mixture can only optimize one mixture at a time; use a recipe that sets data.train "
+            "to the sources of one stage"
         )
     sources = config.data.train
     if len(sources) < 2:
         raise InputError(f"data.train: a mixture needs at least two sources, got {len(sources)}")
     least = LEAST_RUNS_PER_SOURCE * len(sources)
     if count < least:
-        raise InputError(f"--runs {count}: too few to fit {len(sources)} sources; use at least {least}")
+        raise InputError(f"--runs {count}: isn't enough to fit {len(sources)} sources; use at least {least}")
     return sources
 
 
@@ -129,7 +129,7 @@ def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
     y_mean = y.mean(axis=0)
     x = x - x_mean
     y = y - y_mean
-    # Scaled by the number of runs so that the strength doesn't depend on it.
+    # Scale the penalty by the number of runs, so that the best strength doesn't depend on it.
     slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
     return lambda weights: np.exp(np.log(weights) @ slopes.T + (y_mean - slopes @ x_mean))
 
@@ -154,7 +154,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
     strength = min(errors, key=errors.__getitem__)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
-    # Don't extrapolate beyond the weights that were tried.
+    # Don't extrapolate beyond the range of the trained weights.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
     fit = fit_mixture(weights, losses, strength)
     best = tried[np.argmin(fit(tried).mean(axis=1))]
@@ -179,7 +179,7 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
 
 
 def losses_by_source(result: PointResult) -> dict[str, float]:
-    """Returns the final validation loss per source, averaged over seeds."""
+    """Returns the final validation loss per source, averaged over all seeds."""
     last = [outcome.losses[outcome.step] for outcome in result.outcomes]
     shared = set.intersection(*map(set, last))
     return {source: float(np.mean([losses[source] for losses in last])) for source in shared}
@@ -197,8 +197,9 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     # The gain is relative to the recipe's own mixture, so that run must have finished.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
-            f"{len(finished)} of {len(results)} mixtures finished; a proposal needs the recipe's own mixture and at "
-            f"least {LEAST_RUNS_PER_SOURCE * len(sources)} in total. Run the same command again to retry failed runs."
+            f"{len(finished)} of {len(results)} mixtures finished, but a proposal needs the recipe's own mixture and "
+            f"at least {LEAST_RUNS_PER_SOURCE * len(sources)} in total. Run the same command again to retry failed "
+            "runs."
         )
         return 1
     weights = np.array([[s["weight"] for s in parse_yaml(r.settings["data.train"])] for r in finished])

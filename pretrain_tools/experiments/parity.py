@@ -30,7 +30,7 @@ REFERENCE = "single"
 TOLERANCES = {"fp32": (1e-5, 1e-4), "bf16": (2e-2, None), "fp16": (2e-2, None), "fp8": (3e-2, None)}
 """{precision: (absolute tolerance for the loss, relative tolerance for the gradient norm)}. Strategies round
 differently, so in half precision gradient norms can differ by a few percent even if the losses agree. fp8 has 3
-mantissa bits, bf16 has 7."""
+mantissa bits, and bf16 has 7."""
 
 RESOLVED = (
     "batch.tokens_per_step", "batch.sequences_per_micro_batch", "optim.weight_decay", "optim.warmup_steps",
@@ -41,7 +41,7 @@ RESOLVED = (
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's losses and gradient norms, by step."""
+    """A run's losses and gradient norms, as {step: value}."""
 
     loss: dict[int, float]
     grad_norm: dict[int, float]
@@ -58,7 +58,7 @@ class StrategyOutcome:
 
 
 def strategy_names() -> list[str]:
-    """Returns the names of the files in accelerate_configs/, REFERENCE first."""
+    """Returns the names of the files in accelerate_configs/, starting with REFERENCE."""
     names = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     return [REFERENCE, *(name for name in names if name != REFERENCE)]
 
@@ -75,7 +75,7 @@ def sizes_called(name: str) -> Sizes | None:
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Resolves --mesh to mesh names: all meshes for this number of processes, or a single one.
+    """Resolves --mesh to the names of all meshes for this number of processes, or of a single one.
 
     dp_shard defaults to the remaining factor, as in accelerate_configs/mesh.yaml. Raises InputError for invalid sizes.
     """
@@ -117,7 +117,7 @@ def compare_strategies(
     mesh: str | None = None,
     changes: Sequence[tuple[str, str]] = (),
 ) -> int:
-    """Trains with each strategy into output/NAME, and prints how the losses compare with `single`.
+    """Trains with each strategy in output/NAME, and compares the losses with those of `single`.
 
     Returns 0 if at least one strategy ran and all that ran are within tolerance, otherwise 1. Raises InputError for an
     unknown strategy, for existing output folders, or if `single` can't train the recipe.
@@ -135,7 +135,9 @@ def compare_strategies(
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
     problems += [
-        f"{output / name} exists; remove it or choose another --output" for name in names if (output / name).exists()
+        f"{output / name} already exists; remove it, or use another --output"
+        for name in names
+        if (output / name).exists()
     ]
     if problems:
         raise InputError(*problems)
@@ -154,7 +156,7 @@ def compare_strategies(
             )
     optimizer = read_run_config(recipe, changes).optim.name
     if precision == "fp32" and updates_in_bf16(optimizer):
-        print(f"{optimizer} computes its updates in bf16 here, so the bf16 tolerances apply.\n")
+        print(f"{optimizer} computes its updates in bf16 on this machine, so the bf16 tolerances apply.\n")
         precision = "bf16"
     results = report_parity(outcomes, TOLERANCES[precision], output)
     ran = [result for result in results.values() if "refused" not in result]
@@ -180,7 +182,7 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Resolves the recipe's `auto` settings for this number of processes. Imports torch if there are any."""
+    """Resolves the recipe's `auto` settings for this number of processes. Imports torch only if there are any."""
     config = read_run_config(recipe, changes)
     optim = config.optim
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
@@ -206,9 +208,9 @@ def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, 
 
 
 def train_under(name: str, processes: int, recipe: Path, output: Path, overrides: list[str]) -> StrategyOutcome:
-    """Trains with one strategy. The console output goes to `output` with the suffix .log.
+    """Trains with one strategy. Redirects its console output to `output` with the suffix .log.
 
-    With a single GPU, all processes share it. This is slow, because NCCL communicates over the loopback interface.
+    On a machine with one GPU, all processes share it. This is slow, because NCCL then uses the loopback interface.
     """
     command = launch_command(name, processes, recipe, output, overrides)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -250,7 +252,7 @@ def gpu_count() -> int:
 
 
 def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
-    """Launches all processes on one GPU. Returns the first nonzero exit status, otherwise 0.
+    """Launches all processes on one GPU. Returns the first nonzero exit status, or 0.
 
     NCCL rejects two ranks on one GPU of the same machine, so each process is launched as a separate machine.
     """
@@ -301,16 +303,16 @@ def mistaken_launch(run: Path, name: str, processes: int) -> str | None:
 
 
 def refusals(log: str, status: int) -> list[str]:
-    """Extracts the messages of an input error from a failed run's log. Returns [] for other failures.
+    """Extracts input error messages from a failed run's log. Returns [] for other failures.
 
-    Launchers exit with their own status and print the original one at the end of the log.
+    Launchers exit with their own status, and print the run's status at the end of the log.
     """
     stated = re.search(rf"(?:exit ?code *:|non-zero exit status) {EXIT_BAD_INPUT}\b", log)
     if status != EXIT_BAD_INPUT and not stated:
         return []
     # The run's messages are followed by the launcher's own traceback.
     before_launcher = re.split(r"^(?:E\d{4} |Traceback)", log, maxsplit=1, flags=re.MULTILINE)[0]
-    # Drop library output, which begins with a location, time or spaces, and progress lines, which end in dots.
+    # Drop output from libraries (starts with a location, time or spaces) and progress lines (end with dots).
     of_others = r"\s|\[|$|[WI]\d{4} |.*Warning: |.* \.\.\.$"
     return [line for line in before_launcher.splitlines() if not re.match(of_others, line)]
 
@@ -326,7 +328,7 @@ def read_curve(run: Path) -> Curve:
 
 
 def distance(found: float, expected: float, relative: bool) -> float:
-    """Computes |found - expected|, divided by |expected| if relative. Two NaNs have distance 0, one NaN gives inf."""
+    """Computes |found - expected|, divided by |expected| if relative: 0 for two NaNs, and inf for one NaN."""
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     difference = abs(found - expected) / (abs(expected) if relative else 1.0)
@@ -343,7 +345,7 @@ def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float],
 def report_parity(
     outcomes: Mapping[str, StrategyOutcome], tolerances: tuple[float, float | None], output: Path
 ) -> dict[str, dict]:
-    """Prints a table of the strategies, and writes parity.json. Returns {strategy: result}.
+    """Prints a table with one row per strategy, and writes parity.json. Returns {strategy: result}.
 
     A result contains either the largest distances (loss, grad_norm) and `same`, or `refused` (error messages), or
     `failed` (path of the log).
@@ -374,7 +376,7 @@ def report_parity(
     refused = sum("refused" in result for result in results.values())
     ran = len(results) - refused
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
-    end = f"; {refused} can't run it and were not compared." if refused else "."
+    end = f"; {refused} can't run it and weren't compared." if refused else "."
     print(f"\n{same} of the {ran} strategies that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")

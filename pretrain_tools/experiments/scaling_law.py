@@ -1,8 +1,9 @@
 """Fits L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3).
 
-As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs can't determine five
-parameters: in a compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated. Weak priors
-from published fits constrain the rest. Intervals come from refits with resampled losses and prior means.
+As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs can't determine all
+five parameters: in a compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated.
+Therefore, the fit uses weak priors based on published fits. Intervals come from refits with resampled losses and prior
+means.
 
 All refits are vectorized in numpy. Shapes: R refits, n runs, 5 parameters.
 """
@@ -98,7 +99,7 @@ class ScalingLaw:
 
 
 def law_values(law: ScalingLaw) -> dict[str, Any]:
-    """Converts a scaling law to JSON values, without its residuals."""
+    """Converts a scaling law to JSON values. Omits the residuals."""
     fields = {"theta": law.theta, "refits": law.refits, "refit_noise": law.refit_noise}
     values = {name: np.round(array, 6).tolist() for name, array in fields.items()}
     return {"reference": list(law.reference), "noise": law.noise, **values}
@@ -138,7 +139,7 @@ def fit_scaling_law(
     centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
     starts = starting_points(float(np.exp(y.min())))
     noise = assumed
-    for _ in range(3):  # alternate between the fit and the noise, which depend on each other
+    for _ in range(3):  # the fit and the noise depend on each other
         rows = (len(starts), 1)
         same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
         fits, objectives = _fit(starts, same)
@@ -151,7 +152,7 @@ def fit_scaling_law(
         noise = math.sqrt((ASSUMED_COUNT * assumed**2 + np.sum(counted)) / (ASSUMED_COUNT + freedom))
     random = np.random.default_rng(1)
     count = ASSUMED_COUNT + freedom
-    # The noise is uncertain with few residuals, so sample it from a scaled inverse chi-square distribution.
+    # With few residuals, the noise is uncertain, so sample it from a scaled inverse chi-square distribution.
     refit_noise = noise * np.sqrt(count / random.chisquare(count, REFITS))
     # With few degrees of freedom, the tail of this distribution would dominate the intervals.
     refit_noise = np.minimum(refit_noise, 10 * noise)

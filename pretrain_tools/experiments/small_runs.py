@@ -1,9 +1,9 @@
-"""Trains many runs, each in a separate train.py process, and recovers them after a kill.
+"""Trains many runs, each in a separate train.py process, and resumes killed ones.
 
     FOLDER/recipes/NAME.yaml   complete recipe, written when the run starts
     FOLDER/runs/NAME           run folder
     FOLDER/logs/NAME.log       console output; locked by the training process so that no run starts twice
-    FOLDER/slots/0.json        last run started on a device or share of the CPU
+    FOLDER/slots/0.json        last run started on a GPU or share of the CPU
 
 If this process is killed, its runs continue, and the next call waits for them. A killed run resumes from its
 checkpoint.
@@ -93,7 +93,7 @@ class RunOutcome:
 
 
 def read_outcome(run: SmallRun) -> RunOutcome:
-    """Reads a run's outcome, even after a crash."""
+    """Reads a run's outcome from its folder, even after a crash."""
     events = read_metrics(run.output)
     count_hours(events)
     events = current_events(events)
@@ -135,7 +135,7 @@ def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def device_slots(parallel: int | None) -> list[dict[str, str]]:
-    """Returns environment variables for each parallel run. The default is one run per GPU, or one on the CPU.
+    """Returns the environment variables for each parallel run. The default is one run per GPU, or one on the CPU.
 
     If there are more runs than GPUs, they share the GPUs. Runs on the CPU share the cores.
     """
@@ -148,7 +148,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
         return [{"CUDA_VISIBLE_DEVICES": names[n % count]} for n in range(parallel or count)]
-    # Otherwise each run would start one thread per core. A value set by the user takes precedence.
+    # Otherwise, each run would start one thread per core. A value set by the user takes precedence.
     if not parallel or parallel == 1 or "OMP_NUM_THREADS" in os.environ:
         return [{} for _ in range(parallel or 1)]
     return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
@@ -180,13 +180,13 @@ def train_runs(
 ) -> int:
     """Trains until `next_run` returns None and all runs have ended.
 
-    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status after such
-    a signal.
+    Forwards Ctrl-C, SIGTERM and SIGHUP to the runs, which then save and stop. Returns 0, or the exit status for the
+    signal.
 
     Args:
-        runs: runs by name. A search adds more later.
+        runs: {name: run}. A search adds more later.
         next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
-        ended: called with each run that has ended, and its exit status if known.
+        ended: called with each run that has ended, and with its exit status if known.
     """
     training = left_behind(runs)
     with signals_passed_on(training) as received:
@@ -218,7 +218,7 @@ def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
             run = runs.get(str(read_json(path).get("run")))
             if run is not None and is_held(run.log):
                 print(
-                    f"{run.name}: already training, started by an earlier command; waiting for it",
+                    f"{run.name}: started by an earlier command and still training; waiting for it to finish",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -231,7 +231,7 @@ def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> 
     record = run.folder / "slots" / f"{slot}.json"
     for folder in (record.parent, run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    # Not written earlier, because a run that is still training may read its recipe again.
+    # Written only now, because a run that is still training may read its recipe again.
     write_durably(run.recipe, as_yaml(run.config))
     # Written before the start so that the next call finds the run even if this process is killed.
     write_durably(record, json.dumps({"run": run.name}))
@@ -245,7 +245,7 @@ def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # otherwise the run would receive Ctrl-C twice
+            start_new_session=True,  # otherwise, the run would receive Ctrl-C twice
         )
     return Training(run, process)
 

@@ -1,7 +1,7 @@
 """Trains a recipe with every combination of settings, or with settings chosen by a search (runs.py sweep).
 
 FOLDER/plan.json      the request; the same command resumes the sweep
-FOLDER/trials.json    settings chosen by a search so far
+FOLDER/trials.json    settings that a search has chosen so far
 
 FOLDER also contains the runs (see small_runs).
 """
@@ -88,7 +88,7 @@ class Sweep:
         self.runs.update({run.name: run for run in point.runs})
 
     def next_run(self, active: set[str]) -> SmallRun | None:
-        """Returns the next run for `train_runs`."""
+        """Returns the next run to start, or None if none can start now; see `train_runs`."""
         while True:
             for run in self.runs.values():
                 is_open = run.name not in active and run.name not in self.failures
@@ -105,7 +105,7 @@ class Sweep:
         try:
             (point,) = check_points(self.request, [settings])
         except InputError as error:
-            raise InputError(f"trial {len(recorded)}, {settings}: {error}; narrow the range") from None
+            raise InputError(f"trial {len(recorded)} with {settings}: {error}; narrow the range") from None
         # Recorded before the runs start so that a killed search can resume them.
         write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
         self._add(point)
@@ -138,13 +138,13 @@ class Sweep:
 
 
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
-    """Reads the settings chosen by a search so far."""
+    """Reads the settings that a search has chosen so far."""
     path = request.output / TRIALS_FILE
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:
-    """Chooses settings for the next trial with Optuna's TPE sampler, formatted as on the command line.
+    """Chooses the next trial's settings with Optuna's TPE sampler. Values are formatted as on the command line.
 
     Rebuilds the sampler from the results each time, so a killed search resumes unchanged.
     """
@@ -173,7 +173,7 @@ def pick_settings(request: SweepRequest, results: Sequence[PointResult], active:
         study.add_trial(create_trial(state=state, params=params, distributions=distributions, value=value))
     tried = [result.settings for result in results]
     settings = {}
-    # Rounding may lead to settings that were already tried. Accept a duplicate after 100 attempts.
+    # Rounding may produce settings that were already tried. After 100 attempts, accept a duplicate.
     for _ in range(100):
         params = study.ask(distributions).params
         settings = {path: f"{value:.3g}" if isinstance(value, float) else str(value) for path, value in params.items()}

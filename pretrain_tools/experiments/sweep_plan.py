@@ -45,7 +45,7 @@ class Axis:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """Lower and upper end of a range, as numbers."""
+        """Lower and upper ends of a range, as numbers."""
         return tuple(map(parse_yaml, self.values))
 
     @property
@@ -109,7 +109,7 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
         if not path or not equals or not all(values):
             problems.append(f"--vary {text}: must be a setting and its values, such as optim.learning_rate=1e-3,2e-3")
         elif path in [axis.path for axis in axes]:
-            problems.append(f"--vary {path}: passed twice; list all values in a single --vary")
+            problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
             axes.append(Axis(path, tuple(ends), is_range=True))
             low, high = axes[-1].ends
@@ -117,7 +117,7 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
                 problems.append(f"--vary {text}: a range must be ascending; use --vary {path}={ends[1]}..{ends[0]}")
         else:
             if len(set(values)) < len(values):
-                problems.append(f"--vary {text}: contains a duplicate value; to train several seeds, use --seeds")
+                problems.append(f"--vary {text}: contains a duplicate value; use --seeds to train several seeds")
             axes.append(Axis(path, values))
     problems.stop_if_any()
     return axes
@@ -151,15 +151,15 @@ def request_problems(request: SweepRequest) -> Problems:
     for axis in request.axes:
         path = axis.path
         if path == "output":
-            problems.append("--vary output: can't be varied, because each run gets its own folder in --output")
+            problems.append("--vary output: output can't be varied, because each run gets its own folder in --output")
         if path == "seed" and request.seeds > 1:
             problems.append(f"--vary seed can't be combined with --seeds {request.seeds}; use only one of them")
         if path in changed:
             problems.append(f"--{path} can't be combined with --vary {path}; use only one of them")
         if axis.is_range and request.search is None:
             problems.append(
-                f"--vary {path}={'..'.join(axis.values)}: a range requires --search N, the number of combinations "
-                "to try; add it, or list the values"
+                f"--vary {path}={'..'.join(axis.values)}: a range requires --search N (the number of combinations to "
+                "try); add it, or list the values"
             )
     if request.search is not None:
         if not any(axis.is_range for axis in request.axes):
@@ -167,7 +167,7 @@ def request_problems(request: SweepRequest) -> Problems:
                 f"--search {request.search}: requires a range, such as --vary optim.learning_rate=1e-4..1e-2"
             )
         elif find_spec("optuna") is None:
-            problems.append(f"--search needs optuna, which is not installed: pip install {OPTUNA}")
+            problems.append(f"--search requires optuna, which isn't installed; run pip install {OPTUNA}")
     if output := output_problem(request.output):
         problems.append(output.replace("output:", "--output:", 1))
     return problems
@@ -208,7 +208,7 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
 
 
 def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> list[SweepPoint]:
-    """Derives the runs for each combination of settings. Raises InputError listing every distinct problem."""
+    """Derives the runs for each combination of settings. Raises InputError listing all distinct problems."""
     from pretrain.training.run_plan import derive
     from pretrain.training.validation import open_validation
 
@@ -225,7 +225,7 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
         problems = Problems()
         output = request.output / "runs" / run_name(request, settings, config.seed)
-        with redirect_stderr(io.StringIO()):  # each point would print that its architecture is being tested
+        with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
             validation = problems.attempt(open_validation, config.data)
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
@@ -253,7 +253,7 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the settings with a problem, such as 'with optim.learning_rate 1e-3: '; '' if all have it."""
+    """Formats the settings that have a problem, as in 'with optim.learning_rate 1e-3: '. Returns '' if all do."""
     if len(numbers) in (0, len(points)):
         return ""
     for path, value in points[numbers[0]].items():
@@ -276,7 +276,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     path = request.output / PLAN_FILE
     if not path.is_file():
         if any(not there.name.startswith(".") for there in request.output.iterdir()):
-            raise InputError(f"--output {request.output}: contains other files; choose another folder")
+            raise InputError(f"--output {request.output}: contains other files; use another folder")
         write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
         return
     there = read_json(path)
@@ -284,7 +284,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use another --output")
     before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # Settings added in a newer version don't count if they have their default value.
+    # Settings added in a newer version are ignored if they have their default value.
     now = {
         name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
     }
@@ -298,7 +298,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
 
 
 def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Returns {name: value} of everything that identifies a sweep."""
+    """Returns everything that identifies a sweep, as {name: value}."""
     varied = [axis.path for axis in request.axes]
     config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
     values = {"--seeds": request.seeds, "--search": request.search}
@@ -319,10 +319,7 @@ def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
-    """Returns warnings about possible mistakes.
-
-    points: the request's grid.
-    """
+    """Returns warnings about possible mistakes in a request. `points` is its grid."""
     said = []
     tokens = sorted({point.plan.total_tokens for point in points})
     varied = [axis.path for axis in request.axes]
@@ -337,6 +334,6 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
     needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
         said.append(
-            f"checkpoints and models of all runs need {bytes_text(needed)}, but only {bytes_text(free)} is free"
+            f"the checkpoints and models of all runs need {bytes_text(needed)}, but only {bytes_text(free)} is free"
         )
     return said

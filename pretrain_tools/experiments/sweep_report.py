@@ -34,7 +34,7 @@ class PointResult:
 
     @property
     def mean_loss(self) -> float:
-        """Mean final loss over seeds; inf unless all finished."""
+        """Mean final loss over seeds; inf if any seed hasn't finished."""
         return statistics.fmean(outcome.loss for outcome in self.outcomes)
 
     @property
@@ -53,7 +53,7 @@ class PointResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean loss over seeds at the last step that all reached."""
+        """Mean loss over seeds at the last validation step that all seeds reached."""
         shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
         return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
 
@@ -105,7 +105,7 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
-    """Describes the best combination and whether its lead is significant."""
+    """Describes the best combination, and whether it is significantly better than the next."""
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
     text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
@@ -114,19 +114,19 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     second = finished[1]
     gap = second.mean_loss - best.mean_loss
     if len(best.losses) == 1:
-        return f"{text}, {gap:.4f} below the next; with one seed this may be noise, try --seeds 3."
+        return f"{text}, {gap:.4f} below the next best. With one seed, this may be noise; try --seeds 3."
     # Runs with the same seed share initial weights and data order, so use paired differences, which vary less.
     differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
     half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
     sure = "" if gap > half else ", not significant"
     over = f"90% interval {gap - half:.4f} to {gap + half:.4f} over {len(differences)} seeds"
-    return f"{text}, {gap:.4f} below the next ({over}){sure}."
+    return f"{text}, {gap:.4f} below the next best ({over}){sure}."
 
 
 def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
-    """Returns a note for each numeric setting whose best value is the smallest or largest value tried.
+    """Returns a note for each numeric setting whose best value is the smallest or largest one tried.
 
-    results: sorted, best first.
+    results: all results, best first.
     """
     lines = []
     for axis in request.axes:

@@ -1,7 +1,7 @@
 """Writes the model card: README.md with Hub metadata, and a loss plot.
 
 The metadata follows https://github.com/huggingface/hub-docs/blob/main/modelcard.md, with results in model-index
-format. The text comes from templates/, which the bill of materials and the provenance also use.
+format. The text comes from templates/, which are also used by the bill of materials and the provenance.
 """
 
 import sys
@@ -22,11 +22,11 @@ from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_
 
 TAGS = ("pretraining", "base-model", "groundwork")
 METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""{metric: the Hub's metric ID}. Other metrics keep their names."""
+"""{metric: the Hub's metric ID}. Metrics that aren't listed keep their names."""
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
 """Validation metrics in the card, the bill of materials and the provenance."""
 CPUS = ("x86_64", "AMD64", "aarch64", "arm64", "arm", "i386")
-"""CPU architecture names reported by the OS, used as device names in runs without a GPU."""
+"""CPU architecture names reported by the OS, which runs without a GPU record as the device."""
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -74,7 +74,7 @@ def environment() -> jinja2.Environment:
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    # `count` replaces Jinja's built-in filter.
+    # `count` overrides Jinja's built-in filter.
     templates.filters.update(
         bytes=bytes_text,
         cell=cell,
@@ -134,7 +134,7 @@ def emissions(facts: Facts) -> dict[str, Any] | None:
 
 
 def eval_results(facts: Facts) -> list[Any]:
-    """Returns scores on full tasks as huggingface_hub.EvalResult objects."""
+    """Converts scores on full tasks to huggingface_hub.EvalResult objects."""
     from huggingface_hub import EvalResult
 
     return [
@@ -195,7 +195,7 @@ def plot_losses(facts: Facts, path: Path) -> bool:
     lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
-    # Without date and version, the file is reproducible and isn't uploaded twice.
+    # Omit the software version, so that the file is reproducible and isn't uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True
 

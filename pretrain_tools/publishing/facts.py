@@ -35,7 +35,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Publication:
-    """Publication details that aren't in the run's files. None if not published yet."""
+    """Publication details that aren't in the run's files. A value is None if it isn't known."""
 
     repository: str | None = None
     """Hub repository, owner/name."""
@@ -64,7 +64,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class DataSource:
-    """A folder of shards in the data mixture, with counts for its training split. None means not recorded."""
+    """A folder of shards in the data mixture, with counts for its training split. Unrecorded values are None."""
 
     name: str
     weight: float
@@ -109,11 +109,11 @@ class Facts:
     offer: Publication
 
     def setting(self, name: str) -> Any:
-        """Returns a recipe setting by its dotted name, or None."""
+        """Returns the value of a recipe setting, given its dotted name, or None."""
         return setting(self.config, name)
 
     def shape(self, name: str) -> Any:
-        """Returns a value from config.json by its name in SHAPES, or None."""
+        """Returns a value from config.json, given its name in SHAPES, or None."""
         return next((self.model[key] for key in SHAPES[name] if self.model.get(key) is not None), None)
 
     @property
@@ -137,7 +137,7 @@ class Facts:
 
     @property
     def is_partial(self) -> bool:
-        """True if the model is from before the run's last step."""
+        """True if the model was saved before the run's last step."""
         return bool(self.total_steps and self.step < self.total_steps)
 
     @property
@@ -162,7 +162,7 @@ class Facts:
 
     @property
     def trained_lengths(self) -> list[int]:
-        """Sequence lengths in tokens, in the order of training."""
+        """Sequence lengths in tokens, in training order."""
         first = next(iter(self.setting("data.stages") or []), {}).get("sequence_length")
         later = [event["sequence_length"] for event in self.history.of("stage")]
         return [*dict.fromkeys(filter(None, [first or self.setting("data.sequence_length"), *later]))]
@@ -174,10 +174,10 @@ class Facts:
 
     @property
     def training_flops(self) -> tuple[float | None, bool]:
-        """Training FLOPs (counted as for MFU), and True if the run recorded the FLOPs per token.
+        """Training FLOPs (counted as for MFU), and whether the run recorded its FLOPs per token.
 
-        Repeated steps count once, and the training of a pretrained initial model isn't included. None if the token
-        count or model size is unknown.
+        Repeated steps are counted once. The training of a pretrained initial model isn't included. The FLOPs are
+        None if the token count or model size is unknown.
         """
         if self.tokens is None:
             return None, False
@@ -234,7 +234,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: manifest data recorded by the run}. For other folders, reads the manifest itself.
+    records: {folder: manifest data recorded by the run}. For missing folders, reads the manifest itself.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
@@ -255,7 +255,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
                     source.get("max_epochs"),
                     **{key: totals.get(key) for key in ("tokens", "documents", "text_bytes")},
                     manifest_sha256=record.get("manifest_sha256"),
-                    # A tokenizer's path stays private.
+                    # A tokenizer's local path isn't published.
                     tokenizer=public_name(setting(record, "tokenizer.name")),
                     tokenizer_sha256=setting(record, "tokenizer.sha256"),
                     vocabulary_size=record.get("vocabulary_size"),

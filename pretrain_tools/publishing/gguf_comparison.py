@@ -27,7 +27,7 @@ PASSAGE = """The committee met on 3 March 1994 at 10:45. "We'll need 1,250 more,
 Die Straße führt über Zürich nach Köln.  Ελληνικά, русский язык, עברית, العربية, हिन्दी, 日本語の文章、中文，한국어.
 🙂👩‍🔬
 """
-"""Text that tokenizers split differently: digits, contractions, spaces, scripts."""
+"""Text that tokenizers split differently: digits, contractions, whitespace and scripts."""
 
 
 def validation_text(run: Path) -> str:
@@ -57,27 +57,27 @@ def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> s
     free = psutil.virtual_memory().available
     if needed > free:
         return (
-            f"The two weren't compared, because this needs {bytes_text(needed)} of memory, but {bytes_text(free)} was "
-            "free."
+            f"The two weren't compared, because this requires {bytes_text(needed)} of memory, and only "
+            f"{bytes_text(free)} was free."
         )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
         file = Path(temporary) / "fp32.gguf"
         write(file)
         tokens, largest = compare(folder, file, text)
     return (
-        f"With llama.cpp (llama-cpp-python {llama_cpp.__version__}) and the same weights in fp32, the tokens are the "
-        f"same and the logits differ from transformers' by at most {largest:.1e}, on {tokens} tokens of text."
+        f"llama.cpp (llama-cpp-python {llama_cpp.__version__}) and transformers were compared in fp32 on {tokens} "
+        f"tokens of text: they produce the same tokens, and their logits differ by at most {largest:.1e}."
     )
 
 
 def compare(folder: Path, file: Path, text: str) -> tuple[int, float]:
-    """Returns the number of tokens compared and the largest logit difference.
+    """Returns the number of compared tokens and the largest logit difference.
 
     Raises InputError if the tokens differ, or if the logits differ by more than rounding can explain.
 
     Args:
-        folder: the model, for transformers.
-        file: the same weights as GGUF, in fp32.
+        folder: model folder for transformers.
+        file: GGUF file with the same weights in fp32.
     """
     import llama_cpp
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
 """Converts a model to a single GGUF file for llama.cpp and tools based on it.
 
-Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp implements each architecture separately, so only fully
-supported model families are converted.
+Format: gguf.md of https://github.com/ggml-org/ggml. llama.cpp implements each architecture separately, so only
+model families that it fully supports are converted.
 """
 
 import json
@@ -22,7 +22,7 @@ from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain_tools.preparation.tokenizer_training import SPLIT_PATTERN
 
-NEEDS_GGUF = "--gguf: requires the gguf package: pip install gguf"
+NEEDS_GGUF = "--gguf: requires the gguf package; run pip install gguf"
 FILE_TYPES = {"bf16": "MOSTLY_BF16", "fp16": "MOSTLY_F16", "fp32": "ALL_F32"}
 FAMILY_KEYS = {
     "llama": {
@@ -57,7 +57,7 @@ NOT_COMPUTED = {
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache", "vocab_size",
 }  # fmt: skip
-"""Keys in config.json that don't affect the logits, or that follow from the tensors."""
+"""Keys in config.json that don't affect the logits, or whose values follow from the tensors."""
 ROPE_KEYS = {
     "default": {"rope_theta"},
     "linear": {"rope_theta", "factor"},
@@ -65,7 +65,7 @@ ROPE_KEYS = {
         "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     },
 }  # fmt: skip
-"""{rope_type: its keys}"""
+"""{rope_type: keys in rope_parameters}"""
 SPLITTERS = {
     "gpt-2": [None],
     "dbrx": [SPLIT_PATTERN],
@@ -87,7 +87,7 @@ class Conversion:
 
 
 def read_conversion(folder: Path) -> Conversion:
-    """Reads a model folder. Raises InputError listing everything that GGUF can't represent."""
+    """Reads a model folder for conversion. Raises InputError listing everything that GGUF can't represent."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -112,8 +112,8 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
     family = config.get("model_type")
     if family not in FAMILY_KEYS:
         return [
-            f"--gguf: model type {family} isn't supported, only {', '.join(FAMILY_KEYS)}; for others, use "
-            "llama.cpp's convert_hf_to_gguf.py and compare the logits yourself"
+            f"--gguf: model type {family} isn't supported (only {', '.join(FAMILY_KEYS)}); use llama.cpp's "
+            "convert_hf_to_gguf.py instead, and compare the logits yourself"
         ]
     problems = []
     allowed = FAMILY_KEYS[family]
@@ -125,11 +125,11 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
         elif key not in NOT_COMPUTED and key not in SIZES[family]:
             problems.append(f"--gguf: {key} can't be represented in a GGUF file of a {family} model")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
-        problems.append("--gguf: layer_types: for qwen3, llama.cpp supports only full_attention in every layer")
+        problems.append("--gguf: layer_types must be full_attention in every layer for qwen3 in llama.cpp")
     rope = config.get("rope_parameters") or {}
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KEYS:
-        problems.append(f"--gguf: rope_type {kind} isn't supported, only {', '.join(ROPE_KEYS)}")
+        problems.append(f"--gguf: rope_type must be one of {', '.join(ROPE_KEYS)}, got {kind}")
     elif unknown := rope.keys() - ROPE_KEYS[kind] - {"rope_type"}:
         problems.append(f"--gguf: rope_parameters contains {', '.join(sorted(unknown))}, which GGUF can't represent")
     return problems
@@ -140,9 +140,7 @@ def tokenizer_problems(tokenizer: Mapping[str, Any]) -> list[str]:
     model = tokenizer["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback, like SentencePiece's" if model.get("byte_fallback") else model.get("type")
-        return [
-            f"--gguf: only byte-level BPE tokenizers are supported, such as prepare_data.py's, but this one is {kind}"
-        ]
+        return [f"--gguf: the tokenizer must be byte-level BPE, such as one trained by prepare_data.py, got {kind}"]
     normalizer = tokenizer.get("normalizer")
     # Qwen uses NFC. llama.cpp omits it, and the comparison shows the effect.
     if normalizer and normalizer.get("type") != "NFC":
@@ -176,7 +174,7 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str |
     Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
 
     Args:
-        dtype: dtype of the folder's weights: bf16, fp16 or fp32.
+        dtype: the weights' dtype (bf16, fp16 or fp32).
         text: additional text for the comparison.
         general: see `write_gguf`.
     """
@@ -191,11 +189,11 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str |
 
 
 def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | list[str] | None) -> None:
-    """Writes a GGUF file, holding one tensor in memory at a time.
+    """Writes a GGUF file. Only one tensor is in memory at a time.
 
     Args:
-        dtype: dtype of matrices: bf16, fp16 or fp32. Vectors and position embeddings are always fp32.
-        general: name, license and languages.
+        dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
+        general: name, license and languages for the file's metadata.
     """
     import gguf
 
@@ -241,7 +239,7 @@ def in_order_of_llama_cpp(name: str, tensor: Tensor, config: PreTrainedConfig) -
     """Returns a tensor in llama.cpp's layout.
 
     For Llama, llama.cpp applies RoPE to adjacent elements of a head (0 and 1, 2 and 3), but transformers pairs i with
-    i + D / 2, so the rows of Q and K are reordered. Qwen3 needs no reordering.
+    i + D / 2, so this reorders the rows of Q and K. Qwen3 needs no reordering.
     """
     if is_conv1d(name, tuple(tensor.shape)):
         return tensor.T
@@ -281,7 +279,7 @@ def add_sizes(writer: Any, config: PreTrainedConfig) -> None:
 def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
     """Returns Llama 3's divisors for the D / 2 RoPE frequencies, or {} for other models.
 
-    The divisor is 1 for short wavelengths, `factor` for long ones, and in between otherwise
+    The divisor is 1 for short wavelengths, `factor` for long ones, and interpolated in between
     (https://arxiv.org/abs/2407.21783, computed with transformers' formula).
     """
     rope = getattr(config, "rope_parameters", None) or {}
@@ -297,7 +295,7 @@ def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
 def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
     """Adds a byte-level BPE tokenizer.
 
-    rows: number of embedding rows. Padding rows become unused tokens.
+    rows: number of rows in the embedding. Padding rows become unused tokens.
     """
     from gguf import TokenType
 

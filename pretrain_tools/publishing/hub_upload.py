@@ -1,4 +1,4 @@
-"""Uploads models with huggingface_hub, which skips files that are already uploaded.
+"""Uploads models with huggingface_hub, which skips files that were already uploaded.
 
 During training, this module runs in a separate process.
 """
@@ -20,7 +20,7 @@ REPLACED_ON_HUB = (
     "*.safetensors", "*.safetensors.index.json", "*.py", PICTURE_FILE, "trainer_state.json", SEAL_FILE,
     SIGNATURE_FILE,
 )  # fmt: skip
-"""Patterns of files to delete from the repository unless this model also contains them."""
+"""Patterns of files to delete from the repository unless the uploaded model contains them."""
 
 
 class PublishError(Exception):
@@ -30,10 +30,10 @@ class PublishError(Exception):
 def open_repository(repository: str, *, private: bool) -> str:
     """Creates the repository if it doesn't exist. Returns its URL.
 
-    Raises InputError for problems with the login, access rights or visibility, otherwise PublishError.
+    Raises InputError for problems with the login, permissions or visibility, and PublishError for others.
     """
     with hub_api(repository) as api:
-        # Fail on an invalid token before creating anything.
+        # Detect an invalid token before creating anything.
         api.whoami()
         url = api.create_repo(repository, private=private, exist_ok=True)
         # create_repo doesn't change the visibility of an existing repository.
@@ -48,7 +48,7 @@ def open_repository(repository: str, *, private: bool) -> str:
 def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
     """Uploads a folder to the model's branch. Returns the commit hash.
 
-    Raises InputError if the Hub rejects the model card, otherwise PublishError.
+    Raises InputError if the Hub rejects the model card, and PublishError for other failures.
     """
     tokens = f", {count_text(model.tokens)} tokens" if model.tokens else ""
     with hub_api(repository) as api:

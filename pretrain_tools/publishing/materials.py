@@ -30,7 +30,7 @@ SPDX = {
     "cc-by-nc-sa-4.0": "CC-BY-NC-SA-4.0", "gpl-3.0": "GPL-3.0", "agpl-3.0": "AGPL-3.0", "lgpl-3.0": "LGPL-3.0",
     "mpl-2.0": "MPL-2.0", "odc-by": "ODC-By-1.0", "unlicense": "Unlicense",
 }  # fmt: skip
-"""{Hub license ID: SPDX ID}. Other licenses are given by name."""
+"""{Hub license ID: SPDX ID}. Other licenses are listed by name."""
 CONFIDENCE = 1.96
 """Half-width of a 95% interval, in standard errors."""
 GRAMS_PER_TONNE = 1e6
@@ -39,7 +39,7 @@ Entry = dict[str, Any]
 
 
 def write_materials(facts: Facts, folder: Path) -> None:
-    """Writes a reproducible bill of materials, before provenance and signature are written."""
+    """Writes a reproducible bill of materials. Must be called before the provenance and signature are written."""
     # Provenance and signature contain the hash of this file, so it can't contain theirs.
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
@@ -65,7 +65,7 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
     """
     times = [event["time"] for event in facts.history.events if is_number(event.get("time"))]
     metadata = {
-        # Not the current time, so that the file is reproducible.
+        # The current time would make the file irreproducible.
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
         "lifecycles": [{"phase": "build"}],
         "tools": {
@@ -232,7 +232,7 @@ def data_reference(source: DataSource) -> str:
 def dataset_entry(facts: Facts, source: DataSource) -> Entry:
     """Describes a folder of shards, identified by the hash of its manifest."""
     made = source.preparation
-    # A curriculum may use a folder in several stages with different weights.
+    # A curriculum may use the same folder in several stages, with different weights.
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or source.hub_datasets
     about = {

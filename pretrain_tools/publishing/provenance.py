@@ -24,12 +24,12 @@ UNSEALED = "0" * 64
 def write_provenance(facts: Facts, folder: Path, *, signed: bool = False) -> None:
     """Writes a reproducible provenance.json to a folder that is otherwise complete.
 
-    signed: True if the folder will be signed.
+    signed: True if the folder will be signed afterwards.
     """
     files = {name: seal(path) for name, path in sorted(files_of(folder).items())}
     contents = {"seal": UNSEALED, **PROVENANCE_FORMAT, "signed": signed, **provenance_of(facts)}
     contents["files"] = files
-    # Hash the text with zeros as a placeholder, then replace the first occurrence with the hash.
+    # Hash the text with zeros as a placeholder for the hash, then replace the first occurrence.
     text = json.dumps(contents, indent=1, ensure_ascii=False, default=str) + "\n"
     (folder / PROVENANCE_FILE).write_text(text.replace(UNSEALED, digest_of(text.encode()), 1), encoding="utf-8")
 
@@ -63,7 +63,7 @@ def provenance_of(facts: Facts) -> dict[str, Any]:
 def files_of(folder: Path) -> dict[str, Path]:
     """Returns {name: path} of the files covered by the provenance.
 
-    Excludes provenance.json, its signature and hidden files, which downloads and the Hub add.
+    Excludes provenance.json, its signature, and hidden files, which the Hub and downloads may add.
     """
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {
@@ -87,15 +87,17 @@ def provenance_problems(folder: Path) -> list[str]:
         }
         is_whole = digest_of(content.replace(contents["seal"].encode(), UNSEALED.encode(), 1)) == contents["seal"]
     except FileNotFoundError:
-        return [f"{PROVENANCE_FILE} is missing; without it no other file can be checked"]
+        return [f"{PROVENANCE_FILE} is missing; without it, no other file can be checked"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = f"can't be read ({type(error).__name__}: {error})"
-        return [f"{PROVENANCE_FILE} was changed: it {why}; without it no other file can be checked"]
+        return [f"{PROVENANCE_FILE} was changed: it {why}; without it, no other file can be checked"]
     problems = []
     if not is_whole:
-        problems.append(f"{PROVENANCE_FILE} was changed: it doesn't match its own sha256 (seal)")
+        problems.append(f"{PROVENANCE_FILE} was changed: it doesn't match its own SHA-256 hash (seal)")
     elif {key: contents.get(key) for key in PROVENANCE_FORMAT} != PROVENANCE_FORMAT:
-        return [f"{PROVENANCE_FILE} isn't {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"]
+        return [
+            f"{PROVENANCE_FILE} isn't in format {PROVENANCE_FORMAT['format']} version {PROVENANCE_FORMAT['version']}"
+        ]
     present = files_of(folder)
     # `is not`, because only True and False are valid.
     if contents.get("signed") is not (folder / SIGNATURE_FILE).exists():
@@ -127,4 +129,4 @@ def provenance_text(folder: Path) -> str:
     contents = json.loads(content)
     model = contents["model"]
     made = f"step {model['step']:,} of {model['run']}, code {contents['code_commit'] or 'not recorded'}"
-    return f"{len(contents['files'])} files and {PROVENANCE_FILE} as published: {made}; sha256 {digest_of(content)}"
+    return f"{len(contents['files'])} files and {PROVENANCE_FILE} are unchanged: {made}; sha256 {digest_of(content)}"

@@ -29,7 +29,7 @@ LONGEST_WAIT_SECONDS = 3600
 def publish(arguments: Namespace, problems: list[str]) -> int:
     """Publishes models or writes a GGUF file. Returns the exit status.
 
-    problems: problems found so far. Raises InputError listing these and all others that can be found offline.
+    problems: problems found so far. Raises InputError listing them and all others that can be found offline.
     """
     try:
         if isinstance(arguments.gguf, Path):
@@ -50,10 +50,10 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
 
 
 def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
-    """Finds the requested models. Appends problems with --run and the models to `problems`."""
+    """Finds the requested models. Appends problems with them and with --run to `problems`."""
     run = arguments.run
     if run is None:
-        problems.append("--run is required: a run folder, such as runs/x")
+        problems.append("--run is required; pass a run folder, such as --run runs/x")
     elif not (run / "config.yaml").is_file():
         known = len(problems)
         problems.attempt(refuse_url, str(run))
@@ -108,7 +108,7 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if file.exists():
         problems.append(f"--gguf {file}: already exists; use another name")
     if not file.parent.is_dir():
-        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another")
+        problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
     models = find_models(arguments, problems)
     if len(models) > 1:
         problems.append("--gguf FILE: accepts only one model; use --checkpoint with a single step, or --final")
@@ -133,7 +133,7 @@ def publish_models(arguments: Namespace, models: list[Model]) -> None:
     for model in models if arguments.beside_training else []:
         log = evaluation_log(arguments.run, checkpoint_name(model.step))
         if is_held(log):
-            print(f"{model.revision}: waiting for evaluation scores, {log}", flush=True)
+            print(f"{model.revision}: waiting for evaluation scores (see {log})", flush=True)
             wait_until_free(log)
             publish_model(arguments, model, staging, url)
 
@@ -148,7 +148,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         trust_remote_code=arguments.trust_remote_code,
     )
     folder = staging / model.revision
-    # Otherwise two processes could upload each other's unfinished files.
+    # Without the lock, two processes could upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
             stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
@@ -161,9 +161,9 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
         try:
             commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
         finally:
-            # The staged weights take up disk space.
+            # Free the disk space of the staged weights.
             shutil.rmtree(folder)
-    print(f"{model.revision} is at {url}/tree/{model.revision}, commit {commit[:12]}", flush=True)
+    print(f"{model.revision}: uploaded to {url}/tree/{model.revision} as commit {commit[:12]}", flush=True)
     waiting_mark(arguments.run, model.revision).unlink(missing_ok=True)
     record(arguments, step=model.step, revision=model.revision, commit=commit)
 
@@ -175,13 +175,13 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PublishError(
-            f"{folder} is not writable, but models are staged there for upload ({error}); free up disk space, or "
-            "publish a copy of the run from another disk"
+            f"{folder} is not writable, but publish.py stages models there ({error}); free up disk space, or publish "
+            "a copy of the run from another disk"
         ) from error
 
 
 def record(arguments: Namespace, **facts: object) -> None:
-    """Records an upload during training in the run's metrics.jsonl."""
+    """Records the outcome of an upload in the run's metrics.jsonl, if train.py started it."""
     if arguments.beside_training and arguments.run:
         event = {"event": "publish", **facts, "repository": arguments.repo, "time": round(time.time(), 3)}
         try:
@@ -208,7 +208,8 @@ def retry(arguments: Namespace, act: Callable[[], str]) -> str:
 def verify(place: str, public_key: Path | None) -> int:
     """Prints every file that differs from the published version. Returns the exit status.
 
-    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed but no key is given.
+    place: a folder, or OWNER/NAME[@REVISION] on the Hub. Raises InputError if it is signed, but `public_key` is
+    None.
     """
     verifier = load_key("--public_key", public_key) if public_key is not None else None
     folder = published_folder(place)

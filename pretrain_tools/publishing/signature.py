@@ -13,9 +13,9 @@ from pretrain.errors import InputError
 from pretrain.files import SIGNATURE_FILE
 
 REMEDIES = {
-    "--sign": "use an elliptic-curve private key in PEM format without a password: "
-    "openssl ecparam -name prime256v1 -genkey -noout",
-    "--public_key": "use the signer's public key in PEM format: openssl ec -in KEY -pubout",
+    "--sign": "use an elliptic-curve private key in PEM format without a password "
+    "(to create one, run openssl ecparam -name prime256v1 -genkey -noout)",
+    "--public_key": "use the signer's public key in PEM format (to extract it, run openssl ec -in KEY -pubout)",
 }
 
 
@@ -27,7 +27,9 @@ def load_key(flag: str, key: Path) -> Any:
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
-        raise InputError(f"{flag}: requires model-signing ({error}); pip install model-signing pyOpenSSL") from error
+        raise InputError(
+            f"{flag}: requires model-signing ({error}); run pip install model-signing pyOpenSSL"
+        ) from error
     try:
         if flag == "--sign":
             config = signing.Config().use_elliptic_key_signer(private_key=key)
@@ -35,26 +37,26 @@ def load_key(flag: str, key: Path) -> Any:
             config = verifying.Config().use_elliptic_key_verifier(public_key=key)
     except Exception as error:  # cryptography raises many types: not PEM, wrong key type, encrypted
         reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{flag} {key}: not usable ({type(error).__name__}: {reason}); {REMEDIES[flag]}") from None
+        raise InputError(f"{flag} {key}: can't be used ({type(error).__name__}: {reason}); {REMEDIES[flag]}") from None
     # The Hub's cache contains symbolic links.
     hashes = hashing.Config().use_file_serialization(hashing_algorithm="sha256").set_allow_symlinks(True)
     return config.set_hashing_config(hashes)
 
 
 def sign(folder: Path, key: Path) -> None:
-    """Writes model.sig, a signature of all files in a folder."""
+    """Writes model.sig, the signature of all files in a folder."""
     load_key("--sign", key).sign(folder, folder / SIGNATURE_FILE)
 
 
 def signature_problems(folder: Path, verifier: Any) -> list[str]:
-    """Lists files that changed since they were signed, or reports that the key doesn't match."""
+    """Lists files that have changed since they were signed, or reports that the key doesn't match."""
     path = folder / SIGNATURE_FILE
     try:
         envelope = json.loads(path.read_bytes())["dsseEnvelope"]
         coded = [envelope["payload"], *(signature["sig"] for signature in envelope["signatures"])]
         # Base64 decoders ignore trailing bits, so compare the exact text.
         if any(base64.b64encode(base64.b64decode(text)).decode() != text for text in coded):
-            return [f"{SIGNATURE_FILE} was changed: it isn't formatted as model-signing writes it"]
+            return [f"{SIGNATURE_FILE} was changed: its format differs from what model-signing writes"]
         # Files added by the Hub or by a download aren't signed. The provenance detects other added files.
         verifier.set_ignore_unsigned_files(True).verify(folder, path)
     except FileNotFoundError:

@@ -51,7 +51,7 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
     Raises InputError listing all missing or damaged models.
 
     Args:
-        steps: steps of checkpoints; "best" is the one with the lowest validation loss.
+        steps: checkpoint steps; "best" means the checkpoint with the lowest validation loss.
     """
     problems = Problems()
     checkpoints = checkpoint_folders(run)
@@ -103,7 +103,7 @@ def checkpoint_model(folder: Path, step: int) -> Model:
 def stage(
     run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
 ) -> Path:
-    """Atomically writes the files to publish to `target`, and returns it.
+    """Writes the files to publish to the folder `target`, atomically. Returns the folder.
 
     Converts a checkpoint's fp32 weights to the export dtype, names them as in final/, and omits optimizer and trainer
     state. Raises InputError if a file contains the value of a secret environment variable.
@@ -114,7 +114,7 @@ def stage(
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
-    # Renamed at the end, so that a crash can't leave an incomplete folder.
+    # This folder is renamed at the end, so that a crash can't leave an incomplete `target`.
     unfinished = target.with_name(f".staging-{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -126,14 +126,14 @@ def stage(
             general = {"name": name, "license": publication.license, "languages": list(publication.languages)}
             note = write_gguf(run, unfinished, dtype, unfinished / file, **general)
             publication = replace(publication, gguf=(file, note))
-        # Each file contains hashes of the files before it, so the order matters.
-        # The staged config.json has the export dtype.
+        # Read the staged config.json, which has the export dtype.
         facts = read_facts(run, model.step, unfinished, publication)
+        # Each file contains hashes of the files before it, so the order matters.
         write_card(facts, unfinished)
         write_training_content(facts, unfinished)
         write_materials(facts, unfinished)
         write_provenance(facts, unfinished, signed=key is not None)
-        # Checked before renaming, because a folder with a secret must not look finished.
+        # Check before renaming, because a folder with a secret must not look finished.
         if problems := secret_problems(unfinished):
             raise InputError(*problems)
     except InputError:
@@ -148,14 +148,14 @@ def stage(
 
 
 def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
-    """Writes a run's model as a GGUF file. Returns a sentence about the comparison."""
+    """Writes a run's model as a GGUF file. Returns a sentence about the comparison with transformers."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
         copy_model(model, Path(temporary), dtype)
         return write_gguf(run, Path(temporary), dtype, file, name=run.resolve().name)
 
 
 def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) -> str:
-    """Writes a model folder as a GGUF file. Returns a sentence about the comparison.
+    """Writes a model folder as a GGUF file. Returns a sentence about the comparison with transformers.
 
     general: see `convert`.
     """
@@ -166,14 +166,14 @@ def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) 
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
-    """Copies a model's files, with a checkpoint's weights converted to `dtype`."""
+    """Copies a model's files. Converts a checkpoint's weights to `dtype`."""
     for path in sorted(model.folder.iterdir()):
         if STAYS_HERE.fullmatch(path.name) or not path.is_file() or path.name in WRITTEN_ANEW:
             continue
         if model.is_final:
             link_or_copy(path, target / path.name)
         elif not WEIGHTS.fullmatch(path.name):
-            shutil.copyfile(path, target / path.name)  # not linked, because config.json is rewritten
+            shutil.copyfile(path, target / path.name)  # not hard-linked, because config.json is rewritten
     if not model.is_final:
         write_rounded(model.folder, target, dtype, trusted=trusted)
 
@@ -213,7 +213,7 @@ def write_rounded(source: Path, target: Path, dtype: str, *, trusted: bool) -> N
 
 
 def secret_problems(folder: Path) -> list[str]:
-    """Lists files that contain the value of a secret environment variable, without printing it."""
+    """Lists files that contain the value of a secret environment variable. The messages don't contain the value."""
     secrets = {
         name: value.encode()
         for name, value in os.environ.items()

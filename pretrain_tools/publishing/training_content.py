@@ -1,7 +1,7 @@
 """Writes training_content.md, the public summary of training content required by the EU's AI Act.
 
 Follows the template of the European Commission's AI Office (24 July 2025, explanatory notice and template, Article
-53(1)(d) of Regulation (EU) 2024/1689). Facts missing from the run's records are left for the provider to fill in.
+53(1)(d) of Regulation (EU) 2024/1689). The provider has to fill in facts that the run didn't record.
 """
 
 import time
@@ -50,7 +50,7 @@ def training_content(facts: Facts) -> str:
         general_purpose_flops=GENERAL_PURPOSE_FLOPS,
         unique_tokens=unique,
         size=next((text for most, text in SIZES if unique < most), "more than 10 trillion tokens"),
-        # The start of training is an upper bound for the date of the data.
+        # The data can't be newer than the start of training.
         last_start=time.strftime("%m/%Y", time.gmtime(max(starts))) if starts else "",
         languages=", ".join(shares),
         domains=", ".join(f"{name} ({count})" for name, count in domains.most_common(MOST_DOMAINS)),
@@ -63,14 +63,14 @@ def training_content(facts: Facts) -> str:
 
 
 def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
-    """Returns a row per Hub dataset: name, subset and split, tokens, fraction of all tokens, link."""
+    """Returns one row per Hub dataset: name, subset and split, tokens, fraction of all tokens, link."""
     total = sum(source.tokens or 0 for source in sources)
     rows = []
     for source in sources:
         found = source.preparation.get("datasets") or [{"name": name} for name in source.hub_datasets]
         share = (source.tokens or 0) / total if total else None
         size = "" if share is None else f"{share:.1%}, {'large' if share > LARGE_SHARE else 'not large'}"
-        # Datasets in the same source have no separate counts.
+        # Datasets in the same source aren't counted separately.
         others = f" with {len(found) - 1} others" if len(found) > 1 else ""
         for dataset in found:
             name = str(dataset.get("name"))

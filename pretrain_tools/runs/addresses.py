@@ -1,4 +1,4 @@
-"""Resolves a model address to a folder: a run, one of its steps, a Hugging Face model folder, or a Hub ID.
+"""Finds the model folder for an address: a run, one of its steps, a Hugging Face model folder, or a Hub ID.
 
 runs/x            the run's final/, or its newest valid checkpoint
 runs/x@500        the run's checkpoint at step 500
@@ -20,7 +20,7 @@ from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_fo
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
 HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
-# Evaluation needs no other files. Excludes pickled weights.
+# Files needed for evaluation. Excludes pickled weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
 
@@ -29,7 +29,7 @@ class ModelAddress:
     """A model's location, and its origin if known."""
 
     name: str
-    """Display name: the address as given, plus the checkpoint if the address doesn't include it."""
+    """Display name: the address, plus the checkpoint if the address doesn't include it."""
     folder: Path
     """Local Hugging Face model folder."""
     run: Path | None = None
@@ -44,7 +44,7 @@ class ModelAddress:
 
 
 def find_models(text: str, flag: str = "--model") -> list[ModelAddress]:
-    """Resolves an address to one model, or to several for RUN@all.
+    """Resolves an address to a model, or to several models for RUN@all.
 
     Raises InputError if the model doesn't exist. The message begins with `flag` and suggests alternatives.
     """
@@ -141,14 +141,14 @@ def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAdd
 
 
 def _undamaged(name: str, folder: Path) -> ModelAddress:
-    """Returns a model folder's address. Raises InputError if files don't match the manifest."""
+    """Returns a model folder's address. Raises InputError if its files don't match its manifest."""
     if (folder / SEAL_FILE).is_file() and (problems := checkpoint_damage(folder)):
         raise InputError(f"{name}: {folder} is damaged: {'; '.join(problems)}; use another checkpoint")
     return _describe(name, folder)
 
 
 def _describe(name: str, folder: Path) -> ModelAddress:
-    """Returns a model folder's address, with the run, step and tokens if it belongs to a run."""
+    """Returns a model folder's address, including run, step and tokens if it belongs to a run."""
     # The folder may be a symbolic link to a checkpoint.
     real = folder.resolve()
     if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():

@@ -18,18 +18,18 @@ from pretrain_tools.runs.status import is_training, read_status, state_text
 DONE = {
     "save": "saved at step {step:,}",
     "stop": "saved and stopped at step {step:,}",
-    "abort": "stopped at step {step:,}, nothing saved",
+    "abort": "stopped at step {step:,} without saving",
     "anneal": "decaying from step {step:,}",
 }
 POLL_SECONDS = 0.1
 
 
 def steer(run: Path, command: str, *, timeout: float) -> int:
-    """Sends a command to a live run and prints the answer. Returns the exit status, EXIT_INTERRUPTED after Ctrl-C.
+    """Sends a command to a live run and prints the answer. Returns the exit status (EXIT_INTERRUPTED after Ctrl-C).
 
-    timeout: in seconds. Raises InputError, see `new_request`, `send` and `wait_for_answer`.
+    timeout: in seconds. Raises InputError if a step fails; see `new_request`, `send` and `wait_for_answer`.
     """
-    request = new_request(run, command)  # outside `try`, because an unsent request can't be withdrawn
+    request = new_request(run, command)  # outside `try`, because only a sent request can be withdrawn
     try:
         send(run, request)
         print(f"{command}: waiting for the run ...", file=sys.stderr, flush=True)
@@ -67,7 +67,7 @@ def send(run: Path, request: dict) -> None:
         write_durably(run / REQUEST_FILE, json.dumps(request))
     except OSError as error:
         raise InputError(
-            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); send commands as a user with write access"
+            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); run the command as a user with write access"
         ) from None
 
 
@@ -85,12 +85,12 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
     """Waits for the trainer's answer and returns it as text.
 
     Raises InputError if the run ends without an answer, if another request replaces this one, or after a timeout,
-    which cancels the request. Files are reopened for each poll, because NFS updates its cache only on open.
+    which cancels the request. Reopens the files for each poll, because NFS refreshes its cache only on open.
     """
     start = time.monotonic()
     command = request["command"]
     while time.monotonic() - start < timeout_seconds:
-        # Check this before reading the answer: a stopping trainer answers and then exits, possibly between the two.
+        # Check this before reading the answer, because a stopping trainer may answer and exit between the two.
         alive = is_training(run)
         answer = read_json(run / ANSWER_FILE)
         if answer.get("id") == request["id"] and isinstance(answer.get("step"), int):

@@ -21,16 +21,16 @@ SUMMARIZED = (
     "optim.schedule", "optim.warmup_steps", "precision", "seed", "strategy.strategy", "strategy.ranks",
     "strategy.precision", "environment.device", "environment.commit",
 )  # fmt: skip
-"""Settings shown in a summary, in addition to the shards."""
+"""Settings shown in a summary, in addition to the data folders."""
 
 
 def require_writable(path: Path) -> None:
     """Raises InputError if a file can't be created at this path."""
     folder = path.parent
     if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} is not a folder; create it, or choose another path")
+        raise InputError(f"--output {path}: {folder} is not a folder; create it, or use another path")
     if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: {folder} is not writable; choose another path")
+        raise InputError(f"--output {path}: {folder} is not writable; use another path")
     if path.is_dir():
         raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot'}")
 
@@ -38,7 +38,7 @@ def require_writable(path: Path) -> None:
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flattens nested settings to dotted names: {'a': {'b': 1}} becomes {'a.b': 1}.
 
-    Lists of dicts or lists are flattened by index; other lists are left unchanged.
+    Lists of dicts or lists are flattened by index. Other lists are left unchanged.
     """
     if isinstance(values, dict) and values:
         return {
@@ -52,7 +52,7 @@ def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def recorded_settings(run: Path) -> dict[str, Any]:
-    """Reads all settings recorded by a run, by dotted name. Skips missing files."""
+    """Reads all settings recorded by a run, as {dotted name: value}. Skips missing files."""
     records = {name: read_json(run / f"{name}.json") for name in ("model", "strategy", "environment")}
     # `model` may be a path in config.yaml. It doesn't collide with the keys of model.json, which start with "model.".
     found = {**flatten_settings(read_config(run)), **flatten_settings({k: v for k, v in records.items() if v})}
@@ -60,14 +60,14 @@ def recorded_settings(run: Path) -> dict[str, Any]:
 
 
 def setting_differences(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Returns {name: value in each run} for settings that differ, with None for missing settings."""
+    """Returns {name: list of the runs' values} for settings that differ, with None for missing values."""
     names = dict.fromkeys(itertools.chain.from_iterable(settings))
     rows = {name: [of_run.get(name) for of_run in settings] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 
 def smoothed_loss(history: History) -> float | None:
-    """Computes the mean training loss over the last SMOOTHED_LINES logged lines."""
+    """Computes the mean training loss of the last SMOOTHED_LINES logged lines."""
     losses = [e["loss"] for e in history.of("train")[-SMOOTHED_LINES:] if is_number(e.get("loss"))]
     return statistics.fmean(losses) if losses else None
 
@@ -114,7 +114,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
 
 
 def comparison_text(folders: list[Path]) -> str:
-    """Formats the settings that differ and the results, with one column per run.
+    """Formats differing settings, and results, with one column per run.
 
     Raises InputError for fewer than two runs, or if a folder isn't a run.
     """

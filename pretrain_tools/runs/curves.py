@@ -1,4 +1,4 @@
-"""Converts a run's history to curves: columns of values with the step, tokens, hours and FLOPs of each point."""
+"""Converts a run's history to curves: columns of values, with step, tokens, hours and FLOPs for each point."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ Columns = dict[str, NDArray]
 class RunCurves:
     """A run's curves. All columns except by_position include step, tokens, hours and flops.
 
-    hours: running time, without gaps between processes. flops: forward and backward, counted as for MFU.
+    hours: running time, excluding gaps between processes. flops: forward and backward pass, counted as for MFU.
     """
 
     train: Columns
@@ -67,7 +67,7 @@ def curves_of(history: History) -> RunCurves:
     }
     names = dict.fromkeys(event["event"] for event in history.events if event["event"] not in FIGURES)
     return RunCurves(
-        # Logged tokens and hours replace interpolated ones.
+        # Logged tokens and hours override interpolated ones.
         train={**places.at(logged["step"]), **logged},
         validation=validation,
         scores=scores,
@@ -122,7 +122,7 @@ class Places:
         return {"step": known, **columns}
 
     def of(self, events: Sequence[Event]) -> Columns:
-        """Returns the columns at the steps of these events."""
+        """Returns the same columns at these events' steps."""
         return self.at([event.get("step") for event in events])
 
 

@@ -1,7 +1,8 @@
 """Reads metrics.jsonl, or only its end, and drops lines superseded by repeated steps.
 
 A run that resumes from a checkpoint or rolls back repeats steps. The old lines stay in the file, but only the last
-attempt produced the model. `start` records the step a process resumed from, `rollback` the step it went back to.
+attempt produced the model. A `start` event records the step that a process resumed from, and a `rollback` event the
+step it went back to.
 """
 
 import json
@@ -18,14 +19,14 @@ from pretrain.runs.run_folder import METRICS_FILE
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
-"""Events that can repeat a measurement at the same step. The last one counts."""
+"""Events that can repeat a measurement at the same step. Only the last one is used."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
 }  # fmt: skip
 """Keys of an `evaluation` event that aren't scores."""
 FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
-"""Prefixes of frequent lines. `event` is always the first key."""
+"""Prefixes of the most frequent lines. `event` is always the first key."""
 
 
 MEASURES = {
@@ -65,7 +66,7 @@ class Score:
 
 @dataclass(frozen=True)
 class History:
-    """A run's events. Each event has `hours`, the running time so far without gaps between processes."""
+    """A run's events. Each event includes `hours`, the running time so far, excluding gaps between processes."""
 
     folder: Path
     events: list[Event] = field(repr=False)
@@ -148,19 +149,21 @@ def require_run(folder: Path) -> Path:
     inside = find_runs(folder)
     if inside:
         raise InputError(
-            f"{folder}: is not a run but contains {len(inside)}: "
+            f"{folder}: is not a run, but contains runs ({len(inside)}): "
             f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; use one of them"
         )
     owner = next((parent for parent in folder.parents if (parent / METRICS_FILE).is_file()), None)
     if owner is not None:
         raise InputError(f"{folder}: is a folder inside the run {owner}; use {owner}")
     if (folder / "config.yaml").is_file():
-        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output")
+        raise InputError(
+            f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output"
+        )
     raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; use a folder created by train.py")
 
 
 def refuse_url(text: str) -> None:
-    """Raises InputError for a run's URL, including one whose double slash Path has collapsed."""
+    """Raises InputError if the text is a URL, even if Path has collapsed its double slash."""
     scheme, colon, rest = text.partition(":/")
     if colon and scheme.isidentifier() and not Path(text).exists():
         url = f"{scheme}://{rest.lstrip('/')}"
@@ -216,13 +219,13 @@ def append_events(run: Path, events: Iterable[Event]) -> None:
 
 
 def count_hours(events: list[Event]) -> None:
-    """Adds `hours` to every event in place. Includes work lost in a crash, but not the time until the restart."""
+    """Adds `hours` to every event in place. Includes lost work after a crash, but not the time until the restart."""
     elapsed = 0.0
     previous = None
     for event in events:
         now = event.get("time")
         if is_number(now) and event["event"] not in BY_OTHER_PROCESSES:
-            # The time before a `start` is a gap between processes. The clock may have been set back.
+            # The time before a `start` is a gap between processes. max(), because the clock may have been set back.
             if previous is not None and event["event"] != "start":
                 elapsed += max(0.0, now - previous)
             previous = now
@@ -244,7 +247,7 @@ def current_events(events: Iterable[Event]) -> list[Event]:
 def repeats_after(event: Event) -> int | None:
     """Returns the last step that stays valid after this event, or None if the event doesn't move training back."""
     if event["event"] == "start":
-        # -1, because a process that starts from scratch also repeats the validation at step 0.
+        # -1, because a process that starts from scratch repeats even the validation at step 0.
         return event.get("step") or -1
     return event.get("to_step") if event["event"] == "rollback" else None
 
@@ -256,7 +259,7 @@ def _subject(event: Event) -> tuple:
 def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
     """Reads a run's last events, without superseded ones, in constant time.
 
-    lines: number of lines to read. Rare events are also read from the last `look_back_bytes`.
+    lines: number of lines to read. Also reads infrequent events from the last `look_back_bytes`.
     """
     with open(run / METRICS_FILE, "rb") as file:
         begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)

@@ -27,21 +27,21 @@ from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
-"""Files that describe a single model and aren't copied to the merged one."""
+"""Files that describe a single model and therefore aren't copied to the merged one."""
 
 
 def merge_models(
     texts: list[str], *, last: int | None, weights: str, output: Path | None, trust_remote_code: bool = False
 ) -> tuple[Path, list[str]]:
-    """Averages the models at these addresses. Returns the output folder and the models' names.
+    """Averages the models at these addresses. Returns the output folder and the names of the models.
 
     Reads one tensor at a time, and holds at most one output file in memory. Raises InputError listing all problems
     before writing anything.
 
     Args:
         last: number of newest intact checkpoints to use from each run.
-        weights: raw, or average for the averaged weights in checkpoints.
-        trust_remote_code: run code from the model folders.
+        weights: raw, or average to use the averaged weights in checkpoints.
+        trust_remote_code: run Python code from the model folders.
         output: a new folder; None for a folder in the run, if all models are from one run.
     """
     problems = Problems()
@@ -76,7 +76,7 @@ def merge_models(
 
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
-    """Returns the models at an address, or with `last` a run's newest intact checkpoints. Raises InputError."""
+    """Returns the models at an address, or a run's newest intact checkpoints if `last` is set. Raises InputError."""
     if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
         return find_models(text, "merge")
     found: list[ModelAddress] = []
@@ -98,7 +98,7 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
     if asked is None:
         runs = {address.run for address in addresses}
         if len(runs) > 1 or None in runs:
-            raise InputError("merge: --output is required, because the models aren't all from one run")
+            raise InputError("merge: --output is required, because the models aren't all from the same run")
         steps = sorted({address.step for address in addresses})
         asked = runs.pop() / ("merged-" + "-".join(f"{step}" for step in dict.fromkeys((steps[0], steps[-1]))))
     if asked.exists():
@@ -111,9 +111,9 @@ def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path
 def mean_of(
     names: Sequence[str], folders: Sequence[Path], prefix: str, *, trusted: bool
 ) -> tuple[TensorGroup, PublishedNames]:
-    """Returns the mean of the tensors in these folders, and the tensors' names in published models.
+    """Returns the mean of the tensors in these folders, and the names that they have in published models.
 
-    Each mean is computed in fp64 when it is accessed, and returned in fp32. Raises InputError if the architectures
+    Means are computed in fp64 on access, and returned in fp32. Raises InputError if the architectures
     differ.
     """
     problems = Problems()
@@ -123,7 +123,7 @@ def mean_of(
     problems.stop_if_any()
     saved = [SavedTensors(folder, prefix) for folder in folders]
     problems += [
-        f"merge {name}: contains no safetensors" for name, model in zip(names, saved, strict=True) if not model
+        f"merge {name}: contains no safetensors files" for name, model in zip(names, saved, strict=True) if not model
     ]
     published = problems.attempt(PublishedNames.of, configs[0])
     problems.stop_if_any()
@@ -165,7 +165,7 @@ def require_room(output: Path, group: TensorGroup) -> None:
 
 
 def describe_mean(folder: Path, newest: Path, contents: dict) -> None:
-    """Copies all other files from the newest model, and writes merge.json, which lists the models."""
+    """Copies all other files from the newest model, and writes merge.json with a list of the models."""
     for path in newest.iterdir():
         if path.is_file() and path.name not in LEFT_BEHIND and ".safetensors" not in path.suffixes:
             shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""Plots runs as PNG panels. Other figures in the project use the same helpers."""
+"""Plots runs as a PNG with several panels. The project's other figures use the same helpers."""
 
 import io
 import itertools
@@ -101,7 +101,7 @@ class Panel:
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """Plots runs as a PNG and returns its path, by default in the run folder or the runs' common parent.
 
-    Raises InputError if a folder isn't a run, if no steps are logged yet, or if the path isn't writable.
+    Raises InputError if a folder isn't a run, if no step has been logged yet, or if the path isn't writable.
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -207,7 +207,7 @@ def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
 
 
 def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns a panel per diagnostic: all layers of a single run, or the median over layers for several runs."""
+    """Returns a panel per diagnostic: every layer for a single run, or the median over layers for several runs."""
     panels = []
     for measure, title in MEASURES.items():
         lines = []
@@ -314,7 +314,7 @@ def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
 
 
 def fit_to_later_loss(axis: Any, panel: Panel) -> None:
-    """Fits the axis to the loss after the first 2% of the run, so that the initial drop doesn't flatten the rest."""
+    """Scales the axis to the loss after the first 2% of the run, so that the initial drop doesn't flatten the rest."""
     curves = [points_of(line.columns, panel.position, "loss") for line in panel.lines]
     if all(points.shape[1] <= FEW for points in curves):
         return

@@ -1,4 +1,4 @@
-"""Determines a run's state: its process, progress and time left. Reads only the end of each file."""
+"""Determines a run's state, progress and time left. Reads only the end of each file."""
 
 import fcntl
 import socket
@@ -20,7 +20,7 @@ from pretrain_tools.runs.history import find_runs, is_number, last_start, read_e
 STALE_HEARTBEAT_SECONDS = 60.0
 """Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
 LONG_STEP_SECONDS = 60.0
-"""Time without progress after which `status` mentions it."""
+"""Time without progress after which `status` reports it."""
 SHOWN_EVENTS = 8
 FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
 """Measurement events, which aren't listed as incidents."""
@@ -74,7 +74,7 @@ def is_training(run: Path) -> bool | None:
         touched = heartbeat_path(run).stat().st_mtime
     except OSError:
         return None
-    # Either clock may be wrong, the writer's or the file server's, so use the later time.
+    # The writer's or the file server's clock may be wrong, so use the later time.
     last = max(touched, read_json(heartbeat_path(run)).get("time") or 0.0)
     return time.time() - last < STALE_HEARTBEAT_SECONDS
 
@@ -114,7 +114,7 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     total_steps = _total_steps(run, events, step)
-    # On other machines the lock may be missing, but the heartbeat also contains the process ID.
+    # On other machines, the lock may be missing, but the heartbeat also contains the process ID.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
@@ -143,7 +143,7 @@ def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None
         total = source.get("total_steps")
         if is_number(total) and total >= (step or 0):
             return total
-    # A later start increased the budget, and is too far back in the file.
+    # A later start increased the budget, but it isn't in the part of the log that was read.
     return last_start(run).get("total_steps")
 
 
@@ -183,7 +183,7 @@ def mirror_text(run: Path) -> str | None:
     copied = status.get("copied_step")
     latest = latest_step(run)
     if copied is None:
-        said = "nothing copied since the start"
+        said = "no checkpoint copied since the start"
     elif latest is None or copied >= latest:
         said = f"step {copied:,}, the newest checkpoint"
     else:
@@ -255,12 +255,12 @@ def ago(moment: float) -> str:
 
 
 def text_of(value: object, form: Callable[[Any], str]) -> str:
-    """Formats a table cell, or returns '-' if the value isn't a number."""
+    """Formats a number for a table cell. Returns '-' for other values."""
     return form(value) if is_number(value) else "-"
 
 
 def status_text(status: RunStatus) -> str:
-    """Formats a run's status to fit on one screen."""
+    """Formats a run's status on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
     rows = {"run": str(status.folder), "state": f"{state}; last line {ago(status.logged)}"}
     if status.progress is not None:
@@ -271,7 +271,7 @@ def status_text(status: RunStatus) -> str:
             f"step {status.step:,} of {status.total_steps:,}{tokens}"
         )
     if status.silent_seconds is not None and status.silent_seconds >= LONG_STEP_SECONDS:
-        rows["silence"] = f"no progress for {duration_text(status.silent_seconds)}: a long step, or a hang"
+        rows["silence"] = f"no progress for {duration_text(status.silent_seconds)} (a long step or a hang)"
     if status.seconds_left is not None:
         finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
         rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"

@@ -1,4 +1,4 @@
-"""Shows a step's data: each sequence's source, shard and offset, and its documents as text."""
+"""Shows a step's training data: the source, shard and offset of each sequence, and its documents as text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,10 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or the part of it that is in a sequence."""
+    """A document, or its part within a sequence."""
 
     number: int
-    """1-based index of the document in the shard file in which the sequence begins."""
+    """1-based index of the document within the shard file in which the sequence begins."""
     ids: np.ndarray
     """Token IDs without the end-of-document ID."""
     origin: str | None
@@ -37,11 +37,12 @@ class Sequence:
     source: str
     file: str
     offset: int
-    """Offset of its first token in the file."""
+    """Offset of the sequence's first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,), including the final target. With best-fit packing, a piece's IDs."""
+    """Token IDs, shape (sequence_length + 1,), including the final target. With best-fit packing, the IDs of one
+    piece."""
     inside: np.ndarray
-    """Token IDs without the last one if it is only a target."""
+    """Token IDs, without the last one if it is only a target."""
     documents: list[Document]
     begins_inside: bool
     """True if its first document started in an earlier sequence."""
@@ -50,7 +51,7 @@ class Sequence:
 def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
     """Formats the first `limit` sequences of a step, with up to `characters` per document.
 
-    step: as logged, starting from 1. Raises InputError if the run hasn't reached the step, or if shards are missing or
+    step: as logged, starting at 1. Raises InputError if the run hasn't reached the step, or if shards are missing or
     have changed since training.
     """
     batches, first_sample, samples = open_step(run, step)
@@ -68,11 +69,11 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
             lines += ["", *_sequence_lines(number, sequence, decoders[sequence.source], characters)]
             lacks_origins |= any(document.origin is None for document in sequence.documents)
     if count > limit:
-        lines += ["", f"{count - limit:,} more sequences: --limit {count}"]
+        lines += ["", f"{count - limit:,} more sequences; use --limit {count} to show all"]
     if lacks_origins:
         lines += [
             "",
-            "Some shards do not record the source file and line of each document; search for the text instead.",
+            "Some shards don't record the documents' source files and lines. To find a document, search for its text.",
         ]
     return "\n".join(lines)
 
@@ -85,9 +86,9 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     history = read_history(run)
     last = history.last("train").get("step", 0)
     if step > last:
-        raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use 1 to {last:,}")
+        raise InputError(f"--step {step:,}: {run} has only reached step {last:,}; use a step from 1 to {last:,}")
     settings = read_config(run)
-    # Newest checkpoint with a readable state.
+    # Use the newest checkpoint with a readable state.
     newest = next(filter(None, map(read_state, reversed(checkpoint_folders(run).values()))), {})
     state = newest.get("state", {})
     # Increasing the budget moves later curriculum stages, so use the start that was in effect at this step.
@@ -171,7 +172,7 @@ def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
-    """Returns a shard's path. For shards at a URL, only downloads the index."""
+    """Returns a shard's path. If the shards are at a URL, downloads only the index."""
     path = manifest.folder / shard.file
     if manifest.url is not None:
         from pretrain.data.object_store import copied_file

@@ -281,7 +281,7 @@ def test_a_state_without_a_step_is_damage(run, state):
     (run / "checkpoints/step-00000002/trainer_state.json").write_text(state)
     seal_again(run / "checkpoints/step-00000002")
     chosen, (said,) = newest(run)
-    assert chosen.name == "step-00000001" and "has no step" in said
+    assert chosen.name == "step-00000001" and "contains no step" in said
 
 
 def test_an_optimizer_without_state_is_not_damage(run):

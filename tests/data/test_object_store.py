@@ -173,7 +173,7 @@ def test_a_truncated_object_is_rejected(tmp_path):
         open_shards(url, "train")
     reader = ShardReader(read_manifest(url), "train")
     with pytest.raises(
-        InputError, match=f"{url}/train-00002.bin: is truncated: it has 199,990 bytes, but needs at least 200,000"
+        InputError, match=f"{url}/train-00002.bin: is truncated to 199,990 bytes, but needs at least 200,000"
     ):
         reader.read(TOKENS - 10, np.empty(10, np.uint16))
 

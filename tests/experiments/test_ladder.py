@@ -74,10 +74,10 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     first, second = values["predictions"]
     assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
     assert first["name"] == asked and f"{first['loss']:.4f}" in said
-    assert "not_ended: left out: it has not finished" in said and "left out: 1 run with worse settings" in said
+    assert "not_ended: skipped: it hasn't finished" in said and "skipped: 1 run with worse settings" in said
     assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
     assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
-    assert "back-test: without the largest size" in said and "within the interval" in said
+    assert "back-test: a fit without the largest size" in said and "within the interval" in said
     assert "tokens grow with model size" in said and "mostly the prior" in said
     assert second["times_compute"] > 1000 and "llama_125m.yaml: " in said.split("warning: ")[-1]
     assert (sweep / "ladder.png").stat().st_size > 10_000

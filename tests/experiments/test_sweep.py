@@ -103,7 +103,7 @@ def finished_run(folder, loss):
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ([3.11, 3.21], "0.1095 below the next (90% interval 0.1063 to 0.1127"),
+        ([3.11, 3.21], "0.1095 below the next best (90% interval 0.1063 to 0.1127"),
         ([2.9, 3.5], "not significant"),
         ([], "best"),
     ],

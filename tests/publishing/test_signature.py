@@ -112,7 +112,7 @@ def test_the_signers_key_is_checked(folder, keys, capsys, tmp_path):
 @pytest.mark.parametrize("name", ["nothing", "mine.pub", "edwards", "protected"])
 def test_keys_that_cannot_sign_are_rejected(keys, name):
     with pytest.raises(
-        InputError, match=rf"--sign .*{name}: not usable .*use an elliptic-curve private key in PEM format"
+        InputError, match=rf"--sign .*{name}: can't be used .*use an elliptic-curve private key in PEM format"
     ):
         load_key("--sign", keys / name)
 

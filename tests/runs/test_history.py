@@ -178,7 +178,7 @@ def test_folders_that_are_not_runs_get_specific_messages(tmp_path):
     cases = {
         tmp_path / "runs" / "lama": f"no such run; did you mean {run}?",
         tmp_path / "nowhere" / "x": "no such run",
-        tmp_path / "runs": f"is not a run but contains 1: {run}; use one of them",
+        tmp_path / "runs": f"is not a run, but contains runs (1): {run}; use one of them",
         run / "config.yaml": "is a file, not a run folder",
         run / "checkpoints": f"is a folder inside the run {run}; use {run}",
         tmp_path / "empty": "is not a run: it has no metrics.jsonl",

@@ -143,7 +143,7 @@ def test_a_repository_is_verified(run, hub, home):
 
     out = verify("me/tiny")
     assert out.returncode == 0, out.stdout + out.stderr
-    assert "me/tiny: 9 files and provenance.json as published: step 8 of x, code abc123" in out.stdout
+    assert "me/tiny: 9 files and provenance.json are unchanged: step 8 of x, code abc123" in out.stdout
     api = HfApi(endpoint=hub.url, token=TOKEN)
     api.upload_file(path_or_fileobj=b"{}", path_in_repo="config.json", repo_id="me/tiny")
     api.upload_file(path_or_fileobj=b"import os", path_in_repo="extra.py", repo_id="me/tiny")
@@ -261,7 +261,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
         "--attempts 0: must be an integer of at least 1",
         "--output: only valid with --dry_run",
         "--repo a/b/c: Repo id must be",
-        "--license is missing: a license is required; give one, such as apache-2.0",
+        "--license is missing, but publishing requires a license; set one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
         f"--checkpoint 5: {finished_run} has no checkpoint at this step; available steps: 4, 8",
@@ -275,8 +275,8 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
     [
         ([], "--run is required"),
         (["--run", "no/such/run"], "--run no/such/run: not a run folder"),
-        (["--repo", "tiny"], "--repo tiny: give OWNER/NAME, such as me/tiny"),
-        ([], "--repo is missing: give OWNER/NAME"),
+        (["--repo", "tiny"], "--repo tiny: must be OWNER/NAME, such as me/tiny"),
+        ([], "--repo is missing; set it to OWNER/NAME"),
         (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID; did you mean apache-2.0?"),
         (["--dry_run"], "--dry_run: requires --output DIR"),
     ],

@@ -115,7 +115,7 @@ def test_a_run_on_another_machine_is_alive_while_its_heartbeat_is_fresh(tmp_path
     beat.write_text(json.dumps({"pid": 7, "host": "elsewhere", "time": time.time(), "silent_seconds": 300.0}))
     status = read_status(run)
     assert status.state == "running" and status.where == "process 7 on elsewhere"
-    assert "no progress for 5 min 00 s: a long step, or a hang" in status_text(status)
+    assert "no progress for 5 min 00 s (a long step or a hang)" in status_text(status)
     beat.write_text("{}")
     os.utime(beat, (time.time() - 600,) * 2)
     assert read_status(run).state == "crashed"
@@ -269,7 +269,7 @@ def test_the_documents_of_a_step_match_the_training_loop(tmp_path, shards):
     for line in decoder.decode(first.documents[0].ids.tolist(), skip_special_tokens=False).splitlines():
         assert f"    | {line}" in text
     assert f"train-00000.bin · tokens {first.offset:,} to {first.offset + 63:,}" in text
-    assert "2 more sequences: --limit 4" in text
+    assert "2 more sequences; use --limit 4" in text
     assert re.search(r"^    from \w+\.py, line 1$", text, re.MULTILINE)
 
 
@@ -294,7 +294,7 @@ def test_shards_from_earlier_versions_have_no_origins(tmp_path, shards):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert verify_shards(folder) == []
     text = documents_text(trained(tmp_path, folder), 7, limit=2, characters=100)
-    assert "do not record the source file and line" in text and "    from " not in text
+    assert "don't record the documents' source files and lines" in text and "    from " not in text
 
 
 def test_documents_are_counted_per_shard(tmp_path, shards):
@@ -340,7 +340,7 @@ def test_a_budget_that_was_raised_later_does_not_move_earlier_steps(tmp_path, sh
 
 def test_changed_or_missing_shards_and_steps_outside_the_run_are_rejected(tmp_path, shards):
     run = trained(tmp_path, shards)
-    with pytest.raises(InputError, match=r"--step 21: .* has only reached step 20; use 1 to 20"):
+    with pytest.raises(InputError, match=r"--step 21: .* has only reached step 20; use a step from 1 to 20"):
         documents_text(run, 21, limit=1, characters=9)
     saved = run / "checkpoints" / "step-00000020" / "trainer_state.json"
     saved.parent.mkdir(parents=True)
@@ -371,16 +371,16 @@ def test_bad_input_gets_a_clear_answer(tmp_path, monkeypatch, capsys):
         ("list", tmp_path / "nowhere"): "no such folder; use a folder that contains runs",
         ("list", run / "x"): "no such folder",
         ("status", tmp_path / "runs" / "lama"): f"did you mean {run}?",
-        ("summary", tmp_path): "is not a run but contains 2",
+        ("summary", tmp_path): "is not a run, but contains runs (2)",
         ("plot", run, tmp_path / "nowhere", tmp_path / "neither"): "neither: no such run",
         ("plot", nothing): "no steps logged yet",
-        ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or choose another path",
+        ("plot", run, "--output", tmp_path / "no" / "where"): "is not a folder; create it, or use another path",
         ("plot", run, "--output", tmp_path / "runs"): "is a folder; use a path such as",
         ("compare", run): "needs at least two runs; for a single run, use summary",
         ("plot", run, "--output", tmp_path / "no" / "x.png"): "is not a folder; create it",
         ("documents", run, "--step", "0"): "must be greater than 0, got 0",
         ("documents", run, "--step", "x"): "invalid natural value",
-        ("abort", tmp_path / "runs"): f"is not a run but contains 1: {run}; use one of them",
+        ("abort", tmp_path / "runs"): f"is not a run, but contains runs (1): {run}; use one of them",
     }
     for arguments, text in cases.items():
         assert text in message(*arguments), arguments

@@ -88,9 +88,9 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     assert "is already complete: 12 steps" in train(path).stdout
 
     for address, message in (
-        ("run@5", "its steps: 4, 8, 12"),
+        ("run@5", "available steps: 4, 8, 12"),
         ("run", "must be RUN@STEP"),
-        ("none@4", "its steps: none"),
+        ("none@4", "available steps: none"),
     ):
         refused = train(path, "--branch_from", f"{tmp_path}/{address}", "--output", tmp_path / "other", check=False)
         assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
