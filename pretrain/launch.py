@@ -159,7 +159,7 @@ def supervise(command: list[str]) -> int:
             return status_of(code)
         if time.monotonic() - started > LONG_LIFE_SECONDS:
             pause = SHORTEST_PAUSE_SECONDS
-        what = "has to be continued" if code == EXIT_PREEMPTED else "crashed"
+        what = "is not finished" if code == EXIT_PREEMPTED else "crashed"
         print(f"the run {what} (exit status {code}); restarting in {pause:g} s", file=sys.stderr, flush=True)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not HEARD:

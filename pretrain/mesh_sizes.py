@@ -217,7 +217,9 @@ def launched_sizes() -> Sizes:
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
         product = f"{sizes} = {given}" if len(numbers) > 1 else sizes
-        problems.append(f"launcher: {product} does not divide {processes} processes; use {allowed(processes)}")
+        problems.append(
+            f"launcher: {product} does not divide the number of processes ({processes}); use {allowed(processes)}"
+        )
     if problems:
         raise InputError(*problems)
     default = "dp_shard" if environment_flag("ACCELERATE_USE_FSDP") else "dp_replicate"
@@ -233,7 +235,7 @@ def launched_sizes() -> Sizes:
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: no processes remain for it (out of {processes}); use another "
+            f"launcher: {setting(rest[0])}: no processes are left for it (out of {processes}); use another "
             "strategy, or --num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp

@@ -68,8 +68,8 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is using it; "
-                "wait for that process, stop it, or choose another --output"
+                f"{path.parent}: in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
+                "wait until that process has finished, stop it, or use another --output"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)

@@ -324,11 +324,11 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
     what = f"the data's tokenizer has {vocabulary_size:,} IDs, but the model's vocab_size is {config.vocab_size:,}"
     if has_weights:
         return [
-            f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, use "
+            f"{what}; prepare the data with the model's own tokenizer, or, if the data's tokenizer extends it, use "
             f"--model.vocab_size auto, which sets it to {padded_vocabulary(vocabulary_size):,}"
         ]
     return [
-        f"{what}: use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
+        f"{what}; use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
         f"{padded_vocabulary(vocabulary_size):,}, or prepare the data with a tokenizer that has at most "
         f"{config.vocab_size:,} IDs"
     ]
@@ -344,7 +344,10 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
     if not different:
         return None
     first = different[0]
-    return f"{len(different)} tensors differ, first {first}: {ours.get(first, 'none')}, {theirs.get(first, 'none')}"
+    return (
+        f"{len(different)} tensors differ, starting with {first}: {ours.get(first, 'none')}, "
+        f"{theirs.get(first, 'none')}"
+    )
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
@@ -479,5 +482,5 @@ def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]
     ]
     if forgotten:
         raise InputError(
-            f"{model_class} does not initialize {', '.join(sorted(forgotten))}: set them in its _init_weights"
+            f"{model_class} does not initialize {', '.join(sorted(forgotten))}; initialize them in its _init_weights"
         )

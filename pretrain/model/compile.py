@@ -96,7 +96,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     needs = []
     if not any(name and shutil.which(name.split()[0]) for name in compilers):
         kind = "C" if device_type == "cuda" else "C++"
-        needs.append(f"a {kind} compiler (none of {', '.join(filter(None, compilers))} found)")
+        needs.append(f"a {kind} compiler ({', '.join(filter(None, compilers))} not found)")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         needs.append(f"Python's headers ({header} is missing)")
@@ -106,7 +106,10 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
         install.append("pip install triton")
     if not needs:
         return []
-    return [f"compile: {requested} needs {' and '.join(needs)}: {'; '.join(install)}; or use none, which is slower"]
+    return [
+        f"compile: {requested} needs {' and '.join(needs)}; install what is missing "
+        f"({'; '.join(install)}), or use none, which is slower"
+    ]
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:

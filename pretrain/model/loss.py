@@ -35,7 +35,7 @@ CPU_PRODUCT_BYTES = 16 * 2**20
 """Size of each addition to the head's fp32 gradient on a CPU."""
 FEW_LOGITS = 2**20
 """Maximum number of logits that fit into a CPU's caches (4 MB in fp32)."""
-NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0"
+NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or set z_loss to 0"
 NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
     f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"

@@ -172,8 +172,8 @@ class LossTerms:
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
-                        f"loss.terms.{name}: {min(lost)} in its module would be missing from checkpoints, which only "
-                        "contain its parameters, each once; make it a buffer with persistent=False"
+                        f"loss.terms.{name}: checkpoints would not contain {min(lost)}, because they only store the "
+                        "module's parameters, each once; make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)
@@ -230,8 +230,8 @@ def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
-        f"loss.terms.{name}: returned {kind}; it must return a tensor of shape {tuple(seen.targets_BT.shape)} with "
-        "one value per token, or a scalar tensor with their sum"
+        f"loss.terms.{name}: must return a tensor of shape {tuple(seen.targets_BT.shape)} with one value per token, "
+        f"or a scalar tensor with their sum, got {kind}"
     )
 
 
@@ -246,8 +246,8 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     needy = [name for name in settings.terms if not LOSS_TERMS[name].by_token]
     if launched_sizes().cp > 1 and needy:
         problems.append(
-            f"loss.terms: {', '.join(needy)}: does not support cp, which splits each "
-            "sequence across ranks, unless its class sets by_token = True; use fsdp2"
+            f"loss.terms: {', '.join(needy)}: cp, which splits each sequence across ranks, requires by_token = True "
+            "in a term's class; use fsdp2 for other terms"
         )
     if compile_mode == "full":
         problems.append("loss.terms: not supported with compile: full; use regional or auto")

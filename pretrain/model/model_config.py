@@ -54,9 +54,9 @@ The limits are far above the largest known models, which have about 130 layers, 
 tokens, vectors with 110,000 dimensions and 10 million positions.
 """
 NUMBER_RULES = (
-    (r"drop", lambda value: 0 <= value < 1, "a probability, at least 0 and below 1"),
-    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1, such as 1e-6"),
-    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0, such as 0.02"),
+    (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
+    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
+    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0 (such as 0.02)"),
 )
 """(pattern for a key's name, check for the value, allowed values in words)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
@@ -214,7 +214,7 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     if text is not config:
         advice = f"use a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
         if text:
-            advice = f"its text model is {text.model_type}: write a JSON with that model_type"
+            advice = f"use a JSON with the model_type of its text model, {text.model_type}"
         raise InputError(f"{name}: model_type {config.model_type} is multimodal; {advice}")
 
 
@@ -222,7 +222,7 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             f"{name_or_path}: this model has custom code, which runs with your permissions; allow it with "
-            "--trust_remote_code (in a recipe trust_remote_code: true) if you trust its author"
+            "--trust_remote_code (in a recipe: trust_remote_code: true) if you trust its author"
         )
     if is_folder:
         return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
@@ -281,7 +281,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, _RepeatedKeyError) as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
-        raise InputError(f"{path}: must be a JSON object with keys and values (got {type(keys).__name__})")
+        raise InputError(f"{path}: must be a JSON object, got {type(keys).__name__}")
     return keys
 
 
@@ -413,15 +413,15 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
     """Checks a value's type against the class's annotation. Returns the problem, or None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
-        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
+        return None if name not in COUNT_FIELDS or is_count else f"must be an integer, got {shortened(repr(value))}"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
     except (TypeError, ValueError):
         shown = expected.__name__ if isinstance(expected, type) else str(expected)
-        return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
+        return f"must be {shown}, got {shortened(repr(value))} ({type(value).__name__})"
     if isinstance(value, bool) and "bool" not in str(expected):
-        return f"{str(value).lower()} is not a number; allowed: {expected}"
+        return f"must be a number ({expected}), got {str(value).lower()}"
     return None
 
 
@@ -430,7 +430,7 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
-    problems = [f"{own_name[name]} is {value}; it must be at least 1" for name, value in count.items() if value < 1]
+    problems = [f"{own_name[name]} must be at least 1, got {value}" for name, value in count.items() if value < 1]
     if problems:
         return problems
     width = count.get("hidden_size")
@@ -452,7 +452,7 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
         )
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
-        problems.append(f"head_dim is {head_width}; it must be even for rotary positions")
+        problems.append(f"head_dim must be even for rotary positions, got {head_width}")
     return problems
 
 
@@ -483,17 +483,17 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
         example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
-        return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {example}"]
+        return [f"{path}: must be a finite number (such as {example}), got {value}"]
     for pattern, is_allowed, allowed in NUMBER_RULES:
         if re.search(pattern, name) and not is_allowed(value):
-            return [f"{path}: {_shown(value)}; allowed: {allowed}"]
+            return [f"{path}: must be {allowed}, got {_shown(value)}"]
     if isinstance(value, int):
         _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
         if value > most:
             return [f"{path}: {_shown(value)} is too large; allowed: at most {most:,} {what}"]
         is_negative = isinstance(default, int | float) and default < 0
         if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
-            return [f"{path}: {_shown(value)}; allowed: 0 or more"]
+            return [f"{path}: must be at least 0, got {_shown(value)}"]
     return []
 
 
@@ -532,8 +532,8 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
         least = 1 if key == "factor" else 0
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < least or value == 0:
-            allowed = "a number of at least 1, such as 8.0" if key == "factor" else "a number above 0"
-            problems.append(f"{prefix}{key}: {_shown(value)}; allowed: {allowed}")
+            allowed = "a number of at least 1 (such as 8.0)" if key == "factor" else "a number above 0"
+            problems.append(f"{prefix}{key}: must be {allowed}, got {_shown(value)}")
     return problems
 
 

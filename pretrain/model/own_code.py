@@ -92,7 +92,7 @@ def register_classes(
         return
     for made in filter(None, (causal_class, model_class)):
         if getattr(made.config_class, "__name__", None) != config_class.__name__:
-            raise InputError(f"{file}: {made.__name__} must contain config_class = {config_class.__name__}")
+            raise InputError(f"{file}: {made.__name__} must set config_class = {config_class.__name__}")
     AutoConfig.register(model_type, config_class)
     config_class.register_for_auto_class("AutoConfig")
     if model_class is not None:
@@ -108,7 +108,8 @@ def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
         example = config_class()
     except Exception as error:  # custom code may raise any error
         raise InputError(
-            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; add defaults"
+            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; "
+            "add default values"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():
@@ -158,7 +159,7 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
         module = import_file(path, f"groundwork_own_{digest}")
         class_name = names[kind].partition(".")[2]
         if not hasattr(module, class_name):
-            raise InputError(f"{path}: has no {class_name}, which is the {kind} in auto_map")
+            raise InputError(f"{path}: does not define {class_name}, the {kind} in auto_map")
         classes[kind] = getattr(module, class_name)
     causal_class = classes["AutoModelForCausalLM"]
     register_classes(paths["AutoConfig"], classes["AutoConfig"], causal_class, classes.get("AutoModel"))

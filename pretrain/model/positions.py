@@ -77,7 +77,7 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
             return dict(given)
-        how = "has different ones for each layer type" if before else "has no rotary positions"
+        how = "has different rotary parameters for each layer type" if before else "has no rotary positions"
         raise InputError(
             f"{place}.rope_parameters: {config.model_type} {how}, so a stage can't change them; omit "
             "rope_parameters, or use a model with the same rotary positions in all layers, such as llama or qwen3"

@@ -141,8 +141,8 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
     """
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"{name_or_path}: a JSON has no weights; use the folder or Hub ID of a pretrained model, or train from "
-            "scratch with init: scratch"
+            f"{name_or_path}: a JSON file contains no weights; use the folder or Hub ID of a pretrained model, or "
+            "train from scratch with init: scratch"
         )
     load_model_config(name_or_path, trust_remote_code=trust_remote_code)
     try:

@@ -43,7 +43,8 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     Does not check tp, which rejects 8-bit AdamW itself.
     """
     offloaded = (
-        "optim.name: adamw_8bit does not run with fsdp_offload_params; use adamw, or keep the parameters on the GPU"
+        "optim.name: adamw_8bit is not supported with fsdp_offload_params; use adamw, or keep the parameters on the "
+        "GPU"
     )
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
@@ -59,8 +60,8 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     remedy = f"set dp_shard x cp to {' or '.join(works)}, and use dp_replicate for the remaining processes"
     return [
         *problems,
-        f"optim.name: adamw_8bit does not run with {sizes.fsdp} shards per parameter (dp_shard x cp), because each of "
-        f"its scales covers a block of 256 consecutive elements, and shards of {named}{more} would split a block; "
+        f"optim.name: adamw_8bit is not supported with {sizes.fsdp} shards per parameter (dp_shard x cp), because "
+        f"sharding {named}{more} would split its quantization blocks of 256 consecutive elements; "
         f"use adamw, or {remedy if works else 'a model whose row counts divide evenly'}",
     ]
 

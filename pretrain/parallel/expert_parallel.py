@@ -49,7 +49,7 @@ class ExpertParallel(Dimension):
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
     """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
     if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers version with {DISPATCH}, such as 5.23, got {transformers.__version__}"
+        return f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)

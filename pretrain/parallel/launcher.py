@@ -103,7 +103,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
         problems.append(
-            f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
+            f"launcher: mixed_precision: {launched} conflicts with the recipe's precision: {precision}; "
             "remove mixed_precision from the accelerate config, or set precision in the recipe"
         )
     set_by_recipe = {
@@ -147,8 +147,8 @@ def parallelism_problems() -> list[str]:
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:
         problems.append(
-            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launcher's command "
-            f"line is not visible; set {' and '.join(missing)} to their sizes (1 if unused)"
+            f"launcher: cannot read {' and '.join(map(setting, DROPPED))}, because the launcher's command line is "
+            f"not accessible; set {' and '.join(missing)} in the environment (to 1 if unused)"
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
@@ -157,7 +157,7 @@ def parallelism_problems() -> list[str]:
         # If a pp or ep size was lost, this would silently start DDP.
         names = ", ".join(map(setting, DIMENSIONS))
         problems.append(
-            f"launcher: parallelism_config has no size above 1; set one of {names} in the accelerate config, or an "
-            "environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
+            f"launcher: parallelism_config sets no size above 1; set one of {names} in the accelerate config, "
+            "or an environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
         )
     return problems

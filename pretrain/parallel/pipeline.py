@@ -61,16 +61,16 @@ class Pipeline(Dimension):
         if splits_backward and config.activation_checkpointing != "none":
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
-                f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-                f"{schedule}, which computes input and weight gradients separately; use none, or one of these "
-                f"schedules: {others}"
+                f"activation_checkpointing: {config.activation_checkpointing} is not supported with "
+                f"pipeline.schedule {schedule}, which computes input and weight gradients separately; use none, "
+                f"or one of these schedules: {others}"
             )
         if config.attention == "flex_attention":
-            problems.append("attention: flex_attention does not run with a pipeline; use auto")
+            problems.append("attention: flex_attention is not supported with a pipeline; use auto")
         if config.precision == "fp8" and splits_backward:
             problems.append(
-                f"precision: fp8 does not run with pipeline.schedule {schedule}: fp8 layers compute input and weight "
-                "gradients together, so both would be computed twice; use 1F1B or Interleaved1F1B"
+                f"precision: fp8 is not supported with pipeline.schedule {schedule}, because fp8 layers compute "
+                "input and weight gradients together, and would compute both twice; use 1F1B or Interleaved1F1B"
             )
         return problems
 

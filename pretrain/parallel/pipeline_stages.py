@@ -229,7 +229,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
     except Exception as error:  # the base model doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
-        return f"{said}: the loss is {x:.4f} with two stages, but {wanted:.4f} without; {works}"
+        return f"{said}: with two stages, its loss is {x:.4f} instead of {wanted:.4f}; {works}"
     return None
 
 

@@ -92,7 +92,7 @@ def evaluation_strategy() -> Strategy:
     name = launched_strategy()
     if name not in ("single", "ddp"):
         raise InputError(
-            f"launcher: {name} only supports training; use accelerate_configs/single.yaml or ddp.yaml, which "
+            f"launcher: {name} can only be used for training; use accelerate_configs/single.yaml or ddp.yaml, which "
             "can read checkpoints from any strategy"
         )
     return Strategy("fp32")

@@ -115,8 +115,8 @@ def choose_interface() -> None:
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; to change this, set "
-            "them before launching",
+            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the interface that routes to {main}; set "
+            "them before launching to override this",
             file=sys.stderr,
             flush=True,
         )

@@ -54,8 +54,8 @@ LOSS_TERMS = "loss_terms"
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
 WHY_NOT = {
-    "fp16": "the weights would be in fp16, and so would the head's gradient, a sum over tokens that can exceed "
-    "65,504, the maximum in fp16, at any loss scale",
+    "fp16": "the weights would be in fp16, and the head's gradient, a sum over all tokens, could exceed "
+    "fp16's maximum of 65,504 at any loss scale",
 }
 """{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
@@ -184,7 +184,7 @@ class Strategy:
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
             problems.append(
-                f"optim.stochastic_rounding: does not run with {name}, which keeps weights in fp32; use ddp, "
+                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
                 "fsdp2 or a mesh"
             )
         optimizers = [config.optim.name]
@@ -197,7 +197,7 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
+            f"{path}: {value} is not supported with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
             f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
@@ -506,4 +506,4 @@ def order_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
     # torch calls this private method in the first forward pass after a backward pass.
     if not model.reducer._rebuild_buckets():
-        raise RuntimeError("DDP has not ordered its buckets: a resumed run would differ from an uninterrupted one")
+        raise RuntimeError("DDP did not reorder its buckets, so a resumed run would differ from an uninterrupted one")

@@ -60,12 +60,12 @@ class TensorParallel(Dimension):
         problems = []
         if config.precision == "fp8":
             problems.append(
-                "precision: fp8 does not run with tp, because every slice of a matrix would have its own scale; use "
-                "bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+                "precision: fp8 is not supported with tp, because each slice of a matrix would have its own scale; "
+                "use bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp: tp splits matrices by columns, but each scale "
+                "optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns, but each scale "
                 "covers 256 consecutive elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
@@ -143,10 +143,14 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
-        reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
+        reason = (
+            f"has unsupported styles in its tensor-parallel plan ({', '.join(unknown)})"
+            if unknown
+            else "has no tensor-parallel plan"
+        )
         return (
-            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan has "
-            "only colwise and rowwise matrices, such as llama, qwen3, mistral, deepone"
+            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan only "
+            "contains colwise and rowwise matrices, such as llama, qwen3, mistral or deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
@@ -161,7 +165,7 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run with tp: its layers differ in "
+            f"model: {model_config.model_type} does not support tp: its layers differ in "
             f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
@@ -192,7 +196,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {model_config.model_type} does not run with tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not support tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -213,12 +217,12 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     try:
         found = gradients()
     except Exception as error:  # model code may pass its hidden states in any way
-        return f"model: {model_config.model_type} does not run with tp ({described(error)}); use fsdp2 or pp"
+        return f"model: {model_config.model_type} does not support tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {model_config.model_type} does not run with tp: the inputs of its column-split matrices have other "
+        f"model: {model_config.model_type} does not support tp: the inputs of its column-split matrices have other "
         "uses, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 

@@ -51,37 +51,39 @@ class Zero(Strategy):
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
             problems.append(
-                f"optim.name: {config.optim.name} does not run with its state on disk; "
+                f"optim.name: {config.optim.name} does not support optimizer state on disk; "
                 f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
         if from_disk and config.averaging.kind != "none":
             problems.append(
-                f"averaging.kind: {config.averaging.kind} does not run with weights on disk, because it would read "
-                "them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
+                f"averaging.kind: {config.averaging.kind} is not supported with weights on disk, because it would "
+                "read them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
-            reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
+            reason = "with offload" if offloads else "except in fp32, because DeepSpeed would accumulate in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: does not run with {name} {reason}; use {other}, or false")
+            problems.append(f"batch.no_sync: not supported with {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
-                f"optim.muon.qk_clip: does not run with {name}, which updates weights before they can be "
+                f"optim.muon.qk_clip: not supported with {name}, which updates weights before they can be "
                 "scaled; use ddp, fsdp2 or a mesh, or null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
-                f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
-                "uses CPU memory instead"
+                f"launcher: offload_optimizer.device: nvme needs {missing}; to offload to CPU memory instead, "
+                "use accelerate_configs/zero3_offload.yaml"
             )
         return problems
 
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
         if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
-            print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
+            print(
+                "compiling DeepSpeed's file I/O operator (only once per machine; this takes minutes) ...", flush=True
+            )
         import deepspeed
 
         # Otherwise, DeepSpeed compiles a shared-memory all-reduce for CPUs on the first start. gloo works as well. The
@@ -399,8 +401,8 @@ def missing_for_nvme() -> str | None:
             installed_cuda_version()
     except MissingCUDAException:
         return (
-            f"the CUDA toolkit (apt install cuda-toolkit, or conda install -c nvidia cuda-toolkit), for torch's CUDA "
-            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which contains bin/nvcc"
+            f"the toolkit for CUDA {torch.version.cuda} (apt install cuda-toolkit, or conda install -c nvidia "
+            f"cuda-toolkit), and CUDA_HOME set to the folder that contains bin/nvcc"
         )
     return None
 

@@ -162,7 +162,7 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
 
 def test_what_cannot_be_loaded_is_refused_in_words(tmp_path):
     (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(InputError, match="a JSON has no weights"):
+    with pytest.raises(InputError, match="a JSON file contains no weights"):
         open_pretrained(str(tmp_path / "model.json"))
     AutoConfig.for_model(**TINY["llama"]).save_pretrained(tmp_path / "empty")
     with pytest.raises(InputError, match="cannot load safetensors weights"):

@@ -43,7 +43,7 @@ def test_a_plan_lists_it_with_its_own_memory(recipe, monkeypatch):
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
     # Optimizers of extensions that this process has loaded stand between the two.
-    assert problem.startswith("optim.name: adamw_8bit does not run with toy; use adamw or adafactor or muon")
+    assert problem.startswith("optim.name: adamw_8bit is not supported with toy; use adamw or adafactor or muon")
     assert problem.endswith(", or a strategy that supports it, such as ddp")
 
 

@@ -101,7 +101,7 @@ def test_gloo_and_nccl_speak_over_the_route_to_the_main_address(machine, capsys,
     machine[:] = resolved
     choose_interface()
     assert chosen() == ["eth0", "=eth0"]
-    told = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set to eth0, the route to 10.0.0.1"
+    told = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set to eth0, the interface that routes to 10.0.0.1"
     assert told in capsys.readouterr().err
 
 

@@ -347,7 +347,7 @@ def test_check_finds_what_optimizer_and_loss_would_refuse(recipe):
         ("batch.tokens_per_step", "300"),
     )
     assert "optim.name: adamw_8bit needs bitsandbytes" in found
-    assert "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0" in found
+    assert "loss.backend: torch does not support z_loss; use chunked or logits, or set z_loss to 0" in found
     assert "batch.tokens_per_step: 300 is not a multiple" in found
 
 
