@@ -46,7 +46,7 @@ FOLDED = "groundwork_folded"
 """Name under which `folded` is registered."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-"""Attention function for transformers' attention interface."""
+"""Attention function with transformers' attention interface."""
 
 
 class ContextParallel(Dimension):
@@ -142,9 +142,9 @@ class PartsOfSequences:
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes attention run on full sequences although the model's inputs are chunks.
+    """Makes attention run on full sequences, although the model's inputs are chunks.
 
-    group: name of the process group that shares the sequences, for torch's functional collectives.
+    group: name of the process group, for torch's functional collectives.
 
     Raises InputError for transformers' built-in attention, whose masks would treat a chunk as a full sequence.
     """
@@ -196,9 +196,9 @@ def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to rank n of the group, and returns the received entries.
+    """Sends entry n of (N, ...) to rank n of the group, and returns the received entries, stacked by rank.
 
-    Activation checkpointing repeats the exchange, which is safe because all ranks recompute at the same time.
+    Activation checkpointing repeats the exchange. This is safe, because all ranks recompute at the same time.
     """
     ones = [1] * parts
     # This operator is private. Unlike the public dist.all_to_all_single, it supports autograd and torch.compile.
@@ -233,7 +233,7 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns an error message if the model mixes positions outside of attention, otherwise None.
 
-    Runs a small copy of the model on two half sequences that interact only in attention. Raises InputError like
+    Runs a small copy of the model on two half sequences that interact only in attention. Raises the same errors as
     `reference_of`.
     """
     reference = reference_of(KeyedConfig.of(model_config))

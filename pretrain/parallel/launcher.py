@@ -1,7 +1,7 @@
 """Reads the strategy and its settings from the launcher's environment variables, and checks them against the recipe.
 
-`accelerate launch --config_file F` turns settings into environment variables without rejecting typos, so we check them
-before anything starts.
+`accelerate launch --config_file F` converts settings to environment variables without rejecting typos, so we check
+them before anything starts.
 """
 
 import json
@@ -39,8 +39,8 @@ LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
 }
 """{(distributed_type, sizes set by the launcher): strategy}.
 
-All other combinations run as `mesh`. ddp with a single process is called `single`, and DeepSpeed strategies are named
-after the stage in the JSON.
+All other combinations run as `mesh`. ddp with a single process is called `single`. DeepSpeed strategies are named
+after the stage in the DeepSpeed JSON.
 """
 
 OF_SEVERAL_PROCESSES = (
@@ -141,8 +141,8 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 def parallelism_problems() -> list[str]:
     """Returns error messages for parallelism_config as a whole. `launched_sizes` checks the individual sizes."""
     problems = []
-    # Only accelerate's launcher sets this variable. It drops the pp and ep sizes, so without its config file they are
-    # lost.
+    # Only accelerate's launcher sets this variable. The launcher drops the pp and ep sizes, so we need its command
+    # line to find them in the config file.
     came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:

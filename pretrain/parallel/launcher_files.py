@@ -50,7 +50,7 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Returns error messages if the launched processes don't match the launcher's options or config."""
+    """Returns error messages if accelerate started something other than its options or config request."""
     command = launcher_command()
     if command is None:
         return []
@@ -90,7 +90,7 @@ def process_problems(path: Path, processes: int) -> list[str]:
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Returns an accelerate config, or {} if it can't be read. accelerate has already reported the error."""
+    """Reads an accelerate config. Returns {} on errors, which accelerate has already reported."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -103,7 +103,7 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # argparse has no public equivalent of _actions. accelerate's parser lacks the pp and ep sizes, so we add them.
+    # argparse has no public equivalent of _actions. accelerate's parser doesn't have the pp and ep sizes.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
@@ -132,8 +132,8 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     """Returns error messages for the launcher's DeepSpeed settings, including those that belong in the recipe.
 
     Args:
-        path: DeepSpeed JSON given in the accelerate config, if any.
-        in_launcher: stage and offload settings from the accelerate config itself, used only without a JSON.
+        path: DeepSpeed JSON named in the accelerate config, if any.
+        in_launcher: stage and offload settings in the accelerate config itself, used only without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:

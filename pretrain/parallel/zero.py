@@ -1,8 +1,8 @@
 """ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054) with DeepSpeed, with or without offload.
 
 Stage 1 shards the optimizer state and the fp32 master weights across the ranks. Stage 2 also shards the gradients, and
-stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. This module adds those that follow from
-the recipe, and checks that DeepSpeed uses them.
+stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. This module adds the settings that follow
+from the recipe, and checks that DeepSpeed uses them.
 """
 
 import os
@@ -40,7 +40,7 @@ class Zero(Strategy):
 
     parameter_form = "pieces"  # slices of flat tensors that contain many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # a full graph would break at every layer's hooks
+    compilations = ("auto", "none", "regional")  # every layer's hooks would break a full graph
 
     holds_whole_model = False
 
@@ -86,8 +86,8 @@ class Zero(Strategy):
             )
         import deepspeed
 
-        # Otherwise, DeepSpeed compiles a shared-memory all-reduce for CPUs on the first start. gloo works as well. The
-        # attribute is private, but DeepSpeed has no setting for it.
+        # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The
+        # attribute is private, but DeepSpeed has no setting for this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
@@ -137,7 +137,7 @@ class Zero(Strategy):
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
-            # The loss uses the head's weight outside of the head's forward pass, so its hooks don't gather the weight.
+            # The loss uses the head's weight outside of the head's forward pass, so the head's hooks don't gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
             for parameter in self.loss_terms.parameters():  # loss terms may do the same
                 deepspeed.zero.register_external_parameter(model, parameter)
@@ -170,7 +170,7 @@ class Zero(Strategy):
         import deepspeed
 
         def partition(module: torch.nn.Module) -> None:
-            if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
+            if self.precision != "fp32":  # DeepSpeed doesn't cast partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
             if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
@@ -412,7 +412,7 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group from fp32 tensors with these shapes, which `gather` returns flat, and unsharded buffers."""
+    """Builds a group from fp32 tensors with these shapes, which `gather` returns flattened, and unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:
