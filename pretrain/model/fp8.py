@@ -19,7 +19,7 @@ SIZE_MULTIPLE = 16
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Explains why this machine can't train in fp8 on 'cpu' or 'cuda', or returns None."""
+    """Returns an error message if this machine can't train in fp8 on 'cpu' or 'cuda', otherwise None."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
             "precision: fp8 needs a GPU with fp8 tensor cores (compute capability 8.9 or higher, such as L4, L40, RTX "

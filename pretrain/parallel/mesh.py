@@ -124,7 +124,7 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Also checks the mesh sizes, and whether they work with the recipe and the model."""
+        """Runs the base class's checks, and checks the mesh sizes for the recipe and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
         # Even if a size is invalid, check the recipe against the requested dimensions.

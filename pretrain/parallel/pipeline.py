@@ -81,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """A torch pipeline stage that reduces gradients only in a step's last call, and supports forward-only schedules."""
+    """A torch pipeline stage that reduces gradients only in a step's last call and can run only forward."""
 
     reduces = True
 
