@@ -2,7 +2,7 @@
 
 Every document in the token stream is followed by the end-of-document ID, which is also the first token of the next
 document's segment, like a BOS token. So a segment starts at position 0 of each window and at every end-of-document
-token in the input. No targets are masked, so every step has the same number of targets.
+token in the input. No targets are masked, so each step has the same number of targets.
 
 transformers' models call the function registered under config._attn_implementation with their keyword arguments. We
 register no mask functions, so transformers doesn't build a (B, 1, T, T) mask from position_ids that restart. Models

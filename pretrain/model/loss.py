@@ -99,7 +99,7 @@ def next_token_loss(
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Checks the loss settings for this model, and returns error messages. Raises the same errors as `reference_of`."""
+    """Returns error messages for the loss settings with this model. Raises the same errors as `reference_of`."""
     if settings.backend != "torch" or not projects_hidden_states(model_config):
         return []
     return torch_loss_problems(settings.z_loss, logit_cap(model_config))
@@ -181,8 +181,8 @@ def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: 
     """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
 
     auto means chunked_compiled on a GPU with compilation, because eager kernels read and write 26 bytes per bf16
-    logit, and compiled kernels only 6. On a CPU, compiling the softmax isn't faster (docs/measurements_cpu.md), so auto means
-    chunked, or logits for a fully compiled model with few logits.
+    logit, and compiled kernels only 6. On a CPU, compiling the softmax isn't faster (docs/measurements_cpu.md), so
+    auto means chunked, or logits for a fully compiled model with few logits.
 
     Args:
         logits: number of fp32 logits per micro-batch. None if it's unknown, or if the logits are in bf16, because

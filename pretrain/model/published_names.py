@@ -111,7 +111,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """Returns {name: shape}, given the saved shapes. If a published tensor has the wrong shape, uses it."""
+        """Returns {name: shape}, given the saved shapes. If a published tensor has the wrong shape, returns it."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]

@@ -105,7 +105,7 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
     """Keeps only this rank's experts in a layer, and makes the layer send tokens to the ranks with their experts.
 
-    tp_mesh: ranks with the same tokens. Each of them sends a share of these tokens.
+    tp_mesh: ranks with the same tokens. Each rank sends a share of them.
     """
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 

@@ -50,7 +50,7 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Returns error messages if accelerate started something other than its options or config request."""
+    """Compares the launched processes with the launcher's options and config, and returns error messages."""
     command = launcher_command()
     if command is None:
         return []

@@ -83,7 +83,7 @@ class Mesh:
         return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
     def ranks_along(self, *names: str) -> Tensor:
-        """Returns the groups along these dimensions of the dense view, as ranks (groups, ranks per group)."""
+        """Returns the groups of ranks along these dimensions of the dense view, with shape (groups, ranks)."""
         chosen = [self.dense.mesh_dim_names.index(name) for name in names]
         return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
@@ -124,7 +124,7 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Runs the base class's checks, and checks the mesh sizes for the recipe and the model."""
+        """Returns error messages for the recipe, the mesh sizes and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
         # Even if a size is invalid, check the recipe against the requested dimensions.
@@ -182,7 +182,7 @@ class MeshStrategy(Strategy):
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's metrics count. In a pipeline, only those of the last stage do."""
+        """True if this rank's metrics count. In a pipeline, only the last stage's metrics count."""
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:

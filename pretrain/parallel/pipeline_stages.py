@@ -1,4 +1,4 @@
-"""Pipeline stages, which run the model's own forward pass on some of its layers.
+"""Pipeline stages, which run the model's forward pass on some of the layers.
 
 Shapes: B sequences, T positions, D hidden size.
 """
