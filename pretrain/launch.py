@@ -1,13 +1,13 @@
-"""Wraps `accelerate launch`: on Ctrl-C, the run saves before it exits, and the run's exit status is returned.
+"""Wraps `accelerate launch` so that runs save before they exit on Ctrl-C, and returns the run's exit status.
 
     python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 2 train.py --config RECIPE
     python -m pretrain.launch --supervise --config_file ...     # restarts the run after crashes
 
---supervise must come first. All options of `accelerate launch` are supported, and in addition
+--supervise must come first. All options of `accelerate launch` work as usual. You can also pass
 --parallelism_config_pp_size and --parallelism_config_ep_size.
 
 Plain `accelerate launch` exits with a traceback on Ctrl-C (with one process, even before the run has saved),
-always returns 1 on failure, and restarts processes up to --max_restarts times, even if they exited on purpose.
+always returns 1 on failure, and restarts processes up to --max_restarts times even if they exited on purpose.
 """
 
 import logging
@@ -42,7 +42,7 @@ ENDED_ON_PURPOSE = {
 """Exit statuses after which torchrun must not restart the processes."""
 
 SHUTDOWN_SECONDS = 300
-"""Seconds that torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
+"""How long torchrun waits for its processes after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set.
 
 The default of 30 s is too short for saving a large model.
 """
@@ -63,7 +63,7 @@ def launch(arguments: list[str]) -> int:
 
     wait_for_checkpoints()
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has its own level; the ranks report their own errors
+        if name.startswith("torch.distributed.elastic"):  # each has its own level; ranks report their own errors
             logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.distributed.launcher.api.LocalElasticAgent = patient_agent()
     sizes, arguments = take_own_options(arguments)
@@ -128,7 +128,7 @@ def status_of(code: int) -> int:
 
 
 def wait_for_the_rest(number: int) -> None:
-    """Forwards a second signal, which has ended torchrun's wait, and waits until all processes have exited."""
+    """Forwards a second signal, which makes torchrun stop waiting, and waits until all processes have exited."""
     left = psutil.Process().children()
     pass_on(number)
     psutil.wait_procs(left)
@@ -141,9 +141,10 @@ def pass_on(number: int) -> None:
 
 
 def supervise(command: list[str]) -> int:
-    """Runs a command, restarts it if it crashes or must be continued, and returns its exit status.
+    """Runs a command, restarts it if it crashes or exits with EXIT_PREEMPTED, and returns its exit status.
 
-    Doesn't restart after a signal, or after failures that would repeat, such as bad input, divergence or a crash loop.
+    Doesn't restart it after a signal, or after failures that would repeat, such as bad input, divergence or a crash
+    loop.
     """
     pause = SHORTEST_PAUSE_SECONDS
     while True:
@@ -159,7 +160,7 @@ def supervise(command: list[str]) -> int:
             return status_of(code)
         if time.monotonic() - started > LONG_LIFE_SECONDS:
             pause = SHORTEST_PAUSE_SECONDS
-        what = "has to be continued" if code == EXIT_PREEMPTED else "crashed"
+        what = "is not finished" if code == EXIT_PREEMPTED else "crashed"
         print(f"the run {what} (exit status {code}); restarting in {pause:g} s", file=sys.stderr, flush=True)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not HEARD:
@@ -184,9 +185,9 @@ HEARD: list[int] = []
 def hear_signals(*, alone_ends: bool) -> None:
     """Records and forwards signals. With `alone_ends`, a process without child processes exits immediately.
 
-    Needed for a single process, for which accelerate only waits. With several, torchrun's handlers take over. Ctrl-C
-    isn't forwarded, because the terminal sends it to all processes. SIG_IGN wouldn't work, because child processes
-    inherit it.
+    With a single process, accelerate doesn't handle signals. With several, torchrun's handlers replace this one.
+    Ctrl-C isn't forwarded, because the terminal sends it to all processes. SIG_IGN wouldn't work, because child
+    processes inherit it.
     """
 
     def hear(number, _):

@@ -1,10 +1,11 @@
 """Reads the sizes of the parallel dimensions from the launcher.
 
-    pp x dp_replicate x dp_shard x cp x tp = processes; for experts only, ep divides dp_shard x cp x tp again
+    pp x dp_replicate x dp_shard x cp x tp = processes; for experts, ep subdivides dp_shard x cp x tp
 
-You can set them as parallelism_config_X_size in the accelerate config or on the command line, or as environment
+Sizes can be set as parallelism_config_X_size in the accelerate config or on the command line, or as environment
 variables PARALLELISM_CONFIG_X_SIZE. accelerate's launcher sets these variables for all sizes except pp and ep. If
-these two have no variable, we read them from the accelerate config here. `pretrain.launch` supports all sizes.
+the variables for pp and ep aren't set, we read these sizes from the accelerate config. `pretrain.launch` supports all
+sizes.
 """
 
 import math
@@ -40,13 +41,13 @@ DIMENSIONS: dict[str, Row] = {
 LAUNCHERS = ("accelerate.commands.launch", "pretrain.launch")
 """Modules that launch processes."""
 DROPPED = ("pp", "ep")
-"""Sizes that accelerate's launcher doesn't support."""
+"""Dimensions that accelerate's launcher doesn't support."""
 THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all remaining processes."""
 
 
 class Sizes:
-    """Number of ranks along each dimension, given by position or name. Defaults to 1."""
+    """Number of ranks along each dimension, 1 by default. Arguments can be positional or named."""
 
     pp: int
     dp_replicate: int
@@ -142,9 +143,9 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
-    """Returns the arguments and folder of the `accelerate launch` that started this process, or None.
+    """Returns the arguments and working directory of the launcher that started this process, or None.
 
-    The launcher passes on neither its command line nor its config's name, so we read them from the parent process.
+    The launcher doesn't forward its command line or the config's path, so we read them from the parent process.
     """
     import psutil
 
@@ -192,9 +193,9 @@ def requested_sizes() -> dict[str, str]:
 
 
 def launched_sizes() -> Sizes:
-    """Returns the size of every dimension. Raises InputError for invalid sizes, and suggests alternatives.
+    """Returns the size of every dimension. Raises InputError, with suggestions, if a size is invalid.
 
-    Remaining processes shard the model with `distributed_type: FSDP`, and replicate it with `MULTI_GPU`.
+    The remaining processes shard the model with `distributed_type: FSDP`, or replicate it with `MULTI_GPU`.
     """
     processes = processes_launched()
     numbers, rest, problems = {}, [], []
@@ -217,7 +218,9 @@ def launched_sizes() -> Sizes:
     if not problems and processes % given:
         sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
         product = f"{sizes} = {given}" if len(numbers) > 1 else sizes
-        problems.append(f"launcher: {product} does not divide {processes} processes; use {allowed(processes)}")
+        problems.append(
+            f"launcher: {product} does not divide the number of processes ({processes}); use {allowed(processes)}"
+        )
     if problems:
         raise InputError(*problems)
     default = "dp_shard" if environment_flag("ACCELERATE_USE_FSDP") else "dp_replicate"
@@ -233,7 +236,7 @@ def launched_sizes() -> Sizes:
         )
     elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
         problems.append(
-            f"launcher: {setting(rest[0])}: no processes remain for it (out of {processes}); use another "
+            f"launcher: {setting(rest[0])}: no processes are left for it (out of {processes}); use another "
             "strategy, or --num_processes 2"
         )
     exchange = sizes.fsdp * sizes.tp

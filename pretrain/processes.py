@@ -20,13 +20,12 @@ LOOK_SECONDS = 0.2
 def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[None]:
     """Locks the file `path` during a with block, and then removes it.
 
-    The kernel releases the lock when its holder dies, so the next process can take it. Raises InputError with the
-    process ID and host if another process holds the lock, or if the file is from another host, whose processes can't
-    be checked from here.
+    The kernel releases the lock when the process that holds it dies. Raises InputError with the process ID and host if
+    another process holds the lock, or if the file is from another host, whose processes can't be checked from here.
 
     Args:
-        silence_seconds: holders touch the file regularly. After this long without a touch, a holder on another host
-            counts as dead.
+        silence_seconds: time after which a process on another host is considered dead if it hasn't touched the file.
+            Processes that hold the lock touch it regularly. None means that they are never considered dead.
     """
     descriptor = _acquire(path, silence_seconds)
     try:
@@ -39,7 +38,7 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
 
 def hold_while_open(file: IO) -> None:
     """Locks an open file until every process that inherits it has closed it or died."""
-    with suppress(OSError):  # processes that wait also ignore file systems without locks
+    with suppress(OSError):  # waiting processes also ignore file systems without locks
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
@@ -68,8 +67,8 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise InputError(
-                f"{path.parent}: process {holder.get('pid', '?')} on {holder.get('host', '?')} is using it; "
-                "wait for that process, stop it, or choose another --output"
+                f"{path.parent}: in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
+                "wait until that process has finished, stop it, or use another --output"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)
@@ -88,8 +87,8 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
 def _is_silent(path: Path, silence_seconds: float | None) -> bool:
     """Returns True if the file isn't touched for this long.
 
-    Compares the file's own timestamps, because clocks may differ. Counts polls instead of seconds, because this
-    machine may be suspended.
+    Only compares the file's timestamps with each other, because the hosts' clocks may differ. Counts polls instead of
+    seconds, because this machine may be suspended.
     """
     if silence_seconds is None:
         return False

@@ -28,7 +28,7 @@ def hold_in_a_child(path) -> int:
 
 def test_a_killed_processs_lock_is_taken_over_at_once(tmp_path):
     child = hold_in_a_child(tmp_path / ".lock")
-    with pytest.raises(InputError, match=rf"process {child} on .* is using it"), folder_lock(tmp_path / ".lock"):
+    with pytest.raises(InputError, match=rf"in use by process {child} on .*"), folder_lock(tmp_path / ".lock"):
         pytest.fail("a held lock must be respected")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -1,19 +1,19 @@
-"""Models: parameters and single-process forward pass.
+"""Models and their forward pass in a single process.
 
 This package doesn't depend on parallelism, optimizers or data. To add a model, write a JSON file in model_configs/. To
 add an architecture, write a file in architectures/ (see docs/own_model.md).
 
     architectures/: local architectures
     own_code: registers local architectures, and model folders with custom code
-    model_config: loads and validates a configuration from a JSON file, folder or Hub ID
+    model_config: loads and validates configurations from JSON files, folders or Hub IDs
     build: builds models, counts their parameters and initializes their weights
     pretrained: loads weights from files
     published_names: tensor names as written by save_pretrained, with separate experts
-    attention, cpu_attention: attention kernels, document mask, keyword arguments for models
+    attention, cpu_attention: attention implementations and document masks
     largest_logits: each head's largest attention logit
-    document_rows: document separation in mixers other than attention
-    kernels: names of the kernels that a GPU run uses
-    positions: changes to rotary positions during a run
+    document_rows: separates documents in mixers other than attention
+    kernels: reports which kernels a GPU run uses
+    positions: changes rotary positions during a run
     loss: next-token loss that doesn't materialize all logits
     loss_terms: loss terms from extensions
     compile, fp8: compiled layers and fp8 layers

@@ -1,8 +1,8 @@
-"""Attention for packed documents. Tokens only attend to tokens in the same document.
+"""Attention for packed documents, in which tokens only attend to tokens in the same document.
 
 Every document in the token stream is followed by the end-of-document ID, which is also the first token of the next
-document's segment, like a BOS token. Segments therefore start at position 0 of a window and at every end-of-document
-token in the input. No targets are masked, so every step has the same number of targets.
+document's segment, like a BOS token. So a segment starts at position 0 of each window and at every end-of-document
+token in the input. No targets are masked, so each step has the same number of targets.
 
 transformers' models call the function registered under config._attn_implementation with their keyword arguments. We
 register no mask functions, so transformers doesn't build a (B, 1, T, T) mask from position_ids that restart. Models
@@ -41,9 +41,9 @@ If a batch has more segments, the capacity is doubled, which causes one recompil
 GPU kernels launch as many blocks for an unused segment as for a full window.
 """
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""True if varlen attention supports grouped-query attention. In torch 2.11, it doesn't."""
+"""True if varlen attention supports grouped-query attention. torch 2.11 doesn't support it."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
-"""True if compiled as_strided respects a slice's storage offset. In torch 2.11, it reads wrong values."""
+"""True if compiled as_strided respects a slice's storage offset. In torch 2.11, it reads the wrong values."""
 FLEX_BLOCK = 128
 """Block size of flex attention, for queries and keys."""
 
@@ -80,7 +80,7 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
 
     Args:
         layout: segments from `document_layout`, pinned for an asynchronous copy to a GPU.
-        attention: the model's attention (see `candidates_of`).
+        attention: the model's attention implementation (see `candidates_of`).
     """
     if classes_in_rows(attention):
         from pretrain.model.document_rows import DocumentRows
@@ -144,7 +144,7 @@ def model_inputs(
     """Returns the model's arguments on `device`, given token IDs (B, T + 1) with one `window` per row.
 
     Args:
-        attention: the model's attention (see `candidates_of`).
+        attention: the model's attention implementation (see `candidates_of`).
         rows: number of leading rows that contribute to the loss. Targets in all other rows are IGNORED. None means all
             rows.
     """
@@ -156,9 +156,9 @@ def candidates_of(requested: str, config: PreTrainedConfig) -> list[str]:
     """Returns candidate implementations for a recipe's `attention`, fastest first.
 
     training/probe.py tests which of them are correct for an architecture. This module's implementations don't support
-    soft caps, sinks or position biases, and some models don't pass the document boundaries to the attention. The
-    fallbacks are transformers' `sdpa` and `eager`, which build a dense mask from position_ids that restart. For models
-    that ignore position_ids, `+mask` passes this mask, and `+masks(...)` passes one mask per layer type, with its
+    soft caps, sinks or position biases, and some models don't pass on the document boundaries. The fallbacks are
+    transformers' `sdpa` and `eager`, which build a dense mask from position_ids that restart. For models that ignore
+    position_ids, `+mask` passes this mask to the model, and `+masks(...)` passes one mask per layer type, with its
     sliding window.
     """
     own = {"auto": ["groundwork_sdpa"], "sdpa": ["groundwork_sdpa"], "eager": ["groundwork_eager"]}
@@ -179,7 +179,7 @@ def implementation_of(attention: str) -> str:
 
 
 def with_rows(attention: str, classes: Collection[str]) -> str:
-    """Appends `+rows(...)` to an attention's name, with the mixer classes that need one document per row.
+    """Appends `+rows(...)` to an implementation's name, with the mixer classes that need one document per row.
 
     See model/document_rows.py. Without classes, returns the name unchanged.
     """
@@ -237,9 +237,9 @@ ATTENTION_NAMES = {
 
 
 def why_not(requested: str, *, device_type: str, dtype: torch.dtype, window: WindowSpec | None = None) -> str | None:
-    """Explains why an attention doesn't work on this machine or with this dtype or window.
+    """Explains why an attention implementation doesn't work on this machine or with this dtype or window.
 
-    Returns a phrase that follows the attention's name in a message, or None if the attention works.
+    Returns a phrase to append to its name in a message, or None if it works.
     """
     if requested in ("auto", "sdpa", "eager"):
         return None
@@ -542,7 +542,7 @@ def _flash(
     # The kernels require equal key and value widths. The padding is removed below.
     tensors[2] = F.pad(tensors[2], (0, width - value_width))
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
-    # By default, the backward pass uses atomic adds, whose order varies.
+    # By default, the backward pass uses atomic adds in varying order.
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
     settings["window_size"] = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     if dropout_p is not None:

@@ -1,4 +1,4 @@
-"""Builds models from configurations, counts parameters and FLOPs, and initializes the weights.
+"""Builds models from configurations, counts parameters and FLOPs, and initializes weights.
 
 Initial weights depend only on (configuration, seed). Every module has its own seed, so any part of a model can be
 initialized separately, and the weights are the same with every strategy (see `initialize_module`).
@@ -43,9 +43,10 @@ def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) 
     """Builds the model in fp32 on the meta device, with tied parameters.
 
     Clears every embedding's padding_idx, because packed data has no padding. Otherwise, torch.nn.Embedding would set
-    the padding row to zero and never train it, even if the padding ID is also the end-of-document ID.
+    the padding row to zero and never train it, even if the padding ID is also the end-of-document ID. Raises
+    InputError if the model or the machine doesn't support the attention implementation.
 
-    attention: defaults to `library_attention`. Raises InputError if the model or the machine doesn't support it.
+    attention: defaults to `library_attention`.
     """
     if attention is None:
         attention = library_attention(config)
@@ -71,7 +72,7 @@ def library_attention(config: PreTrainedConfig) -> str:
 
 
 def use_attention(model: PreTrainedModel, attention: str) -> None:
-    """Changes a built model's attention to one of `attention.candidates_of`."""
+    """Changes a model's attention implementation to one of `attention.candidates_of`."""
     model.set_attn_implementation(implementation_of(attention))
     _count_positions_in_the_window(model, attention)
     _use_rows(model, attention)
@@ -109,7 +110,7 @@ def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[
 
 @dataclass(frozen=True)
 class _Counts:
-    """A model's number of parameters: in total, in matmuls, and inactive."""
+    """Parameter counts: total, used in matmuls, and inactive."""
 
     all: int
     in_matmuls: int
@@ -139,7 +140,7 @@ def count_non_embedding_parameters(config: PreTrainedConfig) -> int:
 
 
 def active_parameters(config: PreTrainedConfig) -> int:
-    """Counts the active parameters, which exclude the experts that a token isn't routed to."""
+    """Counts the active parameters, without the experts that a token isn't routed to."""
     counts = _counts(config)
     return counts.all - counts.inactive
 
@@ -153,8 +154,8 @@ def matrix_parameters(config: PreTrainedConfig) -> int:
 def flops_per_token(config: PreTrainedConfig, sequence_length: int) -> float:
     """Computes the FLOPs per token of a forward and backward pass (PaLM, arXiv 2204.02311, appendix B).
 
-    Uses FORMULA with N = `matrix_parameters`. If keys and values differ in width, as in multi-head latent attention,
-    the head width is their mean. In hybrid models, operations other than matmuls in the other mixers are ignored.
+    Uses FORMULA with N = `matrix_parameters`. If keys and values have different widths, as in multi-head latent
+    attention, the head width is their mean. In hybrid models, only matmuls count in the other mixers.
     """
     attention = 12 * attention_layers(config) * attention_width(config) * sequence_length
     return 6 * matrix_parameters(config) + attention
@@ -171,7 +172,7 @@ def attention_layers(config: PreTrainedConfig) -> int:
 
 
 def attention_width(config: PreTrainedConfig) -> float:
-    """Returns the number of query heads x head width, or 0 without attention.
+    """Returns query heads x head width, or 0 without attention.
 
     It may differ from the hidden size, as in Qwen3.
     """
@@ -203,7 +204,7 @@ def transposed_names(model: nn.Module) -> set[str]:
 def build_model(config: PreTrainedConfig, *, seed: int, attention: str | None = None) -> PreTrainedModel:
     """Builds a model on the CPU, with fp32 weights that depend only on (config, seed).
 
-    The global random state isn't used or changed. Raises InputError as `build_meta_model` does.
+    Doesn't use or change the global random state. Raises the same errors as `build_meta_model`.
     """
     model = build_meta_model(config, attention=attention)
     initialize_module(model, "", seed=seed)
@@ -222,7 +223,7 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
 
     Raises InputError if the architecture doesn't initialize a parameter or buffer.
 
-    is_loaded: True if parameters will be loaded later. They stay NaN, and only buffers are initialized.
+    is_loaded: True if parameters will be loaded later. Only buffers are then initialized, and parameters stay NaN.
     """
     tied_names = set(model.all_tied_weights_keys)
     root = model.get_submodule(name)
@@ -307,15 +308,15 @@ def units_of(causal_lm: PreTrainedModel) -> list[str]:
 def set_end_of_document(config: PreTrainedConfig, end_of_document_id: int) -> None:
     """Sets a base model's bos and eos IDs to the data's end-of-document ID, as in GPT-2.
 
-    It isn't set as the padding ID, because it would then never be trained (see `build_meta_model`). For batched
-    generation, `save_model_metadata` sets the padding ID in generation_config.json.
+    The padding ID is set to None, because a padding token would never be trained (see `build_meta_model`). For batched
+    generation, `save_model_metadata` sets a padding ID in generation_config.json.
     """
     config.bos_token_id = config.eos_token_id = end_of_document_id
     config.pad_token_id = None
 
 
 def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weights: bool = False) -> list[str]:
-    """Returns problems with training this model on token IDs from 0 to vocabulary_size - 1.
+    """Checks whether the model's vocabulary includes all IDs below vocabulary_size. Returns error messages.
 
     has_weights: True for a pretrained model.
     """
@@ -324,18 +325,18 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
     what = f"the data's tokenizer has {vocabulary_size:,} IDs, but the model's vocab_size is {config.vocab_size:,}"
     if has_weights:
         return [
-            f"{what}: prepare the data with the model's own tokenizer, or, if this one extends it, use "
+            f"{what}; prepare the data with the model's own tokenizer, or, if the data's tokenizer extends it, use "
             f"--model.vocab_size auto, which sets it to {padded_vocabulary(vocabulary_size):,}"
         ]
     return [
-        f"{what}: use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
+        f"{what}; use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
         f"{padded_vocabulary(vocabulary_size):,}, or prepare the data with a tokenizer that has at most "
         f"{config.vocab_size:,} IDs"
     ]
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
-    """Describes how the weight shapes of two models differ, or returns None if they are the same."""
+    """Describes how two models' weight shapes differ, or returns None if they are the same."""
     ours, theirs = (
         {name: tuple(parameter.shape) for name, parameter in build_meta_model(of).named_parameters()}
         for of in (config, changed)
@@ -344,11 +345,14 @@ def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | 
     if not different:
         return None
     first = different[0]
-    return f"{len(different)} tensors differ, first {first}: {ours.get(first, 'none')}, {theirs.get(first, 'none')}"
+    return (
+        f"{len(different)} tensors differ, starting with {first}: {ours.get(first, 'none')}, "
+        f"{theirs.get(first, 'none')}"
+    )
 
 
 def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> None:
-    """Writes config.json, generation_config.json and the model's own code into a folder.
+    """Writes config.json, generation_config.json and the model's custom code to a folder.
 
     A local architecture's file is copied next to config.json, which refers to it in auto_map. The default padding ID
     for generation is the end-of-document ID.
@@ -413,7 +417,7 @@ def _count_positions_in_the_window(model: PreTrainedModel, attention: str) -> No
 def _building_problem(config: PreTrainedConfig, attention: str, error: Exception) -> str:
     in_its_table = isinstance(error, KeyError) and error.args == (
         implementation_of(attention),
-    )  # the architecture looks up its attention class in a dict
+    )  # some architectures look up their attention class in a dict
     if in_its_table or "does not support an attention implementation" in str(error):
         return NO_SUCH_ATTENTION
     if isinstance(error, ImportError | ValueError):
@@ -431,7 +435,7 @@ def module_seed(seed: int, module_name: str) -> int:
 
 
 def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedModel:
-    """Returns the innermost PreTrainedModel that contains the module, whose `_init_weights` initializes it."""
+    """Returns the innermost PreTrainedModel that contains the module. Its `_init_weights` initializes the module."""
     innermost = current = model
     for part in module_name.split(".") if module_name else ():
         current = getattr(current, part)
@@ -441,7 +445,7 @@ def _initializing_model(model: PreTrainedModel, module_name: str) -> PreTrainedM
 
 
 def _materialize(module: nn.Module, module_name: str, tied_names: set[str]) -> None:
-    """Replaces a module's own meta tensors with NaN on the CPU, to detect missing initial values later."""
+    """Replaces a module's meta tensors with NaN on the CPU, to detect missing initial values later."""
     prefix = f"{module_name}." if module_name else ""
     for name, parameter in module.named_parameters(recurse=False):
         if parameter.is_meta and prefix + name not in tied_names:
@@ -479,5 +483,5 @@ def _refuse_missing_values(model_class: str, modules: list[tuple[str, nn.Module]
     ]
     if forgotten:
         raise InputError(
-            f"{model_class} does not initialize {', '.join(sorted(forgotten))}: set them in its _init_weights"
+            f"{model_class} does not initialize {', '.join(sorted(forgotten))}; initialize them in its _init_weights"
         )

@@ -38,8 +38,8 @@ def choose_compile(
 ) -> str:
     """Returns the mode for `compile_model`, given the recipe's compile setting.
 
-    auto means full for models with few layers on a CPU, because calling compiled layers one by one takes 5% of a 1M
-    model's step time (docs/measurements_cpu.md). Otherwise, it means regional.
+    auto means full for models with few layers on a CPU, because calling compiled layers one by one takes 5% of the
+    step time of a 1M model (docs/measurements_cpu.md). Otherwise, it means regional.
 
     Args:
         is_alone: True if a single process trains the model.
@@ -61,7 +61,7 @@ def compile_model(
         lengths: number of different sequence lengths in the run.
         memory_budget: share of the activations that each compiled graph saves.
     """
-    # torch documents this setting, although the module is private.
+    # torch documents this setting, although its module is private.
     functorch_config.activation_memory_budget = memory_budget
     # With tp, process groups are graph inputs, and recent torch versions fail to compute their size.
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
@@ -77,8 +77,8 @@ def compile_model(
             if isinstance(module, (GELUTanh, NewGELUActivation)):
                 module.forward = gelu_by_sigmoid
     if mode == "regional":
-        # Dynamo would split layers at DDP's 25 MB buckets to overlap communication. It already overlaps with other
-        # layers, and unsplit layers cause less memory traffic.
+        # Dynamo would split layers at DDP's 25 MB buckets to overlap communication with computation. But communication
+        # already overlaps with other layers, and unsplit layers cause less memory traffic.
         torch._dynamo.config.optimize_ddp = False
         for layer in layers_of(causal_lm):
             # layer.compile() would trace FSDP's and DeepSpeed's hooks, which causes graph breaks.
@@ -88,7 +88,7 @@ def compile_model(
 
 
 def compiler_problems(requested: str, device_type: str) -> list[str]:
-    """Returns error messages for requirements of torch.compile that are missing on this machine."""
+    """Returns error messages if this machine doesn't have everything that torch.compile needs."""
     if requested == "none":
         return []
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -96,7 +96,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     needs = []
     if not any(name and shutil.which(name.split()[0]) for name in compilers):
         kind = "C" if device_type == "cuda" else "C++"
-        needs.append(f"a {kind} compiler (none of {', '.join(filter(None, compilers))} found)")
+        needs.append(f"a {kind} compiler ({', '.join(filter(None, compilers))} not found)")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         needs.append(f"Python's headers ({header} is missing)")
@@ -106,7 +106,10 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
         install.append("pip install triton")
     if not needs:
         return []
-    return [f"compile: {requested} needs {' and '.join(needs)}: {'; '.join(install)}; or use none, which is slower"]
+    return [
+        f"compile: {requested} needs {' and '.join(needs)}; install what is missing "
+        f"({'; '.join(install)}), or use none, which is slower"
+    ]
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def checkpointing_problems(config: RunConfig, causal_lm: PreTrainedModel) -> list[str]:
-    """Returns reasons why this model doesn't support the requested activation checkpointing."""
+    """Returns error messages if this model doesn't support the requested activation checkpointing."""
     mode = config.activation_checkpointing
     if mode == "none":
         return []
@@ -161,8 +164,8 @@ def dropouts_of(causal_lm: PreTrainedModel) -> list[str]:
 def checkpoint_activations(causal_lm: PreTrainedModel, mode: str | float | MemoryBudget) -> None:
     """Enables activation checkpointing.
 
-    mode: none; full, to checkpoint every block; or the share of blocks to checkpoint, rounded up. These blocks are
-    spread evenly, so the share also applies to each pipeline stage. Memory budgets are set in `compile_model` instead.
+    mode: none, full (every block), or the share of blocks to checkpoint, rounded up. These blocks are evenly spaced,
+    so the share also applies to each pipeline stage. Memory budgets are set in `compile_model` instead.
     """
     if mode == "none" or isinstance(mode, MemoryBudget):
         return

@@ -4,8 +4,8 @@ Short windows in compiled code use plain matmuls, with all other operations fuse
 
 The operator computes medium-length segments in blocks of queries and saves the probabilities for the backward pass. On
 two cores without AMX, this takes about half as long as torch's flash kernel, whose backward pass is slow in half
-precision. Long segments use the flash kernel, because the probabilities need memory quadratic in the length. Short
-segments also use it, because call overhead dominates.
+precision. Long segments use the flash kernel, because the probabilities' memory is quadratic in the length. Short
+segments also use it, because call overhead would dominate.
 
 Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads in one block.
 """
@@ -28,7 +28,7 @@ BLOCK_QUERIES = 128
 SCORES_BYTES = 7 * 2**20
 """Bytes of fp32 scores per block of queries, over all windows computed together.
 
-More bytes would overflow the caches, and fewer would need more calls.
+Larger blocks would not fit into the caches, and smaller ones would need more calls.
 """
 HALF_PADDING = 32
 """Segments in half precision are padded to a multiple of this many tokens.
@@ -94,7 +94,7 @@ def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
 
 
 def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
-    """Returns (rows, positions) for each segment. Adjacent rows with only one segment each are grouped."""
+    """Returns (rows, positions) for each segment. Groups adjacent rows that have only one segment each."""
     ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
     for start, end in itertools.pairwise(ends):
@@ -110,7 +110,7 @@ def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slic
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
-    """Returns (rows, positions, True if in blocks of queries) for each attention call, in order."""
+    """Returns (rows, positions, True to use blocks of queries) for each attention call, in order."""
     batch, heads, length, _ = query_BHTE.shape
     parts = []
     for rows, positions in segments_of(cu_seq_lens, batch, length):
@@ -131,12 +131,12 @@ def _flash_dtype(dtype: torch.dtype, positions: slice) -> torch.dtype:
 
 
 def _padded(dtype: torch.dtype, tokens: int) -> int:
-    """Returns the number of tokens that a segment has in blocks, including padding."""
+    """Returns a segment's length after padding for blocks of queries."""
     return -(-tokens // HALF_PADDING) * HALF_PADDING if dtype in HALF_DTYPES else tokens
 
 
 def _block_bounds(tokens: int) -> list[tuple[int, int]]:
-    """Lists the (first, last + 1) query of each block."""
+    """Returns (first, last + 1) for the queries in each block."""
     return [(begin, min(begin + BLOCK_QUERIES, tokens)) for begin in range(0, tokens, BLOCK_QUERIES)]
 
 
@@ -155,7 +155,7 @@ def _score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Probabilities:
-    """Softmax results of all blocks, concatenated into one tensor in the order of computation."""
+    """Softmax results of all blocks in one tensor, in the order in which they are computed."""
 
     def __init__(self, kept: Tensor):
         self._kept = kept
@@ -168,7 +168,7 @@ class _Probabilities:
 
 
 def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
-    """Allocates memory for the probabilities, large enough for the longest possible segment in blocks.
+    """Allocates memory for the probabilities, enough for any combination of segments.
 
     The operating system doesn't allocate pages that are never written.
     """
@@ -182,7 +182,7 @@ def _empty_probabilities(query_BHTE: Tensor, keeps: bool) -> Tensor:
 def _heads_together(x_RHTE: Tensor, heads: int, tokens: int | None = None) -> Tensor:
     """Copies some rows of (B, H or G, T, E) into (N, T, E), and repeats key heads for their query heads.
 
-    tokens: if greater than T, zeros follow up to this length.
+    tokens: if greater than T, the result is padded with zeros to this length.
     """
     rows, groups, length, width = x_RHTE.shape
     if tokens is not None and tokens > length:
@@ -196,7 +196,7 @@ def _heads_together(x_RHTE: Tensor, heads: int, tokens: int | None = None) -> Te
 
 @functools.lru_cache(maxsize=8)
 def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
-    """Returns an additive causal mask (Q, Q) for a block's last keys. masked_fill takes seven times as long."""
+    """Returns an additive causal mask (Q, Q) for a block's last keys, seven times as fast as masked_fill."""
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 

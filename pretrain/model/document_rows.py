@@ -1,8 +1,8 @@
 """Separates documents in state-space models, linear attention, short convolutions and other causal mixers.
 
-These mixers start each row with a zero state. We therefore gather the tokens into rows of one document each, padded at
-the end, run the mixer, and gather the outputs back, which works with any kernel. Documents whose lengths differ by
-less than a factor of two share a call. The remaining documents share one call if they need little padding.
+These mixers start each row with a zero state. We therefore move each document to a separate row, padded at the end,
+run the mixer, and move the outputs back. This works with any kernel. Documents whose lengths differ by less than a
+factor of two share a call. The remaining documents share one call if they need little padding.
 
 Shapes: B windows, T positions, N = B x T tokens, R rows in a call, L row length, C cells (R x L summed over all
 calls).
@@ -25,12 +25,12 @@ LITTLE = 1 / 16
 MAX_CELLS_PER_TOKEN = 2 + LITTLE
 """Maximum number of cells per token, including padding."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments for packed documents, which rows of a single document don't need."""
+"""Arguments for packed documents, not needed for rows with a single document."""
 
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Mapping between a micro-batch's tokens and rows of one document each."""
+    """Mapping between a micro-batch's tokens and rows with one document each."""
 
     shapes: tuple[tuple[int, int], ...]
     """(rows, length) for each mixer call."""
@@ -191,7 +191,7 @@ def leaking_classes(model: PreTrainedModel, ids_BT: Tensor, first: int, argument
         try:
             output = type(module).forward(module, *args, **kwargs)
             leaks = _leaks(module, output, first, args, kwargs)
-        except Exception:  # a library may reject packed documents
+        except Exception:  # some libraries reject packed documents
             leaks = True
         if not leaks:
             return output

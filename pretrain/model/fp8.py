@@ -19,14 +19,14 @@ SIZE_MULTIPLE = 16
 
 
 def fp8_problem(device_type: str) -> str | None:
-    """Explains why this machine can't train in fp8 on 'cpu' or 'cuda', or returns None."""
+    """Returns an error message if this machine can't train in fp8 on 'cpu' or 'cuda', otherwise None."""
     if device_type != "cuda" or torch.cuda.get_device_capability() < SMALLEST_CAPABILITY:
         return (
-            "precision: fp8 needs a GPU with fp8 tensor cores (compute capability 8.9 or newer: L4, L40, RTX 4090, "
-            "H100); use bf16"
+            "precision: fp8 needs a GPU with fp8 tensor cores (compute capability 8.9 or higher, such as L4, L40, RTX "
+            "4090 or H100); use bf16"
         )
     if importlib.util.find_spec("torchao") is None:
-        return "precision: fp8 needs torchao: pip install -r requirements-gpu.txt; or use bf16"
+        return "precision: fp8 needs torchao; run pip install -r requirements-gpu.txt, or use bf16"
     return None
 
 

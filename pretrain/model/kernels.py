@@ -1,4 +1,4 @@
-"""Activates FlashAttention 3 if possible, and reports which kernels a GPU run uses and why it doesn't use others."""
+"""Activates FlashAttention 3 if possible, and reports which kernels a GPU run uses, and why it doesn't use others."""
 
 import functools
 import importlib.metadata
@@ -50,8 +50,8 @@ def prefer_flash_3(
 def _activate_flash_3(dtype: torch.dtype, width: int, device: str) -> str | None:
     """Activates FlashAttention 3 in torch, and compares it with torch's own kernel on a small batch.
 
-    If it fails or the results differ, restores torch's kernel and returns the problem. The package may be incompatible
-    with torch or built without this head width, and the first step would then fail.
+    If it fails or the results differ, restores torch's kernel and returns the problem. Otherwise, the first step would
+    fail if the package is incompatible with torch or was built without this head width.
     """
     from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 

@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from pretrain.model.attention import segment_ids
 
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Maximum number of logits per block on each device type. This fits into a CPU's cache, or takes 256 MB on a GPU."""
+"""Maximum number of logits per block, by device type. They fit into a CPU's cache, or take 256 MB on a GPU."""
 MAX_QUERIES = 256
 RECORDING = "groundwork_recording"
 """Name of the attention function registered by `record_largest_logits`."""
 RECORD = "largest_logits_H"
-"""Attribute of attention modules with the largest logits since the last reset, (H,) in fp32."""
+"""Name of the attention modules' attribute for the largest logits since the last reset, (H,) in fp32."""
 
 
 def largest_logits(
@@ -33,8 +33,10 @@ def largest_logits(
 ) -> Tensor:
     """Returns each query head's largest unmasked attention logit, (H,) in fp32, without device synchronization.
 
-    The queries are at the last key positions. mask: a dense mask or a flex attention block mask. None means causal
-    attention within segments and the sliding window.
+    The queries are at the last key positions.
+
+    mask: a dense mask, a flex attention block mask, or None for causal attention within segments and the sliding
+        window.
     """
     batch, heads, length, width = query_BHTE.shape
     groups, keys = key_BGTE.shape[1:3]
@@ -75,7 +77,7 @@ def largest_logits(
     return largest_GN.flatten() * (width**-0.5 if scaling is None else scaling)
 
 
-# This is a custom operator, because torch.compile would unroll the loop over blocks in every layer.
+# A custom operator, because torch.compile would unroll the loop over blocks in every layer.
 @torch.library.custom_op("groundwork::largest_logits", mutates_args=())
 def _largest_logits(
     query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, scaling: float | None, window: int | None

@@ -30,12 +30,12 @@ GPU_CHUNK_BYTES = (256 * 2**20, 2 * 2**30)
 Between these limits, the size is GPU_CHUNK_SHARE of the GPU's memory.
 """
 CPU_PIECE_BYTES = 2 * 2**20
-"""Size of the fp32 logits in one softmax call on a CPU, small enough for its cache."""
+"""Size of the fp32 logits in one softmax call on a CPU, which fit into its cache."""
 CPU_PRODUCT_BYTES = 16 * 2**20
-"""Size of each addition to the head's fp32 gradient on a CPU."""
+"""Number of bytes to add to the head's fp32 gradient at a time on a CPU."""
 FEW_LOGITS = 2**20
 """Maximum number of logits that fit into a CPU's caches (4 MB in fp32)."""
-NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0"
+NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or set z_loss to 0"
 NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
 NO_OPTIONS = (
     f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
@@ -86,7 +86,7 @@ def next_token_loss(
 
     Returns (loss, cross_entropy), both fp32 scalars. The cross-entropy is in nats and detached. The loss also includes
     z_loss x mean(logsumexp^2) (PaLM, arXiv 2204.02311). Matmuls run in autocast's dtype if autocast is on. Softmax and
-    sums are always in fp32.
+    sums always run in fp32.
 
     Args:
         cap: if not None, logits are replaced by cap x tanh(logits / cap), in fp32.
@@ -99,7 +99,7 @@ def next_token_loss(
 
 
 def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Returns problems with the loss settings for this model. Raises InputError as `reference_of` does."""
+    """Returns error messages for the loss settings with this model. Raises the same errors as `reference_of`."""
     if settings.backend != "torch" or not projects_hidden_states(model_config):
         return []
     return torch_loss_problems(settings.z_loss, logit_cap(model_config))
@@ -108,7 +108,7 @@ def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
     """Returns the number of tokens per chunk.
 
-    Every chunk reads and writes the head's fp32 gradient once, so chunks are larger on GPUs with more memory.
+    Every chunk reads and writes the head's fp32 gradient, so we use larger chunks on GPUs with more memory.
 
     Args:
         device_bytes: the GPU's memory; ignored on a CPU.
@@ -141,7 +141,7 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
 
 
 def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
-    """Returns reasons why the `torch` backend can't compute this loss."""
+    """Returns error messages if the `torch` backend can't compute this loss."""
     has_options = hasattr(nn, "LinearCrossEntropyOptions")
     return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
 
@@ -180,13 +180,13 @@ LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:
     """Returns the key of LOSS_BACKENDS for the recipe's loss.backend.
 
-    auto means chunked_compiled on a GPU with compilation, because eager kernels read and write 26 bytes per bf16 logit
-    and compiled ones 6. On a CPU, compiling the softmax gains nothing (docs/measurements_cpu.md), so auto means
-    chunked, or logits for a fully compiled model with few logits.
+    auto means chunked_compiled on a GPU with compilation, because eager kernels read and write 26 bytes per bf16
+    logit, and compiled kernels only 6. On a CPU, compiling the softmax isn't faster (docs/measurements_cpu.md), so
+    auto means chunked, or logits for a fully compiled model with few logits.
 
     Args:
-        logits: number of fp32 logits per micro-batch. None if it's unknown, or if the logits are bf16 and gradients
-            would therefore be summed in bf16.
+        logits: number of fp32 logits per micro-batch. None if it's unknown, or if the logits are in bf16, because
+            gradients would then be summed in bf16.
     """
     if requested != "auto":
         return requested
@@ -234,7 +234,7 @@ def _chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Computes the summed loss and its gradients chunk by chunk.
 
-    Gradients are computed in the forward pass, so that no logits are computed twice. They are gradients of the sum of
+    Gradients are computed in the forward pass, to avoid computing logits twice. They are gradients of the sum of
     cross-entropy + z_loss x logsumexp^2, because gradients of the mean could underflow in half-precision matmuls.
 
     Returns the sums of cross-entropy and logsumexp^2, (2,); the number of targets; the gradients of hidden states,
@@ -290,8 +290,8 @@ def _save_for_backward(ctx, inputs, output):
 
 
 def _backward(ctx, grad_sums, *_):
-    # To save memory, we scale the gradients in place. We can't if the graph is retained for a second backward pass, as
-    # in zero-bubble pipelines, because the gradients would be scaled twice.
+    # To save memory, we scale the gradients in place, unless the graph is retained for a second backward pass, as in
+    # zero-bubble pipelines. The gradients would then be scaled twice.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
@@ -310,8 +310,8 @@ def _softmax_less_target_(
 
     The gradients are softmax - onehot / (1 + 2 z_loss lse). The caller multiplies them by (1 + 2 z_loss lse) on the
     (C, D) side of the matmuls, which saves a pass over the block. With a cap, softmax and logsumexp use cap x
-    tanh(logits / cap), and the gradients include the factor 1 - tanh^2. On a CPU, rows are processed in groups that
-    fit into its cache.
+    tanh(logits / cap), and the gradients include the factor 1 - tanh^2. On a CPU, rows are processed in groups
+    that fit into the cache.
     """
     piece_rows = block_CV.shape[0]
     if block_CV.device.type == "cpu":
@@ -345,7 +345,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
         if cap is not None:
             tanh_CV = (fp32_CV / cap).tanh()
             fp32_CV = cap * tanh_CV
-        # Written like this, Inductor fuses maximum and sum into one pass. logsumexp would take two.
+        # Inductor fuses this maximum and sum into one pass. logsumexp would take two.
         largest_C1 = fp32_CV.amax(-1, keepdim=True)
         lse_C1 = (fp32_CV - largest_C1).exp().sum(-1, keepdim=True).log() + largest_C1
         cross_entropy_C1 = lse_C1 - fp32_CV.gather(1, target_C1)
@@ -361,7 +361,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
 def _softmax(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's (softmax, logsumexp) in fp32. The largest probability is 1 / sum(exp(logits - max))."""
     if logits_RV.device.type == "cpu":
-        logits_RV = logits_RV.float()  # half precision takes twice as long on a CPU
+        logits_RV = logits_RV.float()  # half precision would take twice as long
     softmax_RV = F.softmax(logits_RV, dim=-1, dtype=torch.float32)
     return softmax_RV, logits_RV.amax(-1, keepdim=True) - softmax_RV.amax(-1, keepdim=True).log()
 

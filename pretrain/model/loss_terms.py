@@ -37,15 +37,15 @@ class Seen:
     hidden_BTD: Tensor
     """Last hidden states, the input to the head."""
     documents_BT: Tensor
-    """Document index of each token within its sequence, from 0. Always 0 without document_mask."""
+    """Index of each token's document in its sequence, starting at 0. Always 0 without document_mask."""
     step: int
-    """Step number, from 0."""
+    """Step number, starting at 0."""
     head: "nn.Module | Shared"
     """Output head, with a weight of shape (V, D)."""
     given_embedding: "nn.Module | Shared | None"
-    """Value of `embedding`, or None if the term has embeds = False."""
+    """The token embedding, or None if the term sets embeds = False."""
     attention: Mapping[str, Any]
-    """The model's other arguments. Pass them to other transformers models to use the same document mask."""
+    """The model's other arguments. Pass them to another transformers model to use the same document mask there."""
     cap: float | None = None
     """Soft cap c if the model computes c x tanh(logits / c), or None."""
     sequences: "Sequences" = field(default_factory=lambda: Sequences())
@@ -76,7 +76,7 @@ class Seen:
 
 
 class Sequences:
-    """Full sequences on each rank. cp uses a different class."""
+    """Each rank has full sequences. cp uses a different class."""
 
     def whole(self, values_BT: Tensor) -> Tensor:
         return values_BT
@@ -88,7 +88,7 @@ class Sequences:
 class Shared:
     """The model's head or embedding, for terms that several ranks compute for the same tokens.
 
-    Parameter gradients are divided by the number of these ranks, because they're summed over the ranks later.
+    Divides parameter gradients by the number of these ranks, because the gradients are later summed over the ranks.
     """
 
     def __init__(self, module: nn.Module, ranks: int):
@@ -113,8 +113,8 @@ class Shared:
 class LossTerm(ABC):
     """Base class for loss terms, which are sums over tokens.
 
-    Register a subclass in `registry.LOSS_TERMS`. Declare its settings in a nested class `Options`. Its parameters must
-    be in `module`, and it must have no other state.
+    Register subclasses in `registry.LOSS_TERMS`, and declare their settings in a nested class `Options`. All
+    parameters must be in `module`, and there must be no other state.
     """
 
     Options: type[TermOptions] = TermOptions
@@ -146,14 +146,14 @@ class LossTerm(ABC):
 
     @abstractmethod
     def __call__(self, seen: Seen) -> Tensor:
-        """Returns the term for each token, (B, T), or the sum over all tokens.
+        """Returns one value per token, (B, T), or their sum.
 
         The result is later divided by the number of tokens in the step.
         """
 
 
 class LossTerms:
-    """All loss terms in a run, with their means since the last log."""
+    """A run's loss terms, and their means since they were last logged."""
 
     def __init__(self, settings: Loss, model_config: PreTrainedConfig, *, seed: int, dtype: torch.dtype):
         self.terms: dict[str, LossTerm] = {}
@@ -168,12 +168,12 @@ class LossTerms:
                     # Each term has its own seed, so its weights don't depend on other terms.
                     torch.default_generator.manual_seed(module_seed(seed, f"loss_terms.{name}"))
                     term.trained = self.trained[name] = term.module()
-                for parameter in term.trained.parameters():  # buffers, such as rotary tables, must not be rounded
+                for parameter in term.trained.parameters():  # but not buffers, such as rotary tables
                     parameter.data = parameter.data.to(dtype)
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
-                        f"loss.terms.{name}: {min(lost)} in its module would be missing from checkpoints, which only "
-                        "contain its parameters, each once; make it a buffer with persistent=False"
+                        f"loss.terms.{name}: checkpoints would not contain {min(lost)}, because they only store the "
+                        "module's parameters, each once; make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)
@@ -230,15 +230,15 @@ def _of_tokens(name: str, value: Any, seen: Seen) -> Tensor:
         return value
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise InputError(
-        f"loss.terms.{name}: returned {kind}; it must return a tensor of shape {tuple(seen.targets_BT.shape)} with "
-        "one value per token, or a scalar tensor with their sum"
+        f"loss.terms.{name}: must return a tensor of shape {tuple(seen.targets_BT.shape)} with one value per token, "
+        f"or a scalar tensor with their sum, got {kind}"
     )
 
 
 def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = False) -> list[str]:
-    """Returns problems with the loss terms under the launched strategy and these settings.
+    """Returns error messages if the loss terms don't work with the launched strategy or these settings.
 
-    scales_width: True if optim.parametrization sets a learning rate per parameter.
+    scales_width: True if optim.parametrization sets separate learning rates for each parameter.
     """
     if not settings.terms:
         return []
@@ -246,8 +246,8 @@ def term_problems(settings: Loss, compile_mode: str, *, scales_width: bool = Fal
     needy = [name for name in settings.terms if not LOSS_TERMS[name].by_token]
     if launched_sizes().cp > 1 and needy:
         problems.append(
-            f"loss.terms: {', '.join(needy)}: does not support cp, which splits each "
-            "sequence across ranks, unless its class sets by_token = True; use fsdp2"
+            f"loss.terms: {', '.join(needy)}: cp, which splits each sequence across ranks, requires by_token = True "
+            "in a term's class; use fsdp2 for other terms"
         )
     if compile_mode == "full":
         problems.append("loss.terms: not supported with compile: full; use regional or auto")

@@ -54,9 +54,9 @@ The limits are far above the largest known models, which have about 130 layers, 
 tokens, vectors with 110,000 dimensions and 10 million positions.
 """
 NUMBER_RULES = (
-    (r"drop", lambda value: 0 <= value < 1, "a probability, at least 0 and below 1"),
-    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1, such as 1e-6"),
-    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0, such as 0.02"),
+    (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
+    (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
+    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0 (such as 0.02)"),
 )
 """(pattern for a key's name, check for the value, allowed values in words)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
@@ -83,8 +83,8 @@ def load_model_config(
 
     Args:
         changes: {key: new value}, validated like the keys in a .json file. Objects are merged.
-        vocabulary_size: the data's number of token IDs, or None without data. If the model's vocabulary follows the
-            data (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`. Without
+        vocabulary_size: number of token IDs in the data's vocabulary, or None without data. If the data determines
+            vocab_size (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`. Without
             data, it's the file's value or the class's default.
     """
     if ARCHITECTURES:
@@ -136,7 +136,7 @@ def register_code_of(name_or_path: str) -> None:
 
 
 def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns a configuration with some keys changed, validated as in `load_model_config`.
+    """Changes some keys of a configuration, with the same validation as in `load_model_config`.
 
     A new rope_parameters object replaces the old one.
     """
@@ -161,7 +161,7 @@ def follows_the_data(config_class: type[PreTrainedConfig], keys: Mapping[str, An
 
 
 def padded_vocabulary(vocabulary_size: int) -> int:
-    """Rounds up the number of token IDs to a multiple of 64 (128 if it's at least 16,384), for fast matmuls."""
+    """Rounds a vocabulary size up to a multiple of 64 (128 if it's at least 16,384), for faster matmuls."""
     multiple = 64 if vocabulary_size < LARGE_VOCABULARY else 128
     return -(-vocabulary_size // multiple) * multiple
 
@@ -185,7 +185,7 @@ def _config_of_library(name_or_path: str, trust_remote_code: bool) -> PreTrained
 
 
 def _changed(config_class: type[PreTrainedConfig], keys: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Applies the changes to the keys. Aliases of a changed key are removed."""
+    """Applies the changes to the keys, and removes other names for the changed keys."""
     names = config_class.attribute_map
     changed = dict(keys)
     for key, value in changes.items():
@@ -206,7 +206,7 @@ def _merged(value: Any, change: Any) -> Any:
 
 
 def refuse_composites(name: str, config: PreTrainedConfig) -> None:
-    """Raises InputError for multimodal models, and suggests the text model's model_type if there is one."""
+    """Raises InputError for multimodal models, and suggests alternatives."""
     try:
         text = config.get_text_config()
     except ValueError:  # several text models
@@ -214,7 +214,7 @@ def refuse_composites(name: str, config: PreTrainedConfig) -> None:
     if text is not config:
         advice = f"use a language model, for example {', '.join(COMMON_MODEL_TYPES)}"
         if text:
-            advice = f"its text model is {text.model_type}: write a JSON with that model_type"
+            advice = f"use a JSON with the model_type of its text model, {text.model_type}"
         raise InputError(f"{name}: model_type {config.model_type} is multimodal; {advice}")
 
 
@@ -222,7 +222,7 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
             f"{name_or_path}: this model has custom code, which runs with your permissions; allow it with "
-            "--trust_remote_code (in a recipe trust_remote_code: true) if you trust its author"
+            "--trust_remote_code (in a recipe: trust_remote_code: true) if you trust its author"
         )
     if is_folder:
         return f"{name_or_path}/config.json cannot be used: {first_line(error)}"
@@ -235,7 +235,7 @@ def _unreadable(name_or_path: str, is_folder: bool, error: Exception) -> str:
 def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
-    """Builds the configuration from `keys`, and validates the keys in `stated`, which were written by hand."""
+    """Builds the configuration from `keys`. Validates the keys in `stated`, which were written by hand."""
     if _depth(stated) > MAX_DEPTH:  # the checks below recurse
         raise InputError(
             f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep, which no model needs"
@@ -281,12 +281,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, _RepeatedKeyError) as error:
         raise InputError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(keys, dict):
-        raise InputError(f"{path}: must be a JSON object with keys and values (got {type(keys).__name__})")
+        raise InputError(f"{path}: must be a JSON object, got {type(keys).__name__}")
     return keys
 
 
 class _RepeatedKeyError(Exception):
-    """Raised if a JSON object contains a key twice, because the last one would silently win."""
+    """Raised if a JSON object contains a key twice. The last value would silently win."""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def model_source(config_class: type[PreTrainedConfig]) -> str:
 
 
 def keys_read_by_model(config_class: type[PreTrainedConfig]) -> set[str]:
-    """Finds all keys that the model reads, even if the class doesn't declare them, such as Qwen3-MoE's head_dim."""
+    """Returns all keys that the model reads, including undeclared ones, such as Qwen3-MoE's head_dim."""
     source = model_source(config_class)
     by_name = re.findall(r"""getattr\(\s*(?:self\.)?config\s*,\s*["'](\w+)["']""", source)
     return {*by_name, *re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", source)}
@@ -362,7 +362,7 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Formats an error as one line, with file and line if it was raised in custom code."""
+    """Formats an error in one line, with the file and line number if it was raised in custom code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
@@ -410,27 +410,27 @@ def _own_fields(config_class: type[PreTrainedConfig]) -> set[str]:
 
 
 def _type_problem(name: str, value: Any, fields: dict) -> str | None:
-    """Checks a value's type against the class's annotation. Returns the problem, or None."""
+    """Returns an error message if a value's type doesn't match the class's annotation, otherwise None."""
     if name not in fields:
         is_count = isinstance(value, int) and not isinstance(value, bool)
-        return None if name not in COUNT_FIELDS or is_count else f"{shortened(repr(value))} is not an integer"
+        return None if name not in COUNT_FIELDS or is_count else f"must be an integer, got {shortened(repr(value))}"
     expected = fields[name].type
     try:
         huggingface_hub.dataclasses.type_validator(name, value, expected)
     except (TypeError, ValueError):
         shown = expected.__name__ if isinstance(expected, type) else str(expected)
-        return f"{shortened(repr(value))} is a {type(value).__name__}; allowed: {shown}"
+        return f"must be {shown}, got {shortened(repr(value))} ({type(value).__name__})"
     if isinstance(value, bool) and "bool" not in str(expected):
-        return f"{str(value).lower()} is not a number; allowed: {expected}"
+        return f"must be a number ({expected}), got {str(value).lower()}"
     return None
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
-    """Returns problems with the model's shape, such as a hidden size that isn't a multiple of the number of heads."""
+    """Returns error messages for sizes that don't fit together, such as hidden_size and num_attention_heads."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
-    problems = [f"{own_name[name]} is {value}; it must be at least 1" for name, value in count.items() if value < 1]
+    problems = [f"{own_name[name]} must be at least 1, got {value}" for name, value in count.items() if value < 1]
     if problems:
         return problems
     width = count.get("hidden_size")
@@ -452,14 +452,14 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
         )
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
-        problems.append(f"head_dim is {head_width}; it must be even for rotary positions")
+        problems.append(f"head_dim must be even for rotary positions, got {head_width}")
     return problems
 
 
 def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """Returns problems with the values in a model's JSON, except for rotary positions.
+    """Returns error messages for values in a model's JSON, except for rotary parameters.
 
-    defaults: the class's default values, used to detect keys that are activations or may be negative.
+    defaults: the class's default values, which show which keys are activations or may be negative.
     """
     problems = []
     for path, value in _numbers(keys):
@@ -476,31 +476,31 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
 
 
 def _number_problems(path: str, value: float, default: Any) -> list[str]:
-    """Returns problems with one number.
+    """Returns error messages for one number.
 
     path: key, dotted in nested objects, as in 'rope_parameters.factor'.
     """
     name = path.rpartition(".")[2]
     if not math.isfinite(value):
         example = default if isinstance(default, int | float) and not isinstance(default, bool) else 1.0
-        return [f"{path}: {value} is not a finite number; allowed: finite numbers, such as {example}"]
+        return [f"{path}: must be a finite number (such as {example}), got {value}"]
     for pattern, is_allowed, allowed in NUMBER_RULES:
         if re.search(pattern, name) and not is_allowed(value):
-            return [f"{path}: {_shown(value)}; allowed: {allowed}"]
+            return [f"{path}: must be {allowed}, got {_shown(value)}"]
     if isinstance(value, int):
         _, most, what = next(bound for bound in LARGEST if re.search(bound[0], name))
         if value > most:
             return [f"{path}: {_shown(value)} is too large; allowed: at most {most:,} {what}"]
         is_negative = isinstance(default, int | float) and default < 0
         if value < 0 and not is_negative and not MAY_BE_NEGATIVE.search(name):
-            return [f"{path}: {_shown(value)}; allowed: 0 or more"]
+            return [f"{path}: must be at least 0, got {_shown(value)}"]
     return []
 
 
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
-    """Returns problems with rotary parameters, given as one object or as one object per layer type.
+    """Returns error messages for rotary parameters, which can be one object or one object per layer type.
 
-    has_keys: True if the class declares rope_parameters. If so, unknown keys are problems.
+    has_keys: True if the class declares rope_parameters. Unknown keys are then errors.
     """
     known = {*RopeParameters.__annotations__, "type"}
     problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
@@ -532,8 +532,8 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
         least = 1 if key == "factor" else 0
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or value < least or value == 0:
-            allowed = "a number of at least 1, such as 8.0" if key == "factor" else "a number above 0"
-            problems.append(f"{prefix}{key}: {_shown(value)}; allowed: {allowed}")
+            allowed = "a number of at least 1 (such as 8.0)" if key == "factor" else "a number above 0"
+            problems.append(f"{prefix}{key}: must be {allowed}, got {_shown(value)}")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Registers models that aren't in transformers: files in `architectures`, and model folders with custom code."""
+"""Registers models that aren't in transformers, from files in `architectures` or model folders with custom code."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ USUAL_NAMES = {
 }
 """{transformers' name: names commonly used in other code}"""
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
-"""Sizes that are needed to compute FLOPs and memory."""
+"""Sizes needed to compute FLOPs and memory."""
 
 
 def register(module: ModuleType) -> str:
@@ -55,7 +55,7 @@ def register(module: ModuleType) -> str:
 
 
 def register_extensions() -> None:
-    """Registers the architectures that extensions added to ARCHITECTURES. Raises InputError as `register` does."""
+    """Registers architectures that extensions have added to ARCHITECTURES. Raises the same errors as `register`."""
     for name, causal_class in ARCHITECTURES.items():
         if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
             continue
@@ -75,11 +75,11 @@ def register_classes(
     """Registers the classes with transformers, and adds size aliases to `attribute_map`.
 
     Their code is saved with the model, so `from_pretrained(folder, trust_remote_code=True)` works on machines without
-    this project. Raises InputError if the model_type is already taken, the classes use a different configuration, or a
-    size is missing.
+    this project. Raises InputError if the model_type is already in use, the classes use a different configuration, or
+    a size is missing.
     """
     model_type = config_class.model_type
-    # get() only finds entries of this lazy mapping that are already loaded.
+    # In this lazy mapping, get() only finds entries that are already loaded.
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if not model_type or (known is not None and known.__module__ != config_class.__module__):
         said = f"model_type {model_type!r} is already taken" if model_type else "it has no model_type"
@@ -92,7 +92,7 @@ def register_classes(
         return
     for made in filter(None, (causal_class, model_class)):
         if getattr(made.config_class, "__name__", None) != config_class.__name__:
-            raise InputError(f"{file}: {made.__name__} must contain config_class = {config_class.__name__}")
+            raise InputError(f"{file}: {made.__name__} must set config_class = {config_class.__name__}")
     AutoConfig.register(model_type, config_class)
     config_class.register_for_auto_class("AutoConfig")
     if model_class is not None:
@@ -108,7 +108,8 @@ def name_sizes(file: str | Path, config_class: type[PreTrainedConfig]) -> None:
         example = config_class()
     except Exception as error:  # custom code may raise any error
         raise InputError(
-            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; add defaults"
+            f"{error_in_file(error, Path(file))}; {config_class.__name__}() must work without arguments; "
+            "add default values"
         ) from error
     missing = {}
     for name, usual in USUAL_NAMES.items():
@@ -154,11 +155,11 @@ def register_folder(name_or_path: str, keys: dict[str, Any]) -> None:
     digest = digest_of(files)
     classes = {}
     for kind, path in paths.items():
-        # The module is named after its content, so a checkpoint's copy of the code is the same module.
+        # The module is named after its contents, so a checkpoint's copy of the code is the same module.
         module = import_file(path, f"groundwork_own_{digest}")
         class_name = names[kind].partition(".")[2]
         if not hasattr(module, class_name):
-            raise InputError(f"{path}: has no {class_name}, which is the {kind} in auto_map")
+            raise InputError(f"{path}: does not define {class_name}, the {kind} in auto_map")
         classes[kind] = getattr(module, class_name)
     causal_class = classes["AutoModelForCausalLM"]
     register_classes(paths["AutoConfig"], classes["AutoConfig"], causal_class, classes.get("AutoModel"))
@@ -185,7 +186,7 @@ def fetched(name_or_path: str, file: str) -> Path:
 
 
 def own_keys_of(name_or_path: str) -> dict[str, Any] | None:
-    """Returns the config.json of a folder or Hub ID if it has an auto_map, or None."""
+    """Returns the config.json of a folder or Hub ID if it contains an auto_map, otherwise None."""
     try:
         keys = json.loads(Path(cached_file(name_or_path, "config.json")).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Changes a model's maximum number of positions or its rotary frequencies during a run (docs/long_context.md).
+"""Changes a model's number of positions or rotary frequencies during a run (see docs/long_context.md).
 
 This doesn't change any weights. Learned position embeddings, as in GPT-2, can't be extended.
 """
@@ -26,7 +26,7 @@ KEYS = ("rope_parameters", "rope_theta", "max_position_embeddings")
 
 
 def configs_of_stages(config: PreTrainedConfig, data: Data) -> list[PreTrainedConfig]:
-    """Returns the model's configuration for each stage, with enough positions and the stage's rotary parameters.
+    """Returns the model's configuration in each stage, with enough positions and the stage's rotary parameters.
 
     Stages without changes share the previous stage's configuration object. Raises InputError if the model doesn't
     support a change.
@@ -77,7 +77,7 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
     if not isinstance(before, dict) or any(isinstance(value, dict) for value in before.values()):
         if set(given) == {"rope_theta"} and isinstance(getattr(config, "rope_theta", None), int | float):
             return dict(given)
-        how = "has different ones for each layer type" if before else "has no rotary positions"
+        how = "has different rotary parameters for each layer type" if before else "has no rotary positions"
         raise InputError(
             f"{place}.rope_parameters: {config.model_type} {how}, so a stage can't change them; omit "
             "rope_parameters, or use a model with the same rotary positions in all layers, such as llama or qwen3"
@@ -115,9 +115,9 @@ def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> 
 @functools.lru_cache(maxsize=64)
 @one_thread()
 def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
-    """Tests on a small copy whether changing frequencies in place is equivalent to rebuilding the model.
+    """Tests with a small copy whether changing frequencies in place is equivalent to rebuilding the model.
 
-    Returns the problem, or None.
+    Returns an error message, or None.
     """
     model = copy.deepcopy(reference_of(keyed))
     small = copy.deepcopy(model.config)
@@ -130,7 +130,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
         use_positions(model, keyed_changed.config)
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)
-    except Exception as error:  # the library's classes may raise any error
+    except Exception as error:  # model code may raise any error
         return f"does not support changed positions ({described(error)}); omit rope_parameters"
     if torch.equal(wanted, before):
         return "does not use them; omit rope_parameters"
@@ -140,7 +140,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
 
 
 def use_positions(model: nn.Module, config: PreTrainedConfig, *others: PreTrainedModel) -> None:
-    """Updates a built model's configuration and rotary tables in place to the positions in `config`.
+    """Updates a model's configuration and rotary tables in place, to use the positions in `config`.
 
     Args:
         model: a model, one of its submodules, or a module that contains it.

@@ -1,4 +1,4 @@
-"""Loads pretrained weights from safetensors one tensor at a time, so that no rank needs memory for all of them."""
+"""Loads pretrained weights from safetensors one tensor at a time, so no rank needs memory for the whole model."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from pretrain.model.routers import as_buffers
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens added to a tokenizer, each initialized with the mean of the original tokens for the same text."""
+    """Tokens added to a tokenizer. Each is initialized with the mean of the original tokens for its text."""
 
     first: int
     """First new ID. Smaller IDs are in the original vocabulary."""
@@ -29,7 +29,7 @@ class NewTokens:
     """Number of rows in the extended embedding, including padding."""
 
     def extend(self, old: torch.Tensor) -> torch.Tensor:
-        """Adds rows for the new tokens to an embedding, a head or its bias, (tokens, ...).
+        """Adds rows for the new tokens to an embedding, head or head bias, (tokens, ...).
 
         Padding rows are initialized with the mean over the original tokens.
         """
@@ -59,7 +59,7 @@ class PretrainedTensors:
         self._of_vocabulary = vocabulary_tensors(names.meta_model) if new_tokens else {}
 
     def read(self, name: str) -> torch.Tensor:
-        """Reads a tensor to newly allocated CPU memory. Integer tensors aren't cast to fp32."""
+        """Reads a tensor into newly allocated CPU memory. Integer tensors aren't cast to fp32."""
         tensor = self._found(name)
         if name in self._of_vocabulary:
             return self._new_tokens.extend(tensor.to(torch.float32))
@@ -108,7 +108,7 @@ class TensorsInMemory(PretrainedTensors):
 
 
 class LoadedModel:
-    """Weights in a model on the CPU, whose tensors are moved to the training model."""
+    """Weights in a model on the CPU. `fill` moves its tensors to the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
@@ -136,13 +136,13 @@ def vocabulary_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Loads a pretrained model in fp32 from a folder or the Hub.
 
-    Only supports safetensors, because pickle files can execute code. Raises InputError if the model or some of its
-    weights are missing, or if transformers can't build the model.
+    Only supports safetensors, because pickle files can execute code. Raises InputError if the model or some weights
+    are missing, or if transformers can't build the model.
     """
     if name_or_path.endswith(".json"):
         raise InputError(
-            f"{name_or_path}: a JSON has no weights; use the folder or Hub ID of a pretrained model, or train from "
-            "scratch with init: scratch"
+            f"{name_or_path}: a JSON file contains no weights; use the folder or Hub ID of a pretrained model, or "
+            "train from scratch with init: scratch"
         )
     load_model_config(name_or_path, trust_remote_code=trust_remote_code)
     try:
@@ -174,10 +174,10 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
 
 
 def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> PretrainedTensors | LoadedModel:
-    """Opens the weights in a folder or Hub ID. Raises InputError as `load_pretrained` does.
+    """Opens the weights in a folder or Hub ID. Raises the same errors as `load_pretrained`.
 
-    If the files need a conversion other than joining experts, this loads the whole model. Every rank then needs memory
-    for the whole model until its shards are built.
+    If the files need a conversion other than joining experts, each rank loads the whole model, and frees it when its
+    shards are built.
 
     new_tokens: tokens added to the vocabulary.
     """

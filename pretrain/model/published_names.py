@@ -58,7 +58,7 @@ class PublishedNames:
         return revert_weight_conversion(self.meta_model, tensors)
 
     def split(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Splits a training model's tensor into {published name: tensor}. Some of them are views."""
+        """Splits a training model's tensor into {published name: tensor}. The results may be views."""
         if self.pieces.get(name, {name: None}).keys() == {name}:
             return {name: tensor}
         return self._split_all({name: tensor})
@@ -111,7 +111,7 @@ class JoinedTensors(Mapping[str, Tensor]):
         return self._saved[name] if name in self._saved else self._names.join(name, self._saved.__getitem__)
 
     def shapes(self, saved: Shapes) -> Shapes:
-        """Returns {name: shape}, given the saved shapes. If a published tensor doesn't fit, it's that shape."""
+        """Returns {name: shape}, given the saved shapes. If a published tensor has the wrong shape, returns it."""
         found = {}
         for name in self:
             pieces = {} if name in saved else self._names.pieces[name]

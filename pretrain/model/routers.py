@@ -1,4 +1,4 @@
-"""MoE models: routers in transformers' models, coefficients for their losses, and expert matmuls.
+"""Routers in transformers' MoE models, coefficients for their losses, and expert matmuls.
 
 Shapes: E experts, K experts per token.
 """
@@ -23,7 +23,7 @@ TOP_K = ("top_k", "num_experts_per_tok", "moe_top_k", "moe_topk")
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Attribute names of the balancing bias, as in DeepSeek-V3 (Wang et al., arXiv 2408.15664).
 
-It's added to the scores for choosing experts, but not for weighting their outputs.
+It's added to the scores that choose the experts, but not to the scores that weight their outputs.
 """
 
 BALANCE_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -47,7 +47,7 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """Returns the routers that the model's classes declare, in the model's order."""
+    """Returns the routers that the model's classes declare, in model order."""
     specs = list(_declared(model))
     places = {
         name: index
@@ -135,7 +135,7 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int | None, bool]]:
 
 
 def biases_in(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns (owner, name) for every router bias in a module, whether parameter or buffer."""
+    """Returns (owner, name) for every router bias in a module, both parameters and buffers."""
     return [
         (owner, name)
         for owner in module.modules()
@@ -153,7 +153,7 @@ def balancing_bias(router: Router) -> Tensor | None:
 def as_buffers(model: nn.Module) -> None:
     """Converts router biases that are parameters without gradients to buffers with the same names.
 
-    Buffers are replicated on every rank and ignored by optimizers with all strategies.
+    All strategies replicate buffers on every rank, and optimizers ignore them.
     """
     for owner, name in biases_in(model):
         if (parameter := owner._parameters.get(name)) is not None and not parameter.requires_grad:
@@ -205,7 +205,7 @@ class RouterLosses:
 
 
 def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
-    """Returns a run's coefficients from the recipe, or from the model if they aren't in the recipe.
+    """Returns a run's coefficients from the recipe, or from the model if the recipe doesn't set them.
 
     Raises InputError if neither contains a balancing coefficient, or if there is no bias to update.
     """
@@ -229,7 +229,7 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
 
 
 def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
-    """Explains why loss.router_bias_rate would have no effect, or returns None if every router has a bias."""
+    """Returns an error message unless every router has a bias for loss.router_bias_rate to update."""
     without = [router.name for router in routers if balancing_bias(router) is None]
     if routers and not without:
         return None
@@ -249,7 +249,7 @@ def is_known(router: Router, config: PreTrainedConfig) -> bool:
 
 
 def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
-    """Returns the balancing loss coefficient. Raises InputError if it's in neither the recipe nor the model."""
+    """Returns the balancing loss coefficient. Raises InputError if neither the recipe nor the model sets it."""
     if loss.router_balance is not None:
         return loss.router_balance
     for name in BALANCE_COEFFICIENTS:

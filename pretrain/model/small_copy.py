@@ -1,8 +1,8 @@
 """Builds a small copy of any architecture, with the same classes and every layer type, for fast tests.
 
-How a model handles documents, future tokens and the loss doesn't depend on its size, so training/probe.py tests it on
-the copy. We reduce all sizes with known names. If the library rejects the result, we only reduce the number
-of layers. The reference for the tests is the copy's forward pass with the library's eager attention.
+A model's handling of documents, future tokens and the loss doesn't depend on its size, so training/probe.py tests it
+on the copy. We reduce all sizes with known names. If the library rejects the result, we only reduce the number of
+layers. The reference for the tests is the copy's forward pass with the library's eager attention.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -89,7 +89,7 @@ SHORT_WINDOW = 6
 DOCUMENT_LENGTHS = ((9, 1, 14), (16, 8))
 """Document lengths in two windows."""
 SHORT_DOCUMENT_LENGTHS = ((3, 1, 4), (5, 3))
-"""Document lengths for models that have too few positions for DOCUMENT_LENGTHS."""
+"""Document lengths for models with too few positions for DOCUMENT_LENGTHS."""
 END_OF_DOCUMENT = 1
 TOLERANCE = 5e-4
 """Maximum fp32 rounding error, relative to the largest logit. Leaks are much larger."""
@@ -145,7 +145,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def kinds_of_layers(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Returns (number of layers, number of first layers that include every layer type), or None without a layer list.
+    """Returns (number of layers, number of leading layers with every layer type), or None without a layer list.
 
     Each type is included twice, unless that requires more than twice as many layers.
     """
@@ -170,7 +170,7 @@ def _position(kinds: list[Any], kind: Any, times: int) -> int:
 
 
 def _kind(layer: nn.Module) -> tuple:
-    """Returns the classes, shapes and options that distinguish layer types."""
+    """Returns the module classes, shapes and options by which layer types differ."""
     found = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     for name, module in layer.named_modules():
         switches = tuple(item for item in sorted(vars(module).items()) if isinstance(item[1], (bool, str)))
@@ -209,7 +209,7 @@ def _narrow(values: dict[str, Any]) -> None:
 
 
 def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, layers: int) -> None:
-    """Reduces `total` layers to the first `layers`, in the layer counts and in all lists with one entry per layer."""
+    """Reduces the number of layers from `total` to `layers`, in layer counts and in lists with one entry per layer."""
     own_name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     values[own_name] = layers
     if values.get("decoder_layers") == total:  # in the Bart family, num_hidden_layers is the number of encoder layers
@@ -250,7 +250,7 @@ def one_thread() -> Iterator[None]:
 def projects_hidden_states(config: PreTrainedConfig) -> bool:
     """Returns True if the logits are exactly head(last hidden state), possibly with a soft cap.
 
-    Runs the small copy and caches the result. Raises InputError as `reference_of` does.
+    Runs the small copy and caches the result. Raises the same errors as `reference_of`.
     """
     return is_projection(reference_of(KeyedConfig.of(config)))
 
@@ -258,9 +258,9 @@ def projects_hidden_states(config: PreTrainedConfig) -> bool:
 @functools.lru_cache(maxsize=4)
 @one_thread()
 def reference_of(keyed: KeyedConfig) -> PreTrainedModel:
-    """Builds the small copy with the library's eager attention, and with weights that make tokens affect each other.
+    """Builds the small copy with the library's eager attention, and scales its weights until tokens interact.
 
-    Raises InputError if the architecture needs other inputs than token IDs, or doesn't initialize all weights.
+    Raises InputError if the architecture needs inputs other than token IDs, or doesn't initialize all weights.
     """
     failures: list[str] = []
     for small in small_copies(keyed.config, failures):

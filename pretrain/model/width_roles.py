@@ -1,8 +1,8 @@
-"""Finds the dimensions of each parameter that grow with a model's width, by building it at twice the width.
+"""Determines which dimensions of each parameter grow with a model's width, by building the model at twice the width.
 
 In maximal update parametrization (Yang et al., arXiv 2203.03466, table 3), these dimensions determine each parameter's
-initial scale and learning rate. Learning rates then transfer between widths. There are no multipliers in the forward
-pass, so exported models need no special code.
+initial scale and learning rate, so that learning rates transfer between widths. There are no multipliers in the
+forward pass, so exported models need no special code.
 """
 
 import copy
@@ -39,7 +39,7 @@ class WidthRole:
     def rate_scale(self, ratio: float, *, orthogonalized: bool = False) -> float:
         """Returns the learning rate factor at `ratio` times the base width.
 
-        It applies to updates whose elements have a fixed root mean square. For orthogonalized updates, the factor is
+        The factor is for updates whose elements have a fixed root mean square. For orthogonalized updates, it is
         sqrt(ratio) times as large, because all of their singular values are equal.
         """
         if not self.inputs:
@@ -60,7 +60,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
     try:
         here = build_meta_model(config)
         wide = build_meta_model(at_width(config, 2.0))
-    except Exception as error:  # the library's checks may raise any error for other sizes
+    except Exception as error:  # the library may raise any error for unusual sizes
         raise InputError(
             f"optim.parametrization: mup: this model cannot be built at twice its width ({described(error)}), "
             "which mup requires; use parametrization: standard"
@@ -91,8 +91,8 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
 def norm_before_head(model: PreTrainedModel) -> str:
     """Returns the name of the norm between the last layer and the head.
 
-    Raises InputError if there isn't exactly one, or if its weight isn't initialized to 1. Gains of the form 1 + weight
-    can't be scaled.
+    Raises InputError if there isn't exactly one, or if its weight isn't initialized to 1, because gains of the form
+    1 + weight can't be scaled.
     """
     layers = layers_of(model)
     names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
@@ -120,7 +120,7 @@ def norm_before_head(model: PreTrainedModel) -> str:
 
 
 def at_width(config: PreTrainedConfig, ratio: float) -> PreTrainedConfig:
-    """Returns the configuration at `ratio` times the width, with more heads of the same head width."""
+    """Returns the configuration at `ratio` times the width. The number of heads changes, but not the head width."""
     values = config.to_dict()
 
     def grown(value: Any) -> Any:

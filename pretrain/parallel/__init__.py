@@ -1,7 +1,7 @@
-"""Parallelism strategies, and communication between processes.
+"""Parallelism strategies and communication between processes.
 
-The training loop only calls the methods defined in `strategy`, so it's the same for all strategies. See
-docs/new_strategy.md for how to add one.
+The training loop is the same for all strategies, because it only calls the methods defined in `strategy`. To add a
+strategy, see docs/new_strategy.md.
 
     registry: all strategies by name
     strategy: base class, which also runs a single process or DDP
@@ -13,11 +13,11 @@ docs/new_strategy.md for how to add one.
     pipeline, pipeline_stages: layers split into stages
     tensor_parallel: matrices split across ranks
     expert_parallel: experts distributed across ranks
-    fp8_gathers: all-gathers of fp8 weights
+    fp8_gathers: fp8 all-gathers of weights
     zero, zero_partitions: DeepSpeed ZeRO
-    ranks: rank, world size and collectives over CPU memory
+    ranks: rank, world size and CPU collectives
     tensor_group: unsharded tensors by name, for checkpoints
     replicas: bitwise comparison of weight replicas
-    launcher, launcher_files: reading the strategy from the launcher, and checking accelerate configs
-    rendezvous: connecting the launched processes
+    launcher, launcher_files: reads the strategy from the launcher, and checks accelerate configs
+    rendezvous: connects the launched processes
 """

@@ -1,4 +1,4 @@
-"""Checks whether 8-bit AdamW supports a sharding: no shard may split a block of the unsharded tensor."""
+"""Checks whether 8-bit AdamW works with a sharding, which must not split a quantization block across shards."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class LargeParameter:
     is_in_layer: bool
 
     def keeps_blocks(self, sizes: Sizes) -> bool:
-        """Returns True if no shard splits a block. Requires tp = 1."""
+        """Returns True if no quantization block is split across shards. Requires tp = 1."""
         experts = sizes.ep if self.is_expert else 1
         shards = sizes.fsdp // experts
         rows = self.shape[0] // experts
@@ -40,10 +40,11 @@ class LargeParameter:
 def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     """Returns error messages if 8-bit AdamW doesn't work with these sizes.
 
-    Does not check tp, which rejects 8-bit AdamW itself.
+    Doesn't check tp, which always rejects 8-bit AdamW.
     """
     offloaded = (
-        "optim.name: adamw_8bit does not run with fsdp_offload_params; use adamw, or keep the parameters on the GPU"
+        "optim.name: adamw_8bit is not supported with fsdp_offload_params; use adamw, or keep the parameters on the "
+        "GPU"
     )
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
@@ -59,14 +60,14 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     remedy = f"set dp_shard x cp to {' or '.join(works)}, and use dp_replicate for the remaining processes"
     return [
         *problems,
-        f"optim.name: adamw_8bit does not run with {sizes.fsdp} shards per parameter (dp_shard x cp), because each of "
-        f"its scales covers a block of 256 consecutive elements, and shards of {named}{more} would split a block; "
+        f"optim.name: adamw_8bit is not supported with {sizes.fsdp} shards per parameter (dp_shard x cp), because "
+        f"sharding {named}{more} would split its quantization blocks of 256 consecutive elements; "
         f"use adamw, or {remedy if works else 'a model whose row counts divide evenly'}",
     ]
 
 
 def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
-    """Returns the parameters whose shards would split a block."""
+    """Returns the parameters for which sharding would split a quantization block."""
     return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 

@@ -46,7 +46,7 @@ FOLDED = "groundwork_folded"
 """Name under which `folded` is registered."""
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
-"""Attention function for transformers' attention interface."""
+"""Attention function with transformers' attention interface."""
 
 
 class ContextParallel(Dimension):
@@ -85,8 +85,10 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     """Returns an error message if this model's heads can't be split across the ranks, otherwise None."""
     heads = getattr(model_config, "num_attention_heads", None)
     if not isinstance(heads, int):
-        why = "its config has no num_attention_heads" if heads is None else "layers have different numbers of heads"
-        return f"model: {model_config.model_type} does not run with cp: {why}; use fsdp2"
+        why = (
+            "its config has no num_attention_heads" if heads is None else "its layers have different numbers of heads"
+        )
+        return f"model: {model_config.model_type} does not support cp: {why}; use fsdp2"
     key_heads = getattr(model_config, "num_key_value_heads", None) or heads
     if heads % tp or key_heads % tp:
         return None  # reported by tp
@@ -94,7 +96,7 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     if divides(heads, key_heads, parts):
         return None
     works = [str(n) for n in range(2, heads + 1) if divides(heads, key_heads, n)]
-    remedy = f"{setting('cp')} can be {', '.join(works)}" if works else "use fsdp2"
+    remedy = f"valid values for {setting('cp')}: {', '.join(works)}" if works else "use fsdp2"
     left = " per tp rank" if tp > 1 else ""
     return (
         f"model: {heads} query heads and {key_heads} key-value heads{left} cannot be split across {parts} "
@@ -140,17 +142,17 @@ class PartsOfSequences:
 
 
 def exchange_heads(causal_lm: PreTrainedModel, parts: int, group: str) -> None:
-    """Makes attention run on full sequences although the model's inputs are chunks.
+    """Makes attention run on full sequences, although the model's inputs are chunks.
 
-    group: name of the process group that shares the sequences, for torch's functional collectives.
+    group: name of the process group, for torch's functional collectives.
 
     Raises InputError for transformers' built-in attention, whose masks would treat a chunk as a full sequence.
     """
     name = causal_lm.config._attn_implementation  # private, but there is no public equivalent
     if name in ("sdpa", "eager"):
         raise InputError(
-            f"model: {causal_lm.config.model_type} works only with transformers' own {name} attention, which would "
-            "treat part of a sequence as a full sequence; use fsdp2, or another architecture"
+            f"model: {causal_lm.config.model_type} does not support cp, because it only works with transformers' "
+            f"{name} attention, which would treat each chunk as a full sequence; use fsdp2 or another architecture"
         )
     AttentionInterface.register(EXCHANGING, functools.partial(exchanging, ALL_ATTENTION_FUNCTIONS[name], parts, group))
     causal_lm.set_attn_implementation(EXCHANGING)
@@ -194,9 +196,9 @@ def to_parts(out_BTHE: Tensor, parts: int, group: str) -> Tensor:
 
 
 def exchange(x: Tensor, parts: int, group: str) -> Tensor:
-    """Sends entry n of (N, ...) to rank n of the group, and returns the received entries.
+    """Sends entry n of (N, ...) to rank n of the group, and returns the received entries, stacked by rank.
 
-    Activation checkpointing repeats the exchange, which is safe because all ranks recompute at the same time.
+    Activation checkpointing repeats the exchange. This is safe, because all ranks recompute at the same time.
     """
     ones = [1] * parts
     # This operator is private. Unlike the public dist.all_to_all_single, it supports autograd and torch.compile.
@@ -206,7 +208,7 @@ def exchange(x: Tensor, parts: int, group: str) -> Tensor:
 
 def refuse_per_head(arguments: dict[str, Any]) -> None:
     if given := [name for name in PER_HEAD if arguments.get(name) is not None]:
-        raise InputError(f"this model's attention uses {', '.join(given)}, which does not run with cp; use fsdp2")
+        raise InputError(f"this model's attention uses {', '.join(given)}, which cp does not support; use fsdp2")
 
 
 def folded(parts: int, module, query_RHPE, key_RGPE, value_RGPE, attention_mask, **kwargs) -> tuple[Tensor, None]:
@@ -231,7 +233,7 @@ AttentionInterface.register(f"{FOLDED}_whole", without_cap)
 def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     """Returns an error message if the model mixes positions outside of attention, otherwise None.
 
-    Runs a small copy of the model on two half sequences that interact only in attention. Raises InputError like
+    Runs a small copy of the model on two half sequences that interact only in attention. Raises the same errors as
     `reference_of`.
     """
     reference = reference_of(KeyedConfig.of(model_config))
@@ -260,11 +262,11 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     except Exception as error:  # model code can fail in any way on unsupported arguments
         # For stateful mixers, transformers' message recommends packages that don't help here.
         if "can't keep packed sequences apart" not in str(error):
-            return f"model: {model_type} does not run with cp ({described(error)}); use fsdp2, or another architecture"
+            return f"model: {model_type} does not support cp ({described(error)}); use fsdp2 or another architecture"
     else:
         if relative_difference(found[1], found[0]) <= TOLERANCE:
             return None
     return (
-        f"model: {model_type} does not run with cp: it mixes positions outside of attention, or computes "
+        f"model: {model_type} does not support cp, because it mixes positions outside of attention or computes "
         "its own position IDs; use fsdp2, or an architecture such as llama, qwen3, olmo2 or qwen3_moe"
     )

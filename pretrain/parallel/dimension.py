@@ -23,7 +23,7 @@ class Dimension:
     """Base class for mesh dimensions. dp_shard uses it directly, because fully_shard does all the work."""
 
     repeats_loss = False
-    """True if all ranks along this dimension compute the same tokens' loss, so only the first rank's counts."""
+    """True if all ranks along this dimension compute the loss of the same tokens, so only the first rank counts."""
 
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
@@ -34,7 +34,7 @@ class Dimension:
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
         """Returns an error message if this model can't be split, otherwise None.
 
-        Raises InputError like `reference_of`.
+        Raises the same errors as `reference_of`.
         """
         return None
 
@@ -47,7 +47,7 @@ class Dimension:
     def group(self) -> dist.ProcessGroup:
         """Process group of the ranks that differ from this one only along this dimension."""
         mesh = self.strategy.mesh
-        views = (mesh.dense, mesh.expert, mesh.data)  # use the first match, so that views share communicators
+        views = (mesh.dense, mesh.expert, mesh.data)  # the first match, so that views share communicators
         return next(view for view in views if self.name in view.mesh_dim_names).get_group(self.name)
 
     def before_sharding(self, model: "LanguageModelLoss") -> None:

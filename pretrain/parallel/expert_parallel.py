@@ -3,7 +3,7 @@
 Each layer sorts its tokens by expert, sends them to the ranks with these experts, and receives the outputs (Lepikhin
 et al., arXiv 2006.16668). transformers implements this with two all-to-alls in the forward pass and two in the
 backward pass. Experts have no capacity limit, so no tokens are dropped. The CPU waits for the GPU once per layer and
-forward pass to learn how many rows to send. All other weights are sharded by the other dimensions.
+forward pass to find out how many rows to send. All other weights are sharded by the other dimensions.
 """
 
 import importlib.util
@@ -49,7 +49,7 @@ class ExpertParallel(Dimension):
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
     """Returns an error message if this model's experts can't be split across `size` ranks, otherwise None."""
     if importlib.util.find_spec(DISPATCH) is None:
-        return f"model: ep needs a transformers version with {DISPATCH}, such as 5.23, got {transformers.__version__}"
+        return f"model: ep needs a transformers release with {DISPATCH}, such as 5.23; got {transformers.__version__}"
     model = build_meta_model(model_config)
     kind = model_config.model_type
     experts = expert_modules(model)
@@ -78,7 +78,7 @@ def expert_modules(module: nn.Module) -> dict[str, nn.Module]:
 
     Their parameters have shape (experts, ...).
     """
-    # This private attribute is the only way to recognize these modules.
+    # There is no public way to recognize these modules.
     return {name: inner for name, inner in module.named_modules() if hasattr(inner, "_is_expert_parallel")}
 
 
@@ -103,9 +103,9 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts in a layer, and sends tokens to the ranks with their experts.
+    """Keeps only this rank's experts in a layer, and makes the layer send tokens to the ranks with their experts.
 
-    tp_mesh: ranks that hold the same tokens. Each of them sends its share.
+    tp_mesh: ranks with the same tokens. Each rank sends a share of them.
     """
     from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
 

@@ -1,9 +1,9 @@
-"""All-gathers fp8 weights in fp8, which takes half the bytes of bf16 and rounds each weight only once.
+"""All-gathers weights in fp8, which sends half as many bytes as bf16 and rounds each weight only once.
 
 If a local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather` methods, fully_shard calls them instead of
-casting the tensor. torchao implements them in a tensor subclass. We keep plain parameters, so that optimizers and
-checkpoints don't have to handle fp8, and take the two methods from a subclass instance that shares the parameter's
-memory.
+casting the tensor. torchao implements these methods in a tensor subclass. Our parameters stay plain tensors, so
+optimizers and checkpoints don't have to handle fp8. We only borrow the two methods from a subclass instance that
+shares the parameter's memory.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Fp8Gathers:
-    """Sets up fp8 all-gathers for a module under fully_shard, and computes the scales.
+    """Sets up fp8 all-gathers for a module sharded with fully_shard, and computes the scales.
 
     Each weight matrix has one scale, based on the largest value across all shards. A single all-reduce computes all
     scales, before the first forward pass of each step and before every forward pass without gradients.
@@ -45,7 +45,7 @@ class Fp8Gathers:
             root.register_forward_pre_hook(self.measure, prepend=True)
 
     def measure(self, *_) -> None:
-        """Computes the scales for the current weights, unless already done in this step."""
+        """Computes the scales for the current weights, unless they have already been computed in this step."""
         from torchao.float8.float8_utils import amax_to_scale
 
         # Outside of training steps, always recompute: the weights may have been loaded or swapped with their average.

@@ -1,7 +1,7 @@
 """Reads the strategy and its settings from the launcher's environment variables, and checks them against the recipe.
 
-`accelerate launch --config_file F` turns settings into environment variables without rejecting typos, so we check them
-before anything starts.
+`accelerate launch --config_file F` converts settings to environment variables without rejecting typos, so we check
+them before anything starts.
 """
 
 import json
@@ -39,8 +39,8 @@ LAUNCHES: dict[tuple[str, tuple[str, ...]], str] = {
 }
 """{(distributed_type, sizes set by the launcher): strategy}.
 
-All other combinations run as `mesh`. ddp with a single process is called `single`, and DeepSpeed strategies are named
-after the stage in the JSON.
+All other combinations run as `mesh`. ddp with a single process is called `single`. DeepSpeed strategies are named
+after the stage in the DeepSpeed JSON.
 """
 
 OF_SEVERAL_PROCESSES = (
@@ -103,7 +103,7 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", PRECISIONS[precision]):
         problems.append(
-            f"launcher: mixed_precision: {launched} contradicts the recipe's precision: {precision}; "
+            f"launcher: mixed_precision: {launched} conflicts with the recipe's precision: {precision}; "
             "remove mixed_precision from the accelerate config, or set precision in the recipe"
         )
     set_by_recipe = {
@@ -141,14 +141,14 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
 def parallelism_problems() -> list[str]:
     """Returns error messages for parallelism_config as a whole. `launched_sizes` checks the individual sizes."""
     problems = []
-    # Only accelerate's launcher sets this variable. It drops the pp and ep sizes, so without its config file they are
-    # lost.
+    # Only accelerate's launcher sets this variable. The launcher drops the pp and ep sizes, so we need its command
+    # line to find them in the config file.
     came_through_launcher = "PARALLELISM_CONFIG_CP_BACKEND" in os.environ
     missing = [variable(name) for name in DROPPED if variable(name) not in os.environ]
     if came_through_launcher and missing and launcher_command() is None:
         problems.append(
-            f"launcher: {' and '.join(map(setting, DROPPED))} cannot be read, because the launcher's command "
-            f"line is not visible; set {' and '.join(missing)} to their sizes (1 if unused)"
+            f"launcher: cannot read {' and '.join(map(setting, DROPPED))}, because the launcher's command line is "
+            f"not accessible; set {' and '.join(missing)} in the environment (to 1 if unused)"
         )
     sequence = os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1")
     if sequence not in ("1", "None"):
@@ -157,7 +157,7 @@ def parallelism_problems() -> list[str]:
         # If a pp or ep size was lost, this would silently start DDP.
         names = ", ".join(map(setting, DIMENSIONS))
         problems.append(
-            f"launcher: parallelism_config has no size above 1; set one of {names} in the accelerate config, or an "
-            "environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
+            f"launcher: parallelism_config sets no size above 1; set one of {names} in the accelerate config, "
+            "or an environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
         )
     return problems

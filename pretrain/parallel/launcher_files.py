@@ -50,7 +50,7 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 
 def command_problems(strategy: str, processes: int) -> list[str]:
-    """Returns error messages if the launched processes don't match the launcher's options or config."""
+    """Compares the launched processes with the launcher's options and config, and returns error messages."""
     command = launcher_command()
     if command is None:
         return []
@@ -63,7 +63,8 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     if asked.num_processes not in (None, processes):
         problems.append(
             f"launcher: --num_processes {asked.num_processes} was requested, but {processes} was started; remove "
-            "--cpu, or use_cpu from the file; files in accelerate_configs don't need it, even without a GPU"
+            "--cpu from the command line or use_cpu from the accelerate config (the files in accelerate_configs also "
+            "work without a GPU)"
         )
     default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
     if (name := asked.config_file or default) is not None:
@@ -89,7 +90,7 @@ def process_problems(path: Path, processes: int) -> list[str]:
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Returns an accelerate config, or {} if it can't be read. accelerate has already reported the error."""
+    """Reads an accelerate config. Returns {} on errors, which accelerate has already reported."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -102,14 +103,15 @@ def launcher_file_problems(path: Path, strategy: str) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     settings = read_launcher_file(path)
-    # argparse has no public equivalent of _actions. accelerate's parser lacks the pp and ep sizes, so we add them.
+    # argparse has no public equivalent of _actions. accelerate's parser doesn't have the pp and ep sizes.
     known = {action.dest for action in launch_command_parser()._actions} | set(map(setting, DIMENSIONS))
     problems = []
     asked = settings.get("distributed_type", "NO")
     if asked not in RUN_HERE:
         # accelerate would fall back to DDP or a single process.
         problems.append(
-            f"{path.name}: distributed_type: {asked} is unsupported; use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
+            f"{path.name}: distributed_type: {asked} is not supported; "
+            f"use {', '.join(RUN_HERE[:-1])} or {RUN_HERE[-1]}"
         )
     if asked in ("FSDP", "DEEPSPEED") and strategy in ("single", "ddp"):
         problems.append(
@@ -130,21 +132,21 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
     """Returns error messages for the launcher's DeepSpeed settings, including those that belong in the recipe.
 
     Args:
-        path: DeepSpeed JSON given in the accelerate config, if any.
-        in_launcher: stage and offload settings from the accelerate config itself, used only without a JSON.
+        path: DeepSpeed JSON named in the accelerate config, if any.
+        in_launcher: stage and offload settings in the accelerate config itself, used only without a JSON.
         config: the recipe.
     """
     if path is None and not in_launcher:
         return [
             "launcher: deepspeed_config has neither a deepspeed_config_file nor a zero_stage; set "
-            "deepspeed_config_file to a JSON such as those in ds_configs, or use accelerate_configs/zero1.yaml, "
+            "deepspeed_config_file to a JSON file such as those in ds_configs, or use accelerate_configs/zero1.yaml, "
             "zero2.yaml or zero3.yaml"
         ]
     if path is None:
         zero = in_launcher["zero_optimization"]
         if "nvme" in [section["device"] for section in zero.values() if isinstance(section, dict)]:
             return [
-                "launcher: deepspeed_config offloads to nvme, but accelerate does not pass on the nvme path; use "
+                "launcher: deepspeed_config offloads to nvme, but accelerate does not forward the NVMe path; use "
                 "accelerate_configs/zero3_offload_nvme.yaml, and set the path in ds_configs/zero3_offload_nvme.json"
             ]
         return zero_problems("launcher", zero)
@@ -182,7 +184,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
 
     if not isinstance(settings, dict) or settings.get("stage") not in (1, 2, 3):
         stage = settings.get("stage") if isinstance(settings, dict) else None
-        return [f"{name}: zero_optimization.stage is {json.dumps(stage)}; it must be 1, 2 or 3"]
+        return [f"{name}: zero_optimization.stage must be 1, 2 or 3, got {json.dumps(stage)}"]
     sections = {
         "zero_optimization": DeepSpeedZeroConfig,
         "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
@@ -197,7 +199,7 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         ]
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
-            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (the optimizer "
-            "state, which can be on nvme, is six times as large as the weights)"
+            f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (only the "
+            "optimizer state, which is six times as large as the weights, can be on nvme)"
         )
     return problems

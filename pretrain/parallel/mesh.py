@@ -1,4 +1,4 @@
-"""Strategy for any combination of parallel dimensions, and its mesh of ranks.
+"""Strategy for any combination of parallel dimensions, with a mesh of ranks.
 
     dense   (pp, dp_replicate, fsdp = dp_shard x cp, tp)   for parameters
     data    (pp, batch = dp_replicate x dp_shard, cp, tp)  for sequences and head exchange
@@ -7,8 +7,8 @@
 The model is modified in this order: context parallelism (cp) makes attention run on full sequences, pipeline
 parallelism (pp) selects this rank's stages, tensor parallelism (tp) splits matrices, and expert parallelism (ep)
 distributes the experts. Finally, torch's fully_shard shards experts, layers and the remaining parameters. We apply it
-even on a single rank, so that every parameter is a DTensor and all meshes share this code. Checkpoints contain
-unsharded tensors, so a run can resume on any other mesh.
+even on a single rank, so that every parameter is a DTensor and all meshes share the same code. Checkpoints contain
+unsharded tensors, so a run can resume on a different mesh.
 """
 
 import copy
@@ -83,7 +83,7 @@ class Mesh:
         return reduce(lambda rank, name: rank * getattr(self.sizes, name) + self.rank(name), names, 0)
 
     def ranks_along(self, *names: str) -> Tensor:
-        """Returns the ranks in each group along some dimensions of the dense view, with shape (groups, ranks)."""
+        """Returns the groups of ranks along these dimensions of the dense view, with shape (groups, ranks)."""
         chosen = [self.dense.mesh_dim_names.index(name) for name in names]
         return self.dense.mesh.movedim(chosen, [*range(-len(chosen), 0)]).flatten(-len(chosen)).flatten(0, -2)
 
@@ -124,7 +124,7 @@ class MeshStrategy(Strategy):
 
     @classmethod
     def problems(cls, config: RunConfig, name: str) -> list[str]:
-        """Returns the base class's error messages, and those for the mesh sizes, the recipe and the model."""
+        """Returns error messages for the recipe, the mesh sizes and the model."""
         problems = Problems(super().problems(config, name))
         sizes = problems.attempt(launched_sizes)
         # Even if a size is invalid, check the recipe against the requested dimensions.
@@ -182,7 +182,7 @@ class MeshStrategy(Strategy):
 
     @property
     def reports_loss(self) -> bool:
-        """True if this rank's metrics count. In a pipeline, only those of the last stage do."""
+        """True if this rank's metrics count. In a pipeline, only the last stage's metrics count."""
         return self.is_first and self.mesh.rank("pp") == self.stage_owners[-1]
 
     def running_modules(self) -> list[nn.Module]:
@@ -197,7 +197,7 @@ class MeshStrategy(Strategy):
     ) -> torch.nn.Module:
         """Prepares the model as described in `Strategy`.
 
-        A rank never holds more than one unsharded layer, or the parameters outside the layers.
+        Each rank holds at most one unsharded layer at a time, or the parameters outside the layers.
         """
         self.causal_lm = causal_lm = model.causal_lm
         self.loss_terms = model.loss_terms
@@ -209,15 +209,15 @@ class MeshStrategy(Strategy):
         sizes = self.sizes
         for dimension in self.dimensions:
             dimension.before_sharding(model)
-        # With one rank, resharding frees nothing, because the gathered weights are the shards. A pipeline keeps
-        # weights gathered from its first backward pass to its last, so that microbatches don't gather them again. A
-        # split backward pass also needs this: torch computes gradients only for a module's current parameters, and
-        # silently skips weights that fully_shard has swapped out.
+        # On one rank, resharding frees nothing, because the gathered weights are the shards. In a pipeline, weights
+        # stay gathered so that microbatches don't gather them again. A split backward pass also needs this: torch
+        # only computes gradients for a module's current parameters, and silently skips weights that fully_shard has
+        # swapped out.
         self.reshards = (
             sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
         )
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
-        # With a pipeline, this costs no memory, because the schedule keeps unsharded gradients anyway.
+        # In a pipeline, this costs no memory, because the schedule keeps unsharded gradients anyway.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)
         self.roots = self.stages_of(model)
         self.shard(list(self.roots.values()), weights)
@@ -242,7 +242,7 @@ class MeshStrategy(Strategy):
         ranges, self.parameters_of_stages = stage_parameters(self.causal_lm, stages, of_terms)
         mine = [number for number, owner in enumerate(self.stage_owners) if owner == self.mesh.rank("pp")]
         if stages - 1 not in mine:
-            self.loss_terms.to("meta")  # like the layers of other stages
+            self.loss_terms.to("meta")  # like the layers in other stages
         return {number: Stage(model, ranges[number], self.precision) for number in mine}
 
     def shard(self, roots: list[nn.Module], weights: InitialWeights) -> None:
@@ -266,7 +266,7 @@ class MeshStrategy(Strategy):
             if module not in here:
                 continue
             weights.fill(causal_lm, unit)
-            # The backward pass starts with the last layer, so its weights stay gathered.
+            # The backward pass starts with the last layer, so this layer's weights stay gathered.
             frees = self.reshards and module is not layers[-1]
             for dimension in self.dimensions:
                 dimension.divide(unit, module)
@@ -368,7 +368,7 @@ class MeshStrategy(Strategy):
         super().begin_step(learning_rate, micro_steps)
         for gathers in self.fp8_gathers:
             gathers.is_stale = True
-        if self.sizes.pp > 1:  # the pipeline runs backward itself, so it also divides the loss
+        if self.sizes.pp > 1:  # the pipeline runs the backward pass, so it divides the loss
             self.model.micro_steps = micro_steps
 
     @contextmanager
@@ -377,7 +377,7 @@ class MeshStrategy(Strategy):
             self.model.reduces = is_last
         else:
             self.model.set_requires_gradient_sync(is_last or not self.reduces_once)
-            self.model.set_requires_all_reduce(is_last)  # between replicas; the previous line also sets it
+            self.model.set_requires_all_reduce(is_last)  # the previous call also sets this
             self.model.set_is_last_backward(is_last)
         yield
 
@@ -386,7 +386,7 @@ class MeshStrategy(Strategy):
             loss.backward()
 
     def combine_gradients(self) -> None:
-        """Completes the gradients. fully_shard has already averaged them over the ranks with different data."""
+        """Completes the gradients. fully_shard has already averaged them over ranks with different data."""
         if self.copying is not None:
             embedding = self.causal_lm.get_input_embeddings()
             local_tensor(embedding.weight.grad).add_(local_tensor(self.copying.weight.grad))
@@ -427,7 +427,7 @@ class MeshStrategy(Strategy):
         return 0.0 if is_copy else 1 / self.copies_of[parameter]
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all stages in model order. mine: the tensors on this rank.
+        """Returns the tensors from all stages in model order. mine: the tensors on this rank.
 
         Fetching a tensor broadcasts it to the whole pipeline.
         """
@@ -457,7 +457,7 @@ class MeshStrategy(Strategy):
         return self.places.get(parameter, len(self.places)), name
 
     def load(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
-        """Loads only the tensors of this rank's stages."""
+        """Loads only the tensors in this rank's stages."""
         mine = set(self.name_of.values())
         super().load(model, {name: optimizer[name] for name in optimizer if name.rpartition(".")[0] in mine})
 
@@ -484,7 +484,7 @@ class MeshStrategy(Strategy):
 def model_problems(model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> list[str]:
     """Returns an error message for each dimension that can't split this model.
 
-    Raises InputError like `reference_of`.
+    Raises the same errors as `reference_of`.
     """
     kinds = dimensions_of(sizes).values()
     return [problem for kind in kinds if (problem := kind.model_problem(model_config, sizes, schedule))]

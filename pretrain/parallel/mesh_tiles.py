@@ -1,4 +1,4 @@
-"""Determines which tile of each parameter a rank in a mesh holds, for Muon and Adafactor."""
+"""Tells Muon and Adafactor which tile of each parameter is on which rank of a mesh."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ def divided_axes(tensor: DTensor) -> dict[int, int]:
 
 
 def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], dist.ProcessGroup | None]) -> None:
-    """Tells Muon or Adafactor which ranks hold which tiles of each parameter (a collective call).
+    """Sets the location of each parameter's tiles in Muon or Adafactor (a collective call).
 
     replica_group: see `Mesh.replica_group`.
     """
@@ -56,8 +56,8 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "Parameter
     copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
     adds = True
     if copies > 1:
-        # Here, tp ranks (the innermost dimension) hold identical tiles. If each of their groups computed its own sum,
-        # the statistics, and therefore the weight replicas, could differ in the last bit.
+        # Here, tp ranks (the innermost dimension) have identical tiles. If their groups computed separate sums, the
+        # statistics, and therefore the weight replicas, could differ in the last bit.
         holders = Holders(replica, holders.device)
         adds = dist.get_rank(replica) % copies == 0
     return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)

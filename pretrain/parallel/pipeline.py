@@ -1,7 +1,7 @@
 """Pipeline parallelism: each rank runs some of the layers, and microbatches pass through the ranks.
 
-The schedules come from torch.distributed.pipelining. One model call runs a complete schedule, forward and backward, so
-the training loop doesn't change. See docs/pipelines.md.
+The schedules come from torch.distributed.pipelining. One model call runs a complete schedule with all forward and
+backward passes, so the training loop doesn't change. See docs/pipelines.md.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class StageLayout:
 
     stages_per_rank: int
     is_v: bool = False
-    """True if the second half of the stages is assigned in reverse order, so rank 0 also has the last stage."""
+    """True if the second half of the stages is assigned in reverse order, so that rank 0 also has the last stage."""
     splits_backward: bool = False
     """True if input and weight gradients are computed separately to fill bubbles (arXiv 2401.10241)."""
 
@@ -61,16 +61,16 @@ class Pipeline(Dimension):
         if splits_backward and config.activation_checkpointing != "none":
             others = ", ".join(other for other in STAGE_LAYOUTS if not STAGE_LAYOUTS[other].splits_backward)
             problems.append(
-                f"activation_checkpointing: {config.activation_checkpointing} does not run with pipeline.schedule "
-                f"{schedule}, which computes input and weight gradients separately; use none, or one of these "
-                f"schedules: {others}"
+                f"activation_checkpointing: {config.activation_checkpointing} is not supported with "
+                f"pipeline.schedule {schedule}, which computes input and weight gradients separately; use none, "
+                f"or one of these schedules: {others}"
             )
         if config.attention == "flex_attention":
-            problems.append("attention: flex_attention does not run with a pipeline; use auto")
+            problems.append("attention: flex_attention is not supported with a pipeline; use auto")
         if config.precision == "fp8" and splits_backward:
             problems.append(
-                f"precision: fp8 does not run with pipeline.schedule {schedule}: fp8 layers compute input and weight "
-                "gradients together, so both would be computed twice; use 1F1B or Interleaved1F1B"
+                f"precision: fp8 is not supported with pipeline.schedule {schedule}, because fp8 layers compute "
+                "input and weight gradients together, and would compute both twice; use 1F1B or Interleaved1F1B"
             )
         return problems
 
@@ -81,7 +81,7 @@ class Pipeline(Dimension):
 
 
 class ReducingStage(PipelineStage):
-    """A torch pipeline stage that reduces gradients only in a step's last call and can run forward only."""
+    """A torch pipeline stage that reduces gradients only in a step's last call and can run only forward."""
 
     reduces = True
 
@@ -154,7 +154,7 @@ class PipelineModel(nn.Module):
         )
         for stage in self.stages:
             stage.begin(microbatches, self.micro_steps)
-        # A compiled layer always computes all of its gradients, so a split backward pass would compute them twice.
+        # A compiled layer always computes all gradients together, so a split backward pass would compute them twice.
         eager = STAGE_LAYOUTS[self.schedule_name].splits_backward
         with torch.compiler.set_stance("force_eager") if eager else nullcontext():
             if self.training:
@@ -173,7 +173,7 @@ class PipelineModel(nn.Module):
 
     def run_schedule(self, input_ids_BT: Tensor) -> None:
         key = (*input_ids_BT.shape, self.training)
-        if self.training:  # drop evaluation stages, which hold buffers for every microbatch
+        if self.training:  # evaluation stages have buffers for every microbatch
             self.schedules = {other: built for other, built in self.schedules.items() if other[-1]}
         if key not in self.schedules:
             self.schedules[key] = self.build_schedule(*key)
@@ -215,7 +215,7 @@ class PipelineModel(nn.Module):
             stages[0] if one else stages,
             self.microbatches,
             loss_fn=output_as_loss if trains else None,
-            # torch would also divide the gradients from earlier micro-steps, so we weight the losses instead.
+            # torch would also scale gradients from earlier micro-steps, so we scale the losses instead.
             scale_grads=False,
         )
         return schedule, stages

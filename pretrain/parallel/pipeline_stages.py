@@ -1,4 +1,4 @@
-"""Pipeline stages, which run the model's own forward pass on some of its layers.
+"""Pipeline stages, which run the model's forward pass on some of the layers.
 
 Shapes: B sequences, T positions, D hidden size.
 """
@@ -23,7 +23,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
     """Splits layers into one consecutive, non-empty range per stage, balanced by parameter count.
 
     `first` and `last` are the parameter counts outside the layers in the first stage (embedding) and in the last stage
-    (final norm and head). Dynamic programming minimizes the sum over stages of parameters^2.
+    (final norm and head). Dynamic programming minimizes the sum of squared parameter counts.
     """
     layers = len(parameters_per_layer)
     before = [0]
@@ -34,7 +34,7 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
         extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
         return (before[end] - before[start] + extra) ** 2
 
-    # {end: (sum of squares, end of each stage)} for the best split of the layers before `end` into the stages so far.
+    # {end: (sum of squares, end of each stage)} for the best split of the first `end` layers into the stages so far.
     best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
     for stage in range(stages):
         room_for_the_rest = stages - 1 - stage
@@ -62,9 +62,9 @@ class PipelineMicroBatch:
 def split_micro_batch(
     input_ids_BT: Tensor, targets_BT: Tensor, arguments: Mapping[str, Any], parts: int, sequence_parts: int = 1
 ) -> list[PipelineMicroBatch]:
-    """Splits a micro-batch by rows into equal microbatches with their own attention arguments.
+    """Splits a micro-batch into microbatches with an equal number of rows, and splits the attention arguments.
 
-    sequence_parts: number of ranks that share each sequence; `cu_seq_lens` describes full sequences.
+    sequence_parts: number of ranks that split each sequence. `cu_seq_lens` is for full sequences.
     """
     batch = targets_BT.shape[0]
     length = targets_BT.shape[1] * sequence_parts
@@ -89,11 +89,11 @@ def split_micro_batch(
 
 
 class Stage(nn.Module):
-    """Some of a model's layers. The first stage also has the embedding, and the last everything after the layers.
+    """Consecutive layers of a model. The first stage also has the embedding, and the last one the norm, head and loss.
 
-    The first stage takes token IDs (B, T), and all others take hidden states (B, T, D). The last stage returns the
-    microbatch's loss times its weight / micro-steps, and all others return hidden states. The modules are shared with
-    the model and stay on the meta device until they are initialized.
+    The input is token IDs (B, T) in the first stage, and hidden states (B, T, D) in all others. The output is the
+    microbatch's loss x weight / micro-steps in the last stage, and hidden states in all others. The modules are shared
+    with the model and stay on the meta device until they are initialized.
 
     Args:
         model: the complete model.
@@ -163,9 +163,9 @@ class Stage(nn.Module):
 def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool) -> nn.Module:
     """Returns the base model with only these layers.
 
-    Only the first stage has embeddings, and only the last has a final norm. The base model's own forward pass provides
-    masks, rotary tables and layer arguments. All stages except the first take `inputs_embeds`. The modules are shared
-    with the complete model.
+    Only the first stage has embeddings, and only the last one has a final norm. The base model's forward pass still
+    computes masks, rotary tables and layer arguments. All stages except the first are called with `inputs_embeds`. The
+    modules are shared with the complete model.
     """
     whole = causal_lm.base_model
     all_layers = layers_of(causal_lm)
@@ -194,7 +194,7 @@ def cut(causal_lm: PreTrainedModel, layers: range, is_first: bool, is_last: bool
 
 
 class Nothing(nn.Module):
-    """Replaces an embedding that an earlier stage has already added. Returns zero."""
+    """Replaces an embedding that is already added in an earlier stage. Returns zero."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return torch.zeros((), device=ids.device)
@@ -229,7 +229,7 @@ def cut_problem(model_config: PreTrainedConfig) -> str | None:
     except Exception as error:  # the base model doesn't consist of embeddings, layers and a norm
         return f"{said} ({described(error)}); {works}"
     if not abs(x - wanted) <= TOLERANCE * wanted:
-        return f"{said}: the loss is {x:.4f} with two stages, but {wanted:.4f} without; {works}"
+        return f"{said}: with two stages, its loss is {x:.4f} instead of {wanted:.4f}; {works}"
     return None
 
 

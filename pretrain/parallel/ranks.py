@@ -1,4 +1,4 @@
-"""The launched processes and their communication over CPU memory."""
+"""The launched processes and their communication on the CPU."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _Value = TypeVar("Value")
 
 
 def slow_host_group() -> dist.ProcessGroup:
-    """Creates a gloo group with a long timeout for use by one background thread (a collective call)."""
+    """Creates a gloo group with a long timeout, for one background thread (a collective call)."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
 
@@ -101,9 +101,9 @@ class Ranks:
         self.gather(None)
 
     def exit(self, code: int) -> NoReturn:
-        """Exits every process at the end of a script, skipping Python's shutdown.
+        """Exits every process at the end of a script, without Python's normal shutdown.
 
-        With gloo, torch's and DeepSpeed's destructors sometimes hang or abort, and Python would wait for abandoned
+        With gloo, torch's and DeepSpeed's destructors sometimes hang or abort. Python would also wait for abandoned
         threads.
         """
         self.barrier()

@@ -21,7 +21,7 @@ STRATEGIES: dict[str, str] = {
     **dict.fromkeys(("hsdp", "tp", "fsdp_tp", "pp", "cp", "ep", "mesh"), MESH),
     **dict.fromkeys(("zero3_offload", "zero3_offload_nvme"), ZERO),
 }
-"""{accelerate config: module and class}, simplest first. Plans use the same order."""
+"""{accelerate config: module and class}, simplest first, which is also the order in plans."""
 
 
 def strategy_named(name: str) -> type[Strategy]:
@@ -30,7 +30,7 @@ def strategy_named(name: str) -> type[Strategy]:
 
 
 def micro_batches_launched() -> int:
-    """Returns the number of micro-batches per micro-step, over all processes."""
+    """Returns the number of micro-batches per micro-step, across all processes."""
     try:
         sizes = launched_sizes()
     except InputError:  # reported by the strategy's own check
@@ -46,7 +46,7 @@ def parts_of_micro_batch(config: RunConfig) -> int:
 
 
 def make_strategy(config: RunConfig) -> Strategy:
-    """Builds the launched strategy. Raises InputError like `strategy_class`."""
+    """Builds the launched strategy. Raises the same errors as `strategy_class`."""
     if config.deterministic:
         compute_deterministically()
     strategy = strategy_class(config)(resolve_precision(config.precision), config)
@@ -56,7 +56,7 @@ def make_strategy(config: RunConfig) -> Strategy:
 
 
 def share_shards(data: Data) -> None:
-    """Sends the first rank's description of the shards to all ranks, if the recipe sets `dispatch_batches`.
+    """Sends the first rank's shard description to all ranks if the recipe sets `dispatch_batches`.
 
     Must be called before any process opens the shards.
     """
@@ -92,7 +92,7 @@ def evaluation_strategy() -> Strategy:
     name = launched_strategy()
     if name not in ("single", "ddp"):
         raise InputError(
-            f"launcher: {name} only supports training; use accelerate_configs/single.yaml or ddp.yaml, which "
+            f"launcher: {name} can only be used for training; use accelerate_configs/single.yaml or ddp.yaml, which "
             "can read checkpoints from any strategy"
         )
     return Strategy("fp32")

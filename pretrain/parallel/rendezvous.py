@@ -25,7 +25,7 @@ INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PATIENCE = timedelta(minutes=5)
 """Timeout for connecting to the first process, which may be on another machine."""
 READING = timedelta(hours=1)
-"""Timeout for the first process to read the text that it sends to the others."""
+"""How long `text_of_first` waits for the first process."""
 
 
 @functools.cache
@@ -69,14 +69,14 @@ def join_nccl() -> None:
 
 
 def text_of_first(subject: str, text: Callable[[], str]) -> str:
-    """Returns the first process's `text()` in all processes, without a process group.
+    """Calls `text` in the first process, and returns the result in all processes. Doesn't need a process group.
 
-    Every process must call it once per subject.
+    Every process must call this function once per subject.
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     is_first = os.environ["RANK"] == "0"
-    if is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher hosts no store
+    if is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher doesn't host a store
         host_store(address, port)
     store = TCPStore(address, port, is_master=False, timeout=PATIENCE)
     key = f"told-by-first-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{subject}"
@@ -89,10 +89,10 @@ def text_of_first(subject: str, text: Callable[[], str]) -> str:
 def choose_interface() -> None:
     """Makes gloo and NCCL use the network interface that routes to the main address, in multi-node runs.
 
-    By default, gloo advertises the address of the machine's host name, which is 127.0.1.1 on many systems, and NCCL
-    uses the first interface, which may be a container bridge. The other machines then hang. Sets GLOO_SOCKET_IFNAME
-    and NCCL_SOCKET_IFNAME unless they are already set. Raises InputError if gloo would fail and the interface is
-    ambiguous.
+    By default, gloo advertises the address that the host name resolves to, which is 127.0.1.1 on many systems, and
+    NCCL uses the first interface, which may be a container bridge. The other machines then hang. This function sets
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unless they are already set. Raises InputError if gloo would fail and the
+    interface is ambiguous.
     """
     machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
@@ -115,8 +115,8 @@ def choose_interface() -> None:
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(
-            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the route to {main}; to change this, set "
-            "them before launching",
+            f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the interface that routes to {main}; set "
+            "them before launching to override this",
             file=sys.stderr,
             flush=True,
         )
@@ -149,7 +149,7 @@ def interfaces_by_address() -> dict[str, str]:
 
 
 def local_address_towards(host: str) -> str | None:
-    """Returns this machine's address on the route to a host, or None if there's only loopback. Sends no packets."""
+    """Returns this machine's address on the route to a host, or None for loopback. Doesn't send packets."""
     with suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as udp, suppress(OSError):

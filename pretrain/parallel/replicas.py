@@ -1,9 +1,9 @@
 """Compares weight replicas across ranks bit by bit.
 
-Replicas get the same updates and are never compared otherwise. A flipped bit, a broken link or a GPU kernel with a
-different summation order would go unnoticed until the loss shows it. Each tensor gets an exact integer digest that
-changes with any single bit. torch.hash_tensor XORs the elements, so it would miss swapped elements, or the same flip
-in two elements.
+Replicas get the same updates, and nothing else compares them. A flipped bit, a broken link or a GPU kernel with a
+different summation order would go unnoticed until it affects the loss. We compare an integer digest of each tensor,
+which changes if any single bit changes. torch.hash_tensor XORs the elements, so it would miss swapped elements, or the
+same bit flip in two elements.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,15 @@ ReplicaGroup = tuple[dist.ProcessGroup | None, dict[str, torch.Tensor]]
 """(process group, or None for all ranks; {name: tensor} on this rank). All ranks must have equal tensors."""
 
 CHUNK = 2**22
-"""Number of elements digested at a time. Limits memory to 32 MB for the products and 32 MB for the weights."""
+"""Number of elements to digest at a time. The weights and the weighted elements take up to 32 MB each."""
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """{bytes per element: integer dtype with the same width}"""
 
 
 def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) -> list[str]:
-    """Returns one line per difference between replicas, the same on all ranks.
+    """Returns one line per difference between replicas. The result is the same on all ranks.
 
-    Reads each tensor once and waits for the device. All ranks must call it, each with its own groups (see
-    `Strategy.replicas`).
+    Waits for the device. All ranks must call it, each with its own groups (see `Strategy.replicas`).
 
     Args:
         device: the strategy's device, used to exchange digests.
@@ -49,8 +48,8 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
 
 def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns a 64-bit digest of each tensor's bits, as int64 of shape (tensors,) on `device`."""
-    # The weights are random, so that changes to several elements don't cancel out, and odd, so that no single change
-    # vanishes modulo 2^64.
+    # Random weights prevent changes in several elements from canceling out. Odd weights prevent a single change from
+    # vanishing modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
@@ -69,7 +68,7 @@ def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def compare(names: Sequence[str], digests: torch.Tensor, ranks: Sequence[int]) -> list[str]:
-    """Returns one line per differing tensor, with the ranks outside the majority, or all ranks without a majority.
+    """Returns one line per differing tensor. It lists the ranks outside the majority, or all ranks if there is none.
 
     Args:
         digests: int64 of shape (ranks, tensors).

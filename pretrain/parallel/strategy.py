@@ -1,8 +1,8 @@
-"""Base class of all strategies, which also runs a single process or DDP.
+"""Base class for all strategies, also used directly for a single process and for DDP.
 
 The strategy is selected with `accelerate launch --config_file accelerate_configs/X.yaml`. `Strategy` builds the
-Accelerator, checks that accelerate runs the requested strategy, and defines the methods for the training loop and for
-checkpoints. Memory and traffic estimates are in pretrain_tools/planning.
+Accelerator, checks that accelerate runs the requested strategy, and defines the methods that the training loop and
+checkpoints use. Memory and traffic estimates are in pretrain_tools/planning.
 
 The accelerate configs work with and without GPUs. Without GPUs, processes communicate over gloo.
 """
@@ -54,8 +54,8 @@ LOSS_TERMS = "loss_terms"
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
 WHY_NOT = {
-    "fp16": "the weights would be in fp16, and so would the head's gradient, a sum over tokens that can exceed "
-    "65,504, the maximum in fp16, at any loss scale",
+    "fp16": "the weights would be in fp16, and the head's gradient, a sum over all tokens, could exceed "
+    "fp16's maximum of 65,504 at any loss scale",
 }
 """{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
@@ -97,7 +97,7 @@ def resolve_precision(requested: str) -> str:
 
 
 class Strategy:
-    """Base class of all strategies, for a single process or data parallelism (DDP).
+    """Base class for all strategies, and the strategy for a single process or data parallelism (DDP).
 
     The training loop calls `prepare`, and `load` when resuming. In each step, it calls `begin_step`, runs each
     micro-step's forward and backward pass inside `accumulate`, and calls `update`. All methods are collective: every
@@ -114,7 +114,7 @@ class Strategy:
     """True if each rank has all fp32 weights on its device."""
 
     untrained: list[str] | None = None
-    """Names of this rank's parameters without a gradient in the first step. None before the first update."""
+    """Names of this rank's parameters that had no gradient in the first step. None before the first update."""
     before_step: tuple[Callable[[int], None], ...] = ()
     """Functions called before each step's first micro-step, with the number of micro-steps."""
     before_update: tuple[Callable[[], None], ...] = ()
@@ -154,14 +154,14 @@ class Strategy:
         self.microbatches: int = 1
         """Number of microbatches per micro-step that run one after another, as in a pipeline."""
         self.dispatcher: Dispatcher | None = None
-        """Source of this rank's sequences. None if the rank reads them itself."""
+        """Sends sequences from the first rank to all ranks. None if each rank reads its own."""
         self.optimizer_built = ""
         """Description of the optimizer, set by `prepare`."""
         self.average: WeightAverage | None = None
         """Weight average, if enabled in the recipe."""
         self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
         """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
-        use_all_cores()  # even with a GPU, because offloaded AdamW, initialization and export checks run on the CPU
+        use_all_cores()  # even with a GPU: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
             keep_freed_memory()
 
@@ -173,7 +173,7 @@ class Strategy:
             self.dispatcher = Dispatcher(self.ranks.gather(self.data_rank), self.ranks.rank, slow_host_group())
 
     def read(self, number: int, read: Callable[[int], np.ndarray]) -> np.ndarray:
-        """Returns this rank's token IDs, read by this rank or by the first one; see `Dispatcher.take`."""
+        """Returns this rank's token IDs, read by this rank or the first one; see `Dispatcher.take`."""
         if self.dispatcher is None:
             return read(self.data_rank)
         return self.dispatcher.take(number, read).result()
@@ -184,12 +184,12 @@ class Strategy:
         problems = []
         if config.optim.stochastic_rounding and cls.parameter_form == "pieces":
             problems.append(
-                f"optim.stochastic_rounding: does not run with {name}, which keeps weights in fp32; use ddp, "
+                f"optim.stochastic_rounding: not supported with {name}, which keeps weights in fp32; use ddp, "
                 "fsdp2 or a mesh"
             )
         optimizers = [config.optim.name]
         if cls.parameter_form not in OPTIMIZERS[config.optim.name].takes:
-            # Only in this case, because it imports every optimizer.
+            # This imports every optimizer, so we only do it here.
             optimizers = [name for name, spec in OPTIMIZERS.items() if cls.parameter_form in spec.takes]
         given = {
             "optim.name": (config.optim.name, optimizers),
@@ -197,7 +197,7 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} does not run with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
+            f"{path}: {value} is not supported with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
             f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
@@ -311,10 +311,10 @@ class Strategy:
         inner = self.inner_optimizer
         scaler = self.accelerator.scaler
         if getattr(inner, "_step_supports_amp_scaling", False):
-            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor use the same protocol.
+            # torch's GradScaler sets these attributes for fused kernels, and Muon and Adafactor also use them.
             # The kernels read both values on the device. They divide on the fly, which saves a pass over the
-            # gradients, and change nothing if found_inf is 1. For offloaded parameters, torch would copy both values
-            # to the CPU without waiting for the copies, so we copy them here.
+            # gradients, and skip the update if found_inf is 1. For offloaded parameters, torch would copy both values
+            # to the CPU without waiting for the copies to finish, so we copy them here.
             device = inner.param_groups[0]["params"][0].device
             inner.grad_scale = divisor if divisor is None else divisor.to(device)
             inner.found_inf = skipped.to(device)
@@ -377,7 +377,7 @@ class Strategy:
         return True
 
     def describe(self) -> dict[str, Any]:
-        """Returns facts about the strategy for the run's record."""
+        """Describes the strategy in the run's record."""
         return {
             "strategy": self.name,
             "ranks": self.ranks.count,
@@ -387,11 +387,11 @@ class Strategy:
         }
 
     def of_all_stages(self, mine: TensorGroup) -> TensorGroup:
-        """Returns the tensors of all pipeline stages. mine: the tensors on this rank."""
+        """Returns the tensors from all pipeline stages. mine: the tensors on this rank."""
         return mine
 
     def model_tensors(self) -> TensorGroup:
-        """Returns the fp32 parameters by HF name, with tied parameters only once, and the saved buffers."""
+        """Returns the fp32 parameters and the saved buffers by HF name. Tied parameters are included once."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
 
     def term_tensors(self) -> TensorGroup:
@@ -426,7 +426,7 @@ class Strategy:
             self.average.exchange(self.weights())
 
     def average_tensors(self) -> TensorGroup:
-        """Returns the averaged fp32 weights by HF name, and the saved buffers."""
+        """Returns the averaged fp32 weights and the saved buffers by HF name."""
         return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
 
     def average_term_tensors(self) -> TensorGroup:
@@ -453,7 +453,7 @@ class Strategy:
         load_optimizer_state(self.inner_optimizer, self.spec, self.name_of, optimizer)
 
     def state(self) -> dict[str, float]:
-        """Returns the remaining state needed for an exact resume, such as the fp16 loss scale."""
+        """Returns additional state for an exact resume, such as the fp16 loss scale."""
         if self.accelerator.scaler is None:
             return {}
         saved = self.accelerator.scaler.state_dict()
@@ -488,11 +488,11 @@ def without_terms(by_name: Mapping[str, _Value]) -> dict[str, _Value]:
 
 
 def order_buckets(model: DistributedDataParallel) -> None:
-    """Makes DDP order its buckets before the first step, with a backward pass that leaves no gradients.
+    """Makes DDP order its buckets before the first step, with a dummy backward pass.
 
-    DDP normally orders its buckets after the first backward pass, by the order in which gradients arrive. With three
+    DDP normally orders its buckets after the first backward pass, in the order in which gradients arrive. With three
     or more ranks, a gradient's position in its bucket determines the summation order, and therefore the rounding.
-    Without this function, the first step after a resume would round differently than in an uninterrupted run.
+    Without this function, the first step after a resume would be rounded differently than in an uninterrupted run.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     loss = torch.zeros((), device=parameters[0].device)
@@ -506,4 +506,4 @@ def order_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
     # torch calls this private method in the first forward pass after a backward pass.
     if not model.reducer._rebuild_buckets():
-        raise RuntimeError("DDP has not ordered its buckets: a resumed run would differ from an uninterrupted one")
+        raise RuntimeError("DDP did not reorder its buckets, so a resumed run would differ from an uninterrupted one")

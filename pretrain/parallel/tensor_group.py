@@ -1,4 +1,4 @@
-"""Tensors by name that checkpoints store unsharded, although training may shard them."""
+"""Named tensors for checkpoints, which store them unsharded even if training shards them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ class TensorGroup:
     ) -> Self:
         """Builds a group from tensors that every rank holds, either unsharded or as DTensors.
 
-        shapes: unsharded shapes of the tensors whose shape is different in training; see `in_shape`.
+        shapes: unsharded shapes of tensors that have a different shape in training; see `in_shape`.
         """
         shapes = {name: shapes.get(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         return cls(shapes, dtypes, lambda name: in_shape(whole_of(tensors[name]), shapes[name]))
 
     def whole(self, name: str, wanted: bool = True) -> torch.Tensor | None:
-        """Returns the result of `gather`, or None if not `wanted`. All ranks must call it."""
+        """Calls `gather`, and returns the result, or None if not `wanted`. All ranks must call it."""
         whole = self.gather(name)
         return whole if wanted else None
 
@@ -57,7 +57,7 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_shape(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Returns the first elements of a tensor in this shape, or the tensor itself if it already has this shape."""
+    """Reshapes a tensor's first elements to `shape`. Returns the tensor itself if it already has this shape."""
     return tensor if tuple(tensor.shape) == shape else tensor.flatten()[: math.prod(shape)].view(shape)
 
 

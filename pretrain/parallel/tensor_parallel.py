@@ -47,7 +47,7 @@ SUMMED = "replicated_with_grad_allreduce"
 
 
 EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
-"""Matches names of stacked experts, both modules and parameters. Shared experts are plain matrices."""
+"""Matches the module and parameter names of stacked experts. Shared experts are plain matrices."""
 
 
 class TensorParallel(Dimension):
@@ -60,12 +60,12 @@ class TensorParallel(Dimension):
         problems = []
         if config.precision == "fp8":
             problems.append(
-                "precision: fp8 does not run with tp, because every slice of a matrix would have its own scale; use "
-                "bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
+                "precision: fp8 is not supported with tp, because each slice of a matrix would have its own scale; "
+                "use bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
             )
         if config.optim.name == "adamw_8bit":
             problems.append(
-                "optim.name: adamw_8bit does not run with tp: tp splits matrices by columns, but each scale "
+                "optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns, but each scale "
                 "covers 256 consecutive elements of a row; use adamw, or adamw_8bit with "
                 "dp_shard, dp_replicate, cp, pp or ep"
             )
@@ -99,8 +99,7 @@ class TensorParallel(Dimension):
         }
         """Replicated parameters for which each rank has only its share of the gradient."""
         if model.from_hidden_states:
-            # The gradient of a copied head is added to the embedding's, so each rank has only its share of that one
-            # too.
+            # A copied head's gradient is added to the embedding's, so each rank only has its share of that, too.
             head = causal_lm.get_output_embeddings()
             sharing = causal_lm.get_input_embeddings() if self.strategy.copying is head else head
             self.shares.update(parameter for parameter in sharing.parameters() if parameter in name_of)
@@ -114,8 +113,8 @@ class TensorParallel(Dimension):
     def combine(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         whole = {parameter: gradients[parameter] for parameter in self.whole if parameter in gradients}
         self.strategy.sum_gradients(list(whole.values()), self.group)
-        # The other gradients should already be equal. But GPU kernels may sum in any order, and replicas must not
-        # drift apart.
+        # The other gradients should already be equal, but GPU kernels may sum in any order, so we average them to keep
+        # the replicas identical.
         others = [grad for parameter, grad in whole.items() if parameter not in self.shares]
         if others:
             torch._foreach_div_(others, self.strategy.sizes.tp)
@@ -126,7 +125,7 @@ class TensorParallel(Dimension):
 
 
 def tensor_plan_of(model_config: Any) -> dict[str, str]:
-    """Returns the model's plan, {pattern for module names in the base model: style}, or {} if it has none."""
+    """Returns the model's plan as {pattern for module names in the base model: style}, or {} if it has none."""
     return dict(getattr(model_config, "base_model_tp_plan", None) or {})
 
 
@@ -138,15 +137,19 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
 def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: bool = True) -> str | None:
     """Returns an error message if the model's plan or sizes don't allow `size` ranks, otherwise None.
 
-    splits_experts: True if tp also splits the experts, because no other dimension does.
+    splits_experts: True if tp also splits the experts, which it does if ep = 1.
     """
     plan = tensor_plan_of(model_config)
     unknown = sorted({style for name, style in plan.items() if not EXPERTS.search(name)} - {*MATRIX_DIMENSION, SUMMED})
     if not plan or unknown:
-        reason = f"has {', '.join(unknown)} in its tensor-parallel plan" if unknown else "has no tensor-parallel plan"
+        reason = (
+            f"has unsupported styles in its tensor-parallel plan ({', '.join(unknown)})"
+            if unknown
+            else "has no tensor-parallel plan"
+        )
         return (
-            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan has "
-            "only colwise and rowwise matrices, such as llama, qwen3, mistral, deepone"
+            f"model: {model_config.model_type} {reason}; use pp or fsdp2, or an architecture whose plan only "
+            "contains colwise and rowwise matrices, such as llama, qwen3, mistral or deepone"
         )
     heads = getattr(model_config, "num_attention_heads", None)
     dimensions = {
@@ -161,7 +164,7 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
         dimensions["moe_intermediate_size"] = width or dimensions.get("intermediate_size")
     if unfit := [name for name, value in dimensions.items() if not isinstance(value, int)]:
         return (
-            f"model: {model_config.model_type} does not run with tp: its layers differ in "
+            f"model: {model_config.model_type} does not support tp: its layers differ in "
             f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
@@ -182,7 +185,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     Matrices must be plain linear layers. The tensor passed on by `share_input` must have no other uses, because their
     gradients would be summed over the ranks as well. To detect other uses, a small copy doubles the gradient where tp
     would sum it, and halves it at each column-split matrix. Without other uses, the gradients don't change. Raises
-    InputError like `reference_of`.
+    the same errors as `reference_of`.
     """
     model = copy.deepcopy(reference_of(KeyedConfig.of(model_config)))
     styles = {name: style_of(name, tensor_plan_of(model_config)) for name, _ in model.base_model.named_modules()}
@@ -192,7 +195,7 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
         module = model.base_model.get_submodule(name)
         if type(module).forward is not nn.Linear.forward:
             return (
-                f"model: {model_config.model_type} does not run with tp: {name} in its tensor-parallel plan is "
+                f"model: {model_config.model_type} does not support tp: {name} in its tensor-parallel plan is "
                 f"{type(module).__name__}, not nn.Linear; use fsdp2 or pp"
             )
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
@@ -213,12 +216,12 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     try:
         found = gradients()
     except Exception as error:  # model code may pass its hidden states in any way
-        return f"model: {model_config.model_type} does not run with tp ({described(error)}); use fsdp2 or pp"
+        return f"model: {model_config.model_type} does not support tp ({described(error)}); use fsdp2 or pp"
     differences = [relative_difference(*pair) for pair in zip(found, wanted, strict=True)]
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {model_config.model_type} does not run with tp: the inputs of its column-split matrices have other "
+        f"model: {model_config.model_type} does not support tp: the inputs of its column-split matrices have other "
         "uses, whose gradients would be counted once per process; use fsdp2 or pp"
     )
 
@@ -258,7 +261,7 @@ def split_unit(
 def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
     """Replaces a linear layer's weight and bias with this rank's slices, used as plain tensors in the forward pass.
 
-    The parameters are DTensors, as fully_shard and checkpoints require. But on the CPU, dispatching an operator on
+    fully_shard and checkpoints require the parameters to be DTensors. But on the CPU, dispatching an operator on
     DTensors takes several times as long as the operator itself.
     """
     for name, parameter in list(linear.named_parameters()):
@@ -348,8 +351,9 @@ def share_input(module: nn.Module, pass_on: Callable[[Tensor], Tensor]) -> None:
 def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
     """Makes each rank compute the loss only for its share of the tokens, although all ranks have all hidden states.
 
-    The loss and the head's gradient are this rank's share, but the cross-entropy covers all tokens. Without gradients,
-    each rank computes all tokens, because validation records per-token losses (`recording_losses`).
+    The loss and the head's gradient are this rank's share, but the returned cross-entropy is for all tokens. Without
+    gradients, each rank computes the loss for all tokens, because validation records per-token losses
+    (`recording_losses`).
     """
     whole_loss = model.loss_of_hidden
     ranks = dist.get_world_size(group)
@@ -366,8 +370,8 @@ def share_head(model: LanguageModelLoss, group: dist.ProcessGroup) -> None:
         return loss * share, cross_entropy
 
     def share_gradient(module: nn.Module, args: tuple, looked_up: Tensor) -> None:
-        # Every rank looks up all tokens, and the gradients will be summed over the ranks. A lookup in a loss term
-        # already has only its share of the gradient.
+        # Every rank looks up all tokens, and the gradients are summed over the ranks later. Lookups in loss terms
+        # already have only their share of the gradient.
         if looked_up.requires_grad and module.weight.is_leaf:
             looked_up.register_hook(lambda gradient: gradient / ranks)
 
@@ -406,6 +410,6 @@ class PartOfRows(torch.autograd.Function):
 
 
 def sum_in_place(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sums each tensor over the group in a single collective. NCCL doesn't need copies."""
+    """Sums each tensor over the group, with a single collective. With NCCL, this doesn't copy the tensors."""
     if tensors:
         group.allreduce_coalesced(tensors).wait()

@@ -1,8 +1,8 @@
 """ZeRO stages 1, 2 and 3 (Rajbhandari et al., arXiv 1910.02054) with DeepSpeed, with or without offload.
 
 Stage 1 shards the optimizer state and the fp32 master weights across the ranks. Stage 2 also shards the gradients, and
-stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. This module adds those that follow from
-the recipe, and checks that DeepSpeed uses them.
+stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. This module adds the settings that follow
+from the recipe, and checks that DeepSpeed uses them.
 """
 
 import os
@@ -40,7 +40,7 @@ class Zero(Strategy):
 
     parameter_form = "pieces"  # slices of flat tensors that contain many parameters
     precisions = ("fp32", "bf16")
-    compilations = ("auto", "none", "regional")  # a full graph would break at every layer's hooks
+    compilations = ("auto", "none", "regional")  # every layer's hooks would break a full graph
 
     holds_whole_model = False
 
@@ -51,41 +51,43 @@ class Zero(Strategy):
         on_disk = [name for name, spec in OPTIMIZERS.items() if spec.runs_from_disk]
         if from_disk and config.optim.name not in on_disk:
             problems.append(
-                f"optim.name: {config.optim.name} does not run with its state on disk; "
+                f"optim.name: {config.optim.name} does not support optimizer state on disk; "
                 f"use accelerate_configs/zero3_offload.yaml, or {' or '.join(on_disk)}"
             )
         if from_disk and config.averaging.kind != "none":
             problems.append(
-                f"averaging.kind: {config.averaging.kind} does not run with weights on disk, because it would read "
-                "them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
+                f"averaging.kind: {config.averaging.kind} is not supported with weights on disk, because it would "
+                "read them every few steps; use accelerate_configs/zero3_offload.yaml, or none"
             )
         offloads = "offload" in name or bool(deepspeed_file().get("zero_optimization", {}).get("offload_optimizer"))
         # If DeepSpeed accumulates gradients without reducing them, it uses the weights' dtype.
         can_choose = not offloads and name in ("zero2", "zero3") and resolve_precision(config.precision) == "fp32"
         if config.batch.no_sync and name != "zero1" and not can_choose:
-            reason = "with offload" if offloads else "except in fp32: DeepSpeed would accumulate in bf16"
+            reason = "with offload" if offloads else "except in fp32, because DeepSpeed would accumulate in bf16"
             other = "zero1, which reduces once and keeps gradients in fp32" if name == "zero2" else "fsdp2"
-            problems.append(f"batch.no_sync: does not run with {name} {reason}; use {other}, or false")
+            problems.append(f"batch.no_sync: not supported with {name} {reason}; use {other}, or false")
         if config.optim.muon.qk_clip:
             problems.append(
-                f"optim.muon.qk_clip: does not run with {name}, which updates weights before they can be "
+                f"optim.muon.qk_clip: not supported with {name}, which updates weights before they can be "
                 "scaled; use ddp, fsdp2 or a mesh, or null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(
-                f"launcher: offload_optimizer.device: nvme needs {missing}; accelerate_configs/zero3_offload.yaml "
-                "uses CPU memory instead"
+                f"launcher: offload_optimizer.device: nvme needs {missing}; to offload to CPU memory instead, "
+                "use accelerate_configs/zero3_offload.yaml"
             )
         return problems
 
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
         if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
-            print("compiling DeepSpeed's file I/O operator, once per machine; this takes minutes ...", flush=True)
+            print(
+                "compiling DeepSpeed's file I/O operator (only once per machine; this takes minutes) ...", flush=True
+            )
         import deepspeed
 
-        # Otherwise, DeepSpeed compiles a shared-memory all-reduce for CPUs on the first start. gloo works as well. The
-        # attribute is private, but DeepSpeed has no setting for it.
+        # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The
+        # attribute is private, but DeepSpeed has no setting for this.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings(
             "ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning
@@ -135,7 +137,7 @@ class Zero(Strategy):
         if self.stage == 3 and (head := causal_lm.get_output_embeddings()) is not None:
             import deepspeed
 
-            # The loss uses the head's weight outside of the head's forward pass, so its hooks don't gather the weight.
+            # The loss uses the head's weight outside of the head's forward pass, so the head's hooks don't gather it.
             deepspeed.zero.register_external_parameter(model, head.weight)
             for parameter in self.loss_terms.parameters():  # loss terms may do the same
                 deepspeed.zero.register_external_parameter(model, parameter)
@@ -168,7 +170,7 @@ class Zero(Strategy):
         import deepspeed
 
         def partition(module: torch.nn.Module) -> None:
-            if self.precision != "fp32":  # DeepSpeed casts whole models, but not partitioned parameters
+            if self.precision != "fp32":  # DeepSpeed doesn't cast partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
             if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
@@ -399,8 +401,8 @@ def missing_for_nvme() -> str | None:
             installed_cuda_version()
     except MissingCUDAException:
         return (
-            f"the CUDA toolkit (apt install cuda-toolkit, or conda install -c nvidia cuda-toolkit), for torch's CUDA "
-            f"{torch.version.cuda}, and CUDA_HOME set to its folder, which contains bin/nvcc"
+            f"the toolkit for CUDA {torch.version.cuda} (apt install cuda-toolkit, or conda install -c nvidia "
+            f"cuda-toolkit), and CUDA_HOME set to the folder that contains bin/nvcc"
         )
     return None
 
@@ -410,7 +412,7 @@ def gathered_group(
     gather: Callable[[str], torch.Tensor],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> TensorGroup:
-    """Builds a group from fp32 tensors with these shapes, which `gather` returns flat, and unsharded buffers."""
+    """Builds a group from fp32 tensors with these shapes, which `gather` returns flattened, and unsharded buffers."""
     whole = TensorGroup.of(buffers)
 
     def either(name: str) -> torch.Tensor:

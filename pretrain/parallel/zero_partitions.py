@@ -1,8 +1,8 @@
 """Reads and writes each parameter's fp32 weights and optimizer state in DeepSpeed's flat tensors.
 
-The flat tensors may be on the device, in CPU memory or, in stage 3, on NVMe. DeepSpeed's own functions differ between
-stages, don't update the forward pass's weights, and read a whole sub-group (up to 12 GB) from NVMe for each tensor.
-Here, a sub-group stays in memory until a different one is needed.
+The flat tensors may be on the device, in CPU memory or, in stage 3, on NVMe. DeepSpeed has its own functions for this,
+but they differ between stages, don't update the weights used in the forward pass, and read a whole sub-group (up to
+12 GB) from NVMe for each tensor. Here, a sub-group stays in memory until a different one is needed.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ class Place:
         return self.ranges[dist.get_rank()]
 
     def narrow(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's partition of the parameter from a tensor laid out like the flat tensor."""
+        """Returns this rank's partition of the parameter in a flat tensor."""
         first, end = self.mine
         return flat.narrow(0, self.offset, end - first)
 
@@ -49,7 +49,7 @@ class Place:
 class Masters:
     """This rank's partitions of the fp32 master weights and the optimizer state. Its methods are collective.
 
-    It uses private DeepSpeed names, because there is no public way to swap sub-groups or to locate a partition.
+    Uses private DeepSpeed attributes, because there is no public way to swap sub-groups or to locate a partition.
     """
 
     def __init__(self, optimizer: Any, stage: int, device: torch.device):
@@ -91,7 +91,7 @@ class Masters:
         }
 
     def _bring_in(self, group: int) -> None:
-        """Reads a sub-group from NVMe, unless it is in memory. Releases the previous one first."""
+        """Reads a sub-group from NVMe if it isn't in memory. Releases the previous one first."""
         if self._stage == 3 and group != self._present and self._optimizer._swappable_optimizer_subgroup(group):
             self.release()
             self._optimizer._optimizer_states_and_gradient_swap_in(group)
@@ -112,7 +112,7 @@ class Masters:
         self._changed = False
 
     def create_state(self, state_of: Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]) -> None:
-        """Creates the optimizer state, which the optimizer would otherwise create in its first step.
+        """Creates the optimizer state, which otherwise wouldn't exist before the first step.
 
         state_of: returns the state for a flat tensor, given (one of its parameters, the flat tensor).
         """

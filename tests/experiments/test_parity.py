@@ -39,7 +39,7 @@ LOG = """W1121 05:10:04.368000 28475 run.py:874] Setting OMP_NUM_THREADS environ
 Testing the architecture ...
 [2026-11-21 04:10:12,178] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU.
 /x/y.py:3: FutureWarning: is deprecated
-optim.name: adamw_8bit does not run with zero1; use adamw or muon, or a strategy that supports it, such as ddp
+optim.name: adamw_8bit is not supported with zero1; use adamw or muon, or a strategy that supports it, such as ddp
 batch.sequences_per_micro_batch: 3 is not a multiple of 2
 E1121 05:10:12.243000 28475 api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 28537) of binary: python
 Traceback (most recent call last):
@@ -80,7 +80,7 @@ def test_refusals_are_read_from_the_log_of_the_launch():
 def test_only_strategies_that_ran_decide_the_exit_status(recipe, tmp_path, monkeypatch, capsys):
     near = StrategyOutcome(Curve({1: 6.000001, 2: 5.0}, REFERENCE.grad_norm))
     far = StrategyOutcome(Curve({1: 6.1, 2: 5.0}, REFERENCE.grad_norm))
-    refused = StrategyOutcome(None, ("optim.name: adamw_8bit does not run with tp", "model: too small"))
+    refused = StrategyOutcome(None, ("optim.name: adamw_8bit is not supported with tp", "model: too small"))
 
     def compare(**outcomes: StrategyOutcome) -> tuple[int, str]:
         outcomes = {"single": EQUAL, **outcomes}
@@ -92,7 +92,7 @@ def test_only_strategies_that_ran_decide_the_exit_status(recipe, tmp_path, monke
     assert status == 0 and "1 of the 1 strategies that can run this recipe here match single" in out
     status, out = compare(ddp=near, tp=refused)
     assert status == 0 and "1 can't run it and weren't compared" in out
-    assert re.search(r"tp +- +- +refused: optim.name: adamw_8bit does not run with tp; model: too small\n", out)
+    assert re.search(r"tp +- +- +refused: optim.name: adamw_8bit is not supported with tp; model: too small\n", out)
     assert json.loads((tmp_path / "parity.json").read_text())["tp"]["refused"][1] == "model: too small"
     status, out = compare(ddp=EQUAL, zero3=far)
     assert status == 1 and re.search(r"zero3 +1.0e-01 +0.0e\+00 +DIFFERENT", out)

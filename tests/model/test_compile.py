@@ -108,13 +108,13 @@ def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("device_type", "missing", "message"),
     [
-        ("cpu", ("g++",), "compile: auto needs a C++ compiler (none of g++ found): apt install build-essential"),
-        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (none of gcc, clang found): apt install"),
-        ("cuda", ("triton",), "compile: auto needs Triton: pip install triton; or use none, which is slower"),
+        ("cpu", ("g++",), "compile: auto needs a C++ compiler (g++ not found); install what is missing (apt"),
+        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (gcc, clang not found); install what is"),
+        ("cuda", ("triton",), "compile: auto needs Triton; install what is missing (pip install triton), or use"),
         (
             "cuda",
             ("Python.h", "triton"),
-            "Python.h is missing) and Triton: apt install build-essential python3-dev, or ",
+            "Python.h is missing) and Triton; install what is missing (apt install build-essential python3-dev, or ",
         ),
     ],
 )

@@ -51,7 +51,7 @@ def test_the_rope_base_is_set_where_the_model_reads_it(changes):
     ("changes", "message"),
     [
         ({"num_hiden_layers": 8}, "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?"),
-        ({"num_hidden_layers": "many"}, "num_hidden_layers: 'many' is a str; allowed: int"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers: must be int, got 'many' (str)"),
         ({"num_attention_heads": 5}, "num_attention_heads 5; nearest: 255 or 260"),
         ({"num_hidden_layers": 5000}, "allowed: at most 1,024 layers"),
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
@@ -105,7 +105,7 @@ def test_shape_changes_are_distinguished_from_other_changes():
     own = load_model_config(DEMO)
     assert shape_changes(own, load_model_config(DEMO, changes={"attention_dropout": 0.1, "rope_theta": 5e5})) is None
     fewer = shape_changes(own, load_model_config(DEMO, changes={"num_hidden_layers": 3}))
-    assert fewer.startswith("9 tensors differ, first model.layers.3.") and fewer.endswith(", none")
+    assert fewer.startswith("9 tensors differ, starting with model.layers.3.") and fewer.endswith(", none")
     wider = shape_changes(own, load_model_config(DEMO, changes={"intermediate_size": 640}))
     assert "(576, 256), (640, 256)" in wider
 

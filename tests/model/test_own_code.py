@@ -97,7 +97,7 @@ SLIPS = {
         "line 27: A",
     ),
     "the forward pass": ("modeling_mine.py", "self.act(self.gate", "self.act(self.gat", "line 39: AttributeError"),
-    "a name": ("modeling_mine.py", "MineForCausalLM", "MineForLM", "has no MineForCausalLM, which is the"),
+    "a name": ("modeling_mine.py", "MineForCausalLM", "MineForLM", "does not define MineForCausalLM, the"),
     "sizes": ("configuration_mine.py", "n_layer", "floors", 'attribute_map = {"num_hidden_layers": "YOUR_NAME"}'),
     "no defaults": ("configuration_mine.py", "n_head=4, ", "n_head, ", "MineConfig() must work"),
 }
@@ -163,7 +163,7 @@ class OddModel(LlamaModel):
 
 
 def test_a_class_with_the_configuration_of_another_is_named():
-    with pytest.raises(InputError, match=r"odd.py: OddModel must contain config_class = Odd"):
+    with pytest.raises(InputError, match=r"odd.py: OddModel must set config_class = Odd"):
         register_classes("odd.py", type("Odd", (LlamaConfig,), {"model_type": "odd"}), OddModel, None)
 
 

@@ -93,7 +93,7 @@ def test_a_stage_with_a_new_rope_type_keeps_only_the_base(tmp_path):
         ),
         ({"rope_parameters": {"rope_type": "yarm"}}, "'yarm' is not a rope_type; did you mean yarn"),
         ({"rope_parameters": {"rope_thetta": 1e6}}, "rope_thetta is not a rotary parameter"),
-        ({"rope_parameters": {"rope_theta": -1}}, "allowed: a number above 0"),
+        ({"rope_parameters": {"rope_theta": -1}}, "must be a number above 0"),
         ({"rope_parameters": {"rope_theta": 10000.0}}, "does not use them"),
     ],
 )
@@ -108,7 +108,7 @@ def test_impossible_rope_parameters_are_rejected(tmp_path, second, problem):
     [
         ("gpt2", {"sequence_length": 1 << 20}, "learns an embedding for each position; set --model."),
         ("gpt2", {"rope_parameters": {"rope_theta": 1e6}}, "gpt2 has no rotary positions"),
-        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has different ones for each layer type"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "has different rotary parameters for each"),
         ("gptj", {"sequence_length": 1 << 12}, "has a table of all positions; set --model.max_position_embeddings"),
     ],
 )

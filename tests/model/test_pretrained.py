@@ -164,7 +164,7 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
 
 def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
     (tmp_path / "model.json").write_text("{}")
-    with pytest.raises(InputError, match="a JSON has no weights"):
+    with pytest.raises(InputError, match="a JSON file contains no weights"):
         open_pretrained(str(tmp_path / "model.json"))
     AutoConfig.for_model(**TINY["llama"]).save_pretrained(tmp_path / "empty")
     with pytest.raises(InputError, match="cannot load safetensors weights"):

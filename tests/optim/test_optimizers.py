@@ -558,5 +558,6 @@ def test_an_optimizer_is_added_by_one_class_and_one_line(monkeypatch):
     assert Strategy.problems(config, "ddp") == []
     (problem,) = Zero.problems(config, "zero1")
     assert (
-        problem.startswith("optim.name: sign_sgd does not run with") and "use adamw or adafactor or muon," in problem
+        problem.startswith("optim.name: sign_sgd is not supported with")
+        and "use adamw or adafactor or muon," in problem
     )

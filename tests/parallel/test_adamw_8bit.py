@@ -119,13 +119,13 @@ def test_layouts_that_split_8bit_blocks_are_rejected_with_an_alternative():
     )
     found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
     assert found == (
-        "optim.name: adamw_8bit does not run with 4 shards per parameter (dp_shard x cp), because each of its scales "
-        "covers a block of 256 consecutive elements, and shards of model.embed_tokens.weight (568 x 64) would split a "
-        "block; use adamw, or set dp_shard x cp to 2, and use dp_replicate for the remaining processes"
+        "optim.name: adamw_8bit is not supported with 4 shards per parameter (dp_shard x cp), because sharding "
+        "model.embed_tokens.weight (568 x 64) would split its quantization blocks of 256 consecutive elements; "
+        "use adamw, or set dp_shard x cp to 2, and use dp_replicate for the remaining processes"
     )
     found = problem_of(Sizes(dp_shard=64), hidden_size=56)
     assert "q_proj" not in found, "a tensor of 3,136 elements has fp32 moments"
-    assert "mlp.up_proj.weight (128 x 56) and 4 more would split a block; use adamw, or" in found
+    assert "mlp.up_proj.weight (128 x 56) and 4 more would split its quantization blocks" in found
 
 
 def test_8bit_experts_sharded_by_another_dimension_are_rejected():
@@ -155,9 +155,9 @@ def test_8bit_moments_are_refused_with_tp_and_in_host_memory(recipe, monkeypatch
     assert MeshStrategy.problems(given, "fsdp2") == []
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     (problem,) = MeshStrategy.problems(given, "fsdp2")
-    assert problem.startswith("optim.name: adamw_8bit does not run with fsdp_offload_params")
+    assert problem.startswith("optim.name: adamw_8bit is not supported with fsdp_offload_params")
     monkeypatch.delenv("FSDP_OFFLOAD_PARAMS")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     (problem,) = MeshStrategy.problems(given, "fsdp_tp")
-    assert problem.startswith("optim.name: adamw_8bit does not run with tp: tp splits matrices by columns")
+    assert problem.startswith("optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns")

@@ -79,7 +79,7 @@ def test_models_that_mix_positions_only_in_attention_run(model_type):
 def test_other_models_are_rejected_by_name(model_type):
     convolution = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2} if model_type == "lfm2" else {}
     problem = mixing_problem(AutoConfig.for_model(model_type, **convolution))
-    assert f"model: {model_type} does not run with cp" in problem
+    assert f"model: {model_type} does not support cp" in problem
 
 
 def test_transformers_own_attention_is_rejected():
@@ -122,14 +122,15 @@ def test_refusals_before_the_start(launched, recipe):
     assert "4 query heads and 2 key-value heads cannot be split across 8 context-parallel processes; " in problems(
         recipe
     )
-    assert problems(recipe).endswith("parallelism_config_cp_size can be 2, 4")
+    assert problems(recipe).endswith("valid values for parallelism_config_cp_size: 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
-        "launcher: parallelism_config_cp_size 3 does not divide 4 processes; use 0 (all remaining) or 2, 4"
+        "launcher: parallelism_config_cp_size 3 does not divide the number of processes (4); "
+        "use 0 (all remaining) or 2, 4"
     )
     launched(1)
     assert (
-        "parallelism_config_cp_size: no processes remain for it (out of 1); use another strategy, or --num"
+        "parallelism_config_cp_size: no processes are left for it (out of 1); use another strategy, or --num"
         in problems(recipe)
     )
     launched(4, "2", DP_REPLICATE_SIZE="2")

@@ -72,7 +72,7 @@ def test_indivisible_experts_are_rejected_with_alternatives(problems, model, pro
 
 def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypatch):
     monkeypatch.setattr(expert_parallel, "DISPATCH", "transformers.distributed.another")
-    assert "ep needs a transformers version with transformers.distributed.another, such as 5.23" in problems(TINY_MOE)
+    assert "ep needs a transformers release with transformers.distributed.another, such as 5.23" in problems(TINY_MOE)
 
 
 def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):

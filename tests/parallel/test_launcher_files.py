@@ -185,13 +185,13 @@ def test_unusable_deepspeed_files_are_reported(tmp_path, config):
     assert "cannot be read from" in deepspeed_problems("no/such.json", {}, config)[0]
     assert "neither a deepspeed_config_file nor a zero_stage" in deepspeed_problems(None, {}, config)[0]
     (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 0}}')
-    assert "stage is 0; it must be 1, 2 or 3" in deepspeed_problems(str(tmp_path / "zero.json"), {}, config)[0]
+    assert "stage must be 1, 2 or 3, got 0" in deepspeed_problems(str(tmp_path / "zero.json"), {}, config)[0]
 
 
 @pytest.mark.parametrize(
     ("name", "section", "setting", "message"),
     [
-        ("ddp", None, {"mixed_precision": "bf16"}, "mixed_precision: bf16 contradicts the recipe's precision: fp32"),
+        ("ddp", None, {"mixed_precision": "bf16"}, "bf16 conflicts with the recipe's precision: fp32"),
         ("zero2", "deepspeed_config", {"gradient_accumulation_steps": 4}, "recipe's batch.tokens_per_step: 4096"),
         ("zero2", "deepspeed_config", {"gradient_clipping": 0.3}, "recipe's optim.max_grad_norm: 1.0"),
         ("fsdp2", "fsdp_config", {"fsdp_activation_checkpointing": True}, "recipe's activation_checkpointing: none"),
@@ -264,9 +264,9 @@ def test_zero_without_a_json_uses_the_files_settings(environment, tmp_path, monk
     ("answers", "message"),
     [
         ({"torch dynamo": "yes"}, "dynamo_backend: INDUCTOR conflicts with the recipe's compile: auto"),
-        ({"Megatron": "yes"}, "distributed_type: MEGATRON_LM is unsupported; use NO, MULTI_CPU, MULTI_GPU, FSDP or"),
-        (DEEPSPEED | {"ZeRO optimization": "0"}, "launcher: zero_optimization.stage is 0; it must be 1, 2 or 3"),
-        (DEEPSPEED | {"offload optimizer": "nvme"}, "accelerate does not pass on the nvme path"),
+        ({"Megatron": "yes"}, "distributed_type: MEGATRON_LM is not supported; use NO, MULTI_CPU, MULTI_GPU, FSDP or"),
+        (DEEPSPEED | {"ZeRO optimization": "0"}, "launcher: zero_optimization.stage must be 1, 2 or 3, got 0"),
+        (DEEPSPEED | {"offload optimizer": "nvme"}, "accelerate does not forward the NVMe path"),
         (DEEPSPEED | {"gradient accumulation steps": "4"}, "the recipe's batch.tokens_per_step"),
         (FSDP2 | {"activation checkpointing": "yes"}, "the recipe's activation_checkpointing: none"),
     ],
@@ -349,7 +349,7 @@ def test_the_launcher_itself_is_checked(tmp_path, shards):
     assert refused.returncode != 0 and not (tmp_path / "run").exists()
     assert "fsdp_config.fsdp_offload_param is unknown" in refused.stderr
     assert "did you mean fsdp_offload_params?" in refused.stderr
-    assert "compile: full does not run with fsdp2; use auto or none or regional" in refused.stderr
+    assert "compile: full is not supported with fsdp2; use auto or none or regional" in refused.stderr
 
 
 SLURM_COMMANDS = {

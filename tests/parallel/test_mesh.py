@@ -170,9 +170,13 @@ def test_remaining_processes_are_sharded_or_replicated(sizes):
     [
         (
             {"tp": "3"},
-            "parallelism_config_tp_size 3 does not divide 8 processes; use 0 (all remaining) or 2, 4, 8",
+            "parallelism_config_tp_size 3 does not divide the number of processes (8); "
+            "use 0 (all remaining) or 2, 4, 8",
         ),
-        ({"tp": "2", "pp": "3"}, "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide 8 processes"),
+        (
+            {"tp": "2", "pp": "3"},
+            "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide the number of processes",
+        ),
         ({"tp": "two"}, "parallelism_config_tp_size: two is not a valid size"),
         ({"tp": "0", "cp": "0"}, "parallelism_config_cp_size and parallelism_config_tp_size are both 0"),
         ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 needs 4 processes, but 8 were launched; omit one size, or"),
@@ -191,7 +195,7 @@ def test_a_missing_size_is_rejected(sizes, recipe):
     sizes(2, "MULTI_GPU")
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert problem.startswith(
-        "launcher: parallelism_config has no size above 1; set one of parallelism_config_pp_size"
+        "launcher: parallelism_config sets no size above 1; set one of parallelism_config_pp_size"
     )
 
 
@@ -229,7 +233,7 @@ def test_unsupported_precision_is_rejected_with_the_reason(sizes, recipe, monkey
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
     problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
-    assert problem.startswith("precision: fp16 does not run with mesh: the weights would be in fp16, and")
+    assert problem.startswith("precision: fp16 is not supported with mesh: the weights would be in fp16, and")
     assert problem.endswith("use fp32 or bf16 or fp8, or a strategy that supports it, such as ddp")
 
 
@@ -239,8 +243,8 @@ def test_fp8_is_rejected_with_tp(sizes, recipe, monkeypatch):
     in_fp8 = read_run_config(recipe, zero_bubble)
     for given, reasons in (
         ({"dp_shard": "8"}, []),
-        ({"tp": "2"}, ["precision: fp8 does not run with tp"]),
-        ({"pp": "2"}, ["precision: fp8 does not run with pipeline.schedule ZBVZeroBubble"]),
+        ({"tp": "2"}, ["precision: fp8 is not supported with tp"]),
+        ({"pp": "2"}, ["precision: fp8 is not supported with pipeline.schedule ZBVZeroBubble"]),
     ):
         sizes(8, **given)
         found = [problem for problem in MeshStrategy.problems(in_fp8, "mesh") if "precision" in problem]

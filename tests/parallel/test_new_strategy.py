@@ -42,7 +42,7 @@ def test_a_plan_lists_it_with_its_memory(recipe, monkeypatch):
     assert found["toy"].step_seconds == found["ddp"].step_seconds
     (problem,) = candidates(("optim.name", "adamw_8bit"))["toy"].problems
     # Optimizers from loaded extensions are listed between the two fragments.
-    assert problem.startswith("optim.name: adamw_8bit does not run with toy; use adamw or adafactor or muon")
+    assert problem.startswith("optim.name: adamw_8bit is not supported with toy; use adamw or adafactor or muon")
     assert problem.endswith(", or a strategy that supports it, such as ddp")
 
 

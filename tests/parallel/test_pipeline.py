@@ -82,9 +82,9 @@ def test_valid_settings_are_accepted(launched, deeper):
     [
         (
             ["--pipeline.schedule", "InterleavedZeroBubble", "--activation_checkpointing", "full"],
-            "activation_checkpointing: full does not run with pipeline.schedule InterleavedZeroBubble",
+            "activation_checkpointing: full is not supported with pipeline.schedule InterleavedZeroBubble",
         ),
-        (["--attention", "flex_attention"], "attention: flex_attention does not run with a pipeline"),
+        (["--attention", "flex_attention"], "attention: flex_attention is not supported with a pipeline"),
     ],
 )
 def test_unsupported_settings_are_rejected(launched, deeper, overrides, message):
@@ -96,7 +96,7 @@ def test_unsupported_settings_are_rejected(launched, deeper, overrides, message)
 def test_all_problems_are_found_at_once(launched, deeper):
     launched(3, "2")
     found = problems(deeper, "attention", "flex_attention", "pipeline.schedule", "1F1B")
-    assert "parallelism_config_pp_size 2 does not divide 3 processes; use 0 (all remaining) or 3" in found
+    assert "pp_size 2 does not divide the number of processes (3); use 0 (all remaining) or 3" in found
     assert "flex_attention" in found
 
 

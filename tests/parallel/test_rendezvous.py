@@ -101,7 +101,7 @@ def test_gloo_and_nccl_use_the_interface_that_routes_to_the_main_machine(machine
     machine[:] = resolved
     choose_interface()
     assert chosen() == ["eth0", "=eth0"]
-    told = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set to eth0, the route to 10.0.0.1"
+    told = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME set to eth0, the interface that routes to 10.0.0.1"
     assert told in capsys.readouterr().err
 
 

@@ -75,7 +75,7 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
         ("qwen3", 4, None),
         ("deepone", 2, None),
         ("gpt2", 2, "model: gpt2 has no tensor-parallel plan; use pp or fsdp2, or an architecture"),
-        ("phi3", 2, "model: phi3 has colwise_gather_output, rowwise_split_input in its tensor-parallel plan"),
+        ("phi3", 2, "model: phi3 has unsupported styles in its tensor-parallel plan (colwise_gather"),
         (
             "llama",
             8,
@@ -93,9 +93,7 @@ def test_a_model_that_cannot_be_split_is_refused(model_type, size, message):
 
 def test_layers_of_different_sizes_are_rejected():
     config = AutoConfig.for_model("gemma3n_text")
-    assert "model: gemma3n_text does not run with tp: its layers differ in intermediate_size" in plan_problem(
-        config, 2
-    )
+    assert "model: gemma3n_text does not support tp: its layers differ in intermediate_size" in plan_problem(config, 2)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepone"])
@@ -108,7 +106,7 @@ def test_another_use_of_the_inputs_of_split_matrices_is_rejected(monkeypatch):
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=80)
-    assert "model: llama does not run with tp: the inputs of its column-split" in input_problem(config)
+    assert "model: llama does not support tp: the inputs of its column-split" in input_problem(config)
 
 
 def test_a_planned_module_that_is_not_linear_is_rejected():
@@ -170,13 +168,14 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     assert problems(recipe) == ""
     found = problems(recipe, **{"optim.name": "adamw_8bit"})
-    assert found.startswith("optim.name: adamw_8bit does not run with tp: tp splits matrices by columns")
+    assert found.startswith("optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns")
     assert "use adamw, or adamw_8bit with dp_shard" in found
     launched(4)
     assert "must all be divisible by 4, the number of tensor-parallel processes; 2 would work" in problems(recipe)
     launched(4, "3")
     assert (
-        "launcher: parallelism_config_tp_size 3 does not divide 4 processes; use 0 (all remaining) or 2, 4"
+        "launcher: parallelism_config_tp_size 3 does not divide the number of processes (4); "
+        "use 0 (all remaining) or 2, 4"
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))

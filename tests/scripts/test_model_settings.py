@@ -69,7 +69,7 @@ def test_mistakes_are_reported_together_with_the_nearest_name(recipe):
     refused = train(recipe, "--model.num_hiden_layers", "8", "--model.hidden_size", "many", "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?" in refused.stderr
-    assert "hidden_size: 'many' is a str; allowed: int" in refused.stderr
+    assert "hidden_size: must be int, got 'many' (str)" in refused.stderr
 
 
 def test_pretrained_weights_keep_their_shapes(recipe, tmp_path):
@@ -77,7 +77,7 @@ def test_pretrained_weights_keep_their_shapes(recipe, tmp_path):
     start = ("--model", tmp_path / "run/final", "--init", "pretrained", "--output", tmp_path / "more", "--check")
     refused = train(recipe, *start, "--model.num_hidden_layers", "1", check=False)
     assert refused.returncode == 2
-    assert "tensors differ, first model.layers.1" in refused.stderr and "init: scratch" in refused.stderr
+    assert "tensors differ, starting with model.layers.1" in refused.stderr and "init: scratch" in refused.stderr
     assert train(recipe, *start, "--model.max_position_embeddings", "256").returncode == 0
 
 

@@ -354,7 +354,7 @@ def test_check_finds_problems_of_optimizer_and_loss(recipe):
         ("batch.tokens_per_step", "300"),
     )
     assert "optim.name: adamw_8bit needs bitsandbytes" in found
-    assert "loss.backend: torch does not support z_loss; use chunked or logits, or z_loss 0" in found
+    assert "loss.backend: torch does not support z_loss; use chunked or logits, or set z_loss to 0" in found
     assert "batch.tokens_per_step: 300 is not a multiple" in found
 
 
