@@ -91,8 +91,8 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, pass options such "
-            "as --gpu_memory 80GB --peak_tflops 989"
+            f"--gpu: {name} is not a known GPU{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, also pass "
+            "--gpu_memory and --peak_tflops, such as --gpu_memory 80GB --peak_tflops 989"
         )
     # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)

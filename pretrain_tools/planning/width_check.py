@@ -33,7 +33,8 @@ def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) 
     if growing[worst] <= MOST_GROWTH:
         return None
     return (
-        f"in {STEPS} steps, {worst} change by width^{growing[worst]:.2f}; learning rates won't transfer across widths"
+        f"in {STEPS} steps, {worst} change in proportion to width^{growing[worst]:.2f}, so learning rates won't "
+        "transfer across widths"
     )
 
 
