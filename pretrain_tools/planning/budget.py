@@ -1,4 +1,4 @@
-"""Chooses model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
+"""Chooses the model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
 
 Starts with the best size at the assumed MFU, then tries smaller sizes as long as they are better at their planned
 speed.

@@ -239,7 +239,7 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         without = whole.memory(layout, used)
         repeated = case.run.work(layout, used).repeated_flops / 3
         if without.total <= case.memory(layout, used).total:
-            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} frees no memory")
+            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} saves no memory")
         elif whole.fits(without):
             less = repeated / (1 + repeated)
             notes.append(f"{name}: also fits with --activation_checkpointing none, which takes {less:.0%} less time")

@@ -35,7 +35,7 @@ def option_problems(options: argparse.Namespace) -> Problems:
     if machines is not None and (machines < 1 or (gpus > 0 and gpus % machines)):
         problems.append(f"--machines {machines}: must divide the number of GPUs ({gpus})")
     if machines is None and gpus > 8 and gpus % 8:
-        problems.append(f"--gpus {gpus}: is not a multiple of 8 GPUs per machine; set --machines")
+        problems.append(f"--gpus {gpus}: must be a multiple of 8, the default per machine; otherwise, set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):

@@ -208,7 +208,7 @@ def _bytes_in(folder: Path) -> int:
 def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
     """Estimates the run's time, or reports its time limit."""
     if config.budget.minutes is not None:
-        return f"time on this machine: {config.budget.minutes:g} min at most (budget.minutes)"
+        return f"time on this machine: at most {config.budget.minutes:g} min (budget.minutes)"
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source})"

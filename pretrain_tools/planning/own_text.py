@@ -74,7 +74,7 @@ class OwnText:
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
-    """Creates tokenizer, shards and recipe if necessary, and replaces --text with --config.
+    """Creates the tokenizer, shards and recipe if necessary, and replaces --text with --config.
 
     Returns arguments without --text unchanged. Raises InputError for unusable text or existing files with the same
     names. Exits with the preparation's status if it fails or is interrupted.
@@ -187,7 +187,7 @@ def refuse_another_command(asked: OwnText) -> None:
     if first == MADE_BY + asked.command:
         return
     if not first.startswith(MADE_BY):
-        raise InputError(f"{recipe}: exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
+        raise InputError(f"{recipe}: already exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
         f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nTo continue that run, repeat that "
         f"command. To start a new run, {ANOTHER_NAME}. To train the old run for longer, use python train.py --config "
@@ -209,7 +209,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     own = dict.fromkeys((place.recipe, place.model), ())
     own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
     Problems(
-        f"{path}: exists, but wasn't made by this command; {ANOTHER_NAME}"
+        f"{path}: already exists, but wasn't made by this command; {ANOTHER_NAME}"
         for path, names in own.items()
         if path.exists() and not any((path / name).exists() for name in names)
     ).stop_if_any()

@@ -1,4 +1,4 @@
-"""Chooses vocabulary size, model shape, token count and batch size for a given amount of text and FLOPs."""
+"""Chooses the vocabulary size, model shape, token count and batch size for an amount of text and a FLOP budget."""
 
 import math
 from collections.abc import Callable, Mapping

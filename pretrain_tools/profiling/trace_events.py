@@ -304,6 +304,6 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
-    """Returns the kind of a kernel. A matmul that is launched by attention counts as attention."""
+    """Returns the kind of a kernel. A matmul launched by attention counts as attention."""
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)

@@ -297,7 +297,7 @@ def test_a_memory_budget_that_frees_nothing_is_reported(recipe):
     """Nothing is compiled, so the compiler recomputes nothing."""
     budget = ("activation_checkpointing", "{memory_budget: 0.5}")
     plan = plan_of(recipe, budget, ("compile", "none"), gpus=1)
-    assert "single: activation_checkpointing: {memory_budget: 0.5} frees no memory" in remarks(plan)
+    assert "single: activation_checkpointing: {memory_budget: 0.5} saves no memory" in remarks(plan)
 
 
 def test_a_plan_where_nothing_fits(recipe):
@@ -374,7 +374,7 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
         (["--gpu", "h10O"], "--gpu: h10O is not a known GPU; did you mean h100?"),
         (["--gpu", "mine", "--gpu_memory", "48GB"], "for other GPUs, also pass --gpu_memory and --peak_tflops"),
         (["--gpus", "0"], "--gpus 0: must be at least 1"),
-        (["--gpus", "12"], "--gpus 12: is not a multiple of 8 GPUs per machine; set --machines"),
+        (["--gpus", "12"], "--gpus 12: must be a multiple of 8, the default per machine; otherwise, set --machines"),
         (["--gpus", "8", "--machines", "3"], "--machines 3: must divide the number of GPUs (8)"),
         (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),
         (["--gpu_memory", "lots"], "--gpu_memory lots: must be a size, such as 80GB"),
