@@ -222,7 +222,7 @@ class ForwardPass:
     compiled: bool = False
     """True if each layer is compiled separately."""
     mixers: tuple[str, ...] = ()
-    """Names of the mixer classes that process each document as a separate row. Padding is assumed to be worst-case."""
+    """Names of the mixer classes that process each document as a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
     sequences: int | None = None

@@ -77,7 +77,7 @@ class Answer:
 def recipe_of_budget(
     request: BudgetRequest, hardware: Hardware, command: str, expect: Expectation | None = None
 ) -> None:
-    """Chooses a run, writes its recipe if requested, and prints the answer.
+    """Chooses a run, writes its recipe if requested, and prints the result.
 
     Args:
         command: the user's command, which becomes the recipe's first line.

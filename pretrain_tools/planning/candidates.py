@@ -380,7 +380,7 @@ def shares_of(candidate: Candidate) -> str:
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one. Shows the part of the step that grows most."""
+    """Explains why a candidate is slower than the chosen one. Reports the part of the step that grows the most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)

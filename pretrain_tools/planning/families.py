@@ -63,7 +63,7 @@ class Family:
     groups_heads: bool = False
     """True for grouped-query attention, as in Qwen3."""
     untied_from: float = 4096
-    """Minimum model width for an untied head. Llama and Qwen3 tie head and embedding below 5B parameters."""
+    """Minimum model width for an untied head. Llama and Qwen3 tie the head below 5B parameters."""
     learns_positions: bool = False
     """True for learned position embeddings and GPT-2's config keys."""
     experts: int = 0
@@ -182,7 +182,7 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Active parameters, including embedding and head."""
+        """Active parameters, including the embedding and head."""
         positions = self.sequence_length if self.family.learns_positions else 0
         return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
 

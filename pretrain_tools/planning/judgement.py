@@ -35,7 +35,7 @@ FEWEST_STEPS = 100
 GOOD_STEPS = 500
 """Suggested number of steps if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
-"""Fraction of parameters in embedding and head above which --check warns."""
+"""Fraction of parameters in the embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 

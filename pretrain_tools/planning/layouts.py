@@ -220,7 +220,7 @@ def _size_problem(name: str, ranks: int, size: int) -> str | None:
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     """Returns all layouts that an accelerate config and its launcher options allow, fastest first.
 
-    For cp, they differ in the number of processes per sequence. Fewer processes exchange less data but need more
+    For cp, the layouts differ in the number of processes per sequence. Fewer processes exchange less data but need more
     memory.
     """
     whole = layout(name, ranks, machines)

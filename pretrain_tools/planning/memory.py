@@ -102,7 +102,7 @@ class Sizes:
 
     @property
     def of_vocabulary(self) -> int:
-        """Parameters in token embedding and head, counted once if tied."""
+        """Parameters in the token embedding and head, counted once if tied."""
         return self.vocabulary * self.width * (1 if self.is_tied else 2)
 
     @property

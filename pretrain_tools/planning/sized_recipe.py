@@ -31,7 +31,7 @@ VALIDATION_SHARE = 0.05
 """FLOPs of five validations as a fraction of the training FLOPs."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""Minimum duration from which GPU runs are compiled. Compilation takes most of a minute."""
+"""Minimum duration of GPU runs that are compiled. Compilation takes most of a minute."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def model_verdict(folder: Path) -> str | None:
 
 
 def memory_problem(measured: float, planned: float) -> str | None:
-    """Compares peak memory with plan.py's prediction. Using less than planned passes."""
+    """Compares peak memory with plan.py's prediction. Using less memory than planned passes."""
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (

@@ -65,7 +65,7 @@ class RunWork:
 
     sizes: Sizes
     active: int
-    """Active parameters. Dense models use all parameters."""
+    """Number of active parameters. In dense models, all parameters are active."""
     non_embedding: int
     """Active parameters in matmuls: the N in 6N."""
     ramp: BatchRamp

@@ -33,7 +33,7 @@ BUSY = "busy machine"
 MOST_SWAPPED = 1000
 """Minimum number of pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
-"""Minimum time per step for rules with a fraction of a step as their threshold."""
+"""Minimum time per step for rules whose threshold is a fraction of a step."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Cause:
     seconds: float
     """Time lost per step, if known."""
     text: str
-    """Description with numbers."""
+    """Description, including measured values."""
     remedy: str
 
 

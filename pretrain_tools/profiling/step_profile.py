@@ -12,7 +12,7 @@ from pretrain_tools.profiling.report import verdict_of, write_profile
 from pretrain_tools.profiling.trace_events import StepRecord
 
 STEPS_OF_BLOCK = 5
-"""Steps per block. A large model's step has 100,000 events, about 30 MB of trace as JSON."""
+"""Steps per block. A large model's step has 100,000 events, which are about 30 MB as JSON."""
 WARM_UP_STEPS = 5
 """Number of steps to skip after the start, because they include compilation and the optimizer's initialization."""
 MOST_STEPS = 100
