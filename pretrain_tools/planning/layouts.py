@@ -220,8 +220,8 @@ def _size_problem(name: str, ranks: int, size: int) -> str | None:
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     """Returns all layouts that an accelerate config and its launcher options allow, fastest first.
 
-    For cp, the layouts differ in the number of processes per sequence. Fewer processes exchange less data but need more
-    memory.
+    For cp, the layouts differ in the number of processes per sequence. Fewer processes exchange less data but need
+    more memory.
     """
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:
