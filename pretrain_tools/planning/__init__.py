@@ -1,18 +1,27 @@
-"""Plans runs before launch, for plan.py and train.py's --text, --check and --smoke.
+"""Plans runs before launch. Used by plan.py and by train.py's --text, --check and --smoke.
 
-Predictions are made in footprints and step_time (see docs/plan.md).
+footprints predicts memory, and step_time predicts time (see docs/plan.md).
 
     hardware_options: plan.py's hardware options
-    budget, budget_request, budget_report: makes a recipe for a budget; plan.py's budget options; the report
-    candidates, report: ranks strategies; prints the plan
+    budget_request: plan.py's budget options
+    budget: chooses a run for a budget
+    budget_report: prints the chosen run and writes its recipe
+    candidates: ranks strategies
+    report: prints the plan
     layouts: process meshes
-    memory, activations, footprints: model sizes per process; traced activations; memory per process
+    memory: model sizes and memory components of a process
+    activations: traces activation memory
+    footprints: peak memory per process
     optimizer_bytes: an optimizer's state, temporary memory and communication
     memory_advice: suggestions after an out-of-memory error
-    traffic, step_time: communication per step; time per step
-    own_text, text_files, sized_recipe: train.py --text; finds its files; writes its recipe
+    traffic: communication per step
+    step_time: time per step
+    own_text: train.py --text
+    text_files: finds the files for --text
+    sized_recipe: writes the recipe for --text
     texts: renders templates/
-    sizing, families: chooses a model size; model families
+    sizing: chooses a model size
+    families: model families
     smoke: train.py --smoke
     width_check: muP's coordinate check
     judgement: train.py --check

@@ -1,8 +1,8 @@
 """Estimates activation memory by running the model on fake tensors.
 
 The model runs once with one layer and once with two, while a dispatch mode counts the live tensors. Compiled layers
-save fewer tensors than eager ones. For them, the module counts the tensors saved by the graph from torch.compile's
-partitioner (minimum cut between forward and backward, arXiv 2111.13257).
+save fewer tensors than eager ones, so their tensors are counted in the graphs from torch.compile's partitioner (a
+minimum cut between forward and backward, arXiv 2111.13257).
 
 Sizes are in bytes and linear in the number of sequences (see `Line`).
 """
@@ -67,7 +67,7 @@ class Activations:
     """Activation memory of one process in bytes, from the embedding output to the last hidden states."""
 
     outside: Line
-    """Memory outside the layers after the forward pass: embedding output, final norm, rotary tables."""
+    """Memory in use outside the layers after the forward pass: embedding output, final norm and rotary tables."""
     before: Line
     """The part of `outside` allocated before the first layer."""
     per_layer: Line
@@ -126,7 +126,7 @@ torch.library.register_autograd(SHAPES, _gradients, setup_context=_save_for_back
 
 @register_flop_formula(torch.ops.groundwork.flash_shapes)
 def _flops_of_attention(query_BHTE, key_BGTE, value_BGTE, *_, out_shape=None, **kwargs) -> int:
-    """Counts both matmuls over all pairs of positions, like torch's own attention formulas."""
+    """Counts both matmuls for all pairs of positions, like torch's own attention formulas."""
     batch, heads, length, width = query_BHTE
     return 2 * batch * heads * length**2 * (width + value_BGTE[-1])
 
@@ -137,7 +137,7 @@ def _flops_of_attention_backward(grad_BHTE, *shapes, out_shape=None, **kwargs) -
 
 
 def _planned_attention(module, query_BHTE, key_BGTE, value_BGTE, attention_mask, **kwargs) -> tuple[Tensor, None]:
-    """Computes only attention's output shape, in the autocast dtype if autocast is enabled."""
+    """Computes only the shape of attention's output, in the autocast dtype if autocast is enabled."""
     half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else value_BGTE.dtype
     out_BHTE, _ = torch.ops.groundwork.flash_shapes(*(x.to(half) for x in (query_BHTE, key_BGTE, value_BGTE)))
     return out_BHTE.transpose(1, 2), None
@@ -158,11 +158,11 @@ AttentionInterface.register(FLASH, _planned_attention)
 
 
 TRACED_LENGTH = 256
-"""Maximum traced sequence length for mixers. Longer sequences are extrapolated linearly."""
+"""Maximum sequence length to trace for mixers. Memory for longer sequences is extrapolated linearly."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the current and peak bytes of live storages, from dispatched calls and from `add`."""
+    """Tracks the current and peak bytes of live storages, from dispatched calls and calls to `add`."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class ForwardPass:
     compiled: bool = False
     """True if each layer is compiled separately."""
     mixers: tuple[str, ...] = ()
-    """Mixer classes that process each document as a separate row. Assumes worst-case padding."""
+    """Names of the mixer classes that process each document as a separate row, with worst-case padding."""
     half: torch.dtype = torch.bfloat16
     """Autocast dtype. With fp16, hidden states between layers stay in fp32."""
     sequences: int | None = None
@@ -306,7 +306,7 @@ def _of_one_kind(model_config: Any, kind: str) -> str:
 
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:
-    """Measures memory after the forward pass and at the backward pass's peak, without weights and gradients."""
+    """Measures memory after the forward pass and at the peak of the backward pass, excluding weights and gradients."""
     model = _meta_model(model_config, layers, with_rows(call.attention, call.mixers))
     checkpoint_activations(model, call.activation_checkpointing)
     with _fake_tensors(model, call.weights):
@@ -356,7 +356,7 @@ def _fake_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
 def _grouped_products_of_any_dtype() -> Iterator[None]:
     """Makes transformers use its own grouped matmul unless the weights are bf16.
 
-    torch's grouped_mm supports fake tensors only in bf16. This patches a private function of transformers.
+    torch's grouped_mm supports fake tensors only in bf16. This patches a private transformers function.
     """
     can_use = moe._can_use_grouped_mm
     moe._can_use_grouped_mm = lambda input, weight, offs: weight.dtype == torch.bfloat16
@@ -493,7 +493,7 @@ FUSED = (
     *("view", "permute", "expand", "slice", "getitem", "convert_element_type", "sum", "mean", "transpose", "clone"),
     *("cat", "unsqueeze", "squeeze", "slice_scatter", "full", "select", "alias", "t.default", "reshape", "iota"),
 )
-"""Substrings in the names of non-pointwise operators that the compiler fuses."""
+"""Substrings of the names of non-pointwise operators that the compiler fuses."""
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -508,7 +508,7 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _peak_beyond_inputs(graph: fx.Graph) -> float:
-    """Returns the graph's peak live bytes minus its inputs. Inputs are freed after their last use."""
+    """Returns the graph's peak live bytes minus the size of its inputs, which are freed after their last use."""
     nodes = list(graph.nodes)
     last_use: dict[int, int] = {}
     written: set[int] = set()

@@ -1,6 +1,7 @@
-"""Chooses model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
+"""Chooses the model size, token count, batch size and strategy for a budget in hours, dollars or FLOPs.
 
-Starts with the best size at the assumed MFU and tries smaller sizes while they are better at their planned speed.
+Starts with the best size at the assumed MFU, then tries smaller sizes as long as they are better at their planned
+speed.
 """
 
 import functools
@@ -139,7 +140,7 @@ class Sized:
 
     @property
     def affordable(self) -> float:
-        """Number of training tokens at the planned speed; 0 if nothing fits."""
+        """Number of training tokens that the budget allows at the planned speed; 0 if nothing fits."""
         return self.budget.tokens(self.shape, self.tokens_per_second) if self.best else 0.0
 
     @property
@@ -197,9 +198,9 @@ def choose_run(budget: RunBudget) -> Sized:
             break
     if chosen is None:
         raise InputError(
-            f"budget: no {budget.family.name} fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not even "
-            f"{count_text(shape.parameters)} parameters with a vocabulary of {budget.vocabulary:,}; use "
-            "GPUs with more memory or a smaller vocabulary"
+            f"budget: no {budget.family.name} model fits on {budget.hardware.gpus} x {budget.hardware.gpu.name}, not "
+            f"even the smallest ({count_text(shape.parameters)} parameters with a vocabulary of "
+            f"{budget.vocabulary:,}); use GPUs with more memory or a smaller vocabulary"
         )
     refuse_few_steps(chosen)
     return chosen
@@ -212,7 +213,10 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
     """
     if budget.hours is not None and budget.seconds <= 0:
         start = SECONDS_TO_START[budget.hardware.device_type]
-        raise InputError(f"budget: {budget.in_words()}: startup alone takes about {start:.0f} s; use a longer budget")
+        raise InputError(
+            f"budget: {budget.in_words()} is too short, because startup alone takes about {start:.0f} s; use a larger "
+            "budget"
+        )
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
     largest = shapes[-1]
@@ -222,8 +226,9 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
         wanted = math.sqrt(tokens[largest] * largest.active / asked)
         raise InputError(
             f"budget: {budget.in_words()} is enough for {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter, but the largest {budget.family.name} has {count_text(largest.active)} ({largest.layers} "
-            f"x {largest.width}). Use a smaller budget, or train it longer with --tokens_per_parameter {ratio:.0f}"
+            f"parameter, but the largest {budget.family.name} model has {count_text(largest.active)} "
+            f"({largest.layers} x {largest.width}); use a smaller budget, or train this model for longer with "
+            f"--tokens_per_parameter {ratio:.0f}"
         )
     return shapes[: shapes.index(budget.best(tokens)) + 1]
 
@@ -236,11 +241,11 @@ def refuse_few_steps(sized: Sized) -> None:
     shape = sized.shape
     remedy = "use a larger budget, fewer GPUs or a smaller vocabulary"
     if budget.unique_tokens * MOST_EPOCHS <= sized.affordable:
-        remedy = f"the data has only {count_text(budget.unique_tokens)} tokens; add more text"
+        remedy = f"add more text to the data, which contains only {count_text(budget.unique_tokens)} tokens"
     raise InputError(
         f"budget: {budget.in_words()} allows only {sized.steps:,} steps of {sized.batch:,} tokens with the best "
         f"model size ({budget.family.name} {shape.layers} x {shape.width}, {count_text(shape.parameters)} "
-        f"parameters); a run learns little in fewer than {FEWEST_STEPS} steps: {remedy}"
+        f"parameters). A model learns little in fewer than {FEWEST_STEPS} steps; {remedy}"
     )
 
 
@@ -255,7 +260,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
         candidates = [consider(name, each) for name in COMPARED]
         best = recommend(candidates)
         plans.append((each, candidates, best))
-        # Recomputing activations takes a third longer, so try it only if nothing else fits.
+        # Recomputing activations makes a step a third longer, so try it only if nothing else fits.
         if best and best.fits:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)

@@ -53,7 +53,7 @@ class Answer:
 
     chosen: Sized
     expected: tuple[float, float, float, str] | None
-    """Predicted (loss, low, high, remark), if a ladder is given."""
+    """Predicted (loss, low, high, remark) with --ladder; otherwise None."""
     place: RecipePlace
 
     @property
@@ -77,10 +77,10 @@ class Answer:
 def recipe_of_budget(
     request: BudgetRequest, hardware: Hardware, command: str, expect: Expectation | None = None
 ) -> None:
-    """Chooses a run, writes its recipe if requested, and prints the answer.
+    """Chooses a run, writes its recipe if requested, and prints the result.
 
     Args:
-        command: the user's command, written to the recipe's first line.
+        command: the user's command, which becomes the recipe's first line.
         expect: function that predicts the loss.
 
     Raises InputError if no model fits the budget.
@@ -141,19 +141,19 @@ def size_reason(run: Sized) -> str:
     ratio = run.tokens / run.shape.active
     why = f"nearest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
     if not budget.tokens_per_parameter:
-        why += ", which gives the lowest loss per FLOP (Hoffmann et al., arXiv 2203.15556)"
+        why += ", which is compute-optimal (Hoffmann et al., arXiv 2203.15556)"
         if run.tokens > budget.unique_tokens:
-            why = "within 1% of the lowest expected loss, counting repetition (Muennighoff et al., arXiv 2305.16264)"
+            why = "within 1% of the lowest expected loss on repeated data (Muennighoff et al., arXiv 2305.16264)"
     if run.shape == budget.shapes[0] and ratio < 10:
         return "the smallest size, still too large for this budget"
     if not budget.tokens_per_parameter and ratio > MOST_TIMES_TOO_LONG * COMPUTE_OPTIMAL:
-        return f"the largest that fits in memory; {COMPUTE_OPTIMAL:g} tokens per parameter would need a larger one"
+        return f"the largest that fits in memory; {COMPUTE_OPTIMAL:g} tokens per parameter requires a larger model"
     return why
 
 
 def shape_reason(shape: Shape) -> str:
     if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than published shapes, with a similar width of 32 to 64 per layer"
+        return "smaller than the published shapes, with a similar ratio of width to layers (32 to 64)"
     return shape.family.source
 
 
@@ -162,17 +162,17 @@ def tokens_reason(run: Sized) -> str:
     if math.isinf(budget.unique_tokens):
         return "as many as the budget allows, without repetition"
     epochs = run.tokens / budget.unique_tokens
-    text = f"{epochs:.3g} epochs of {count_text(budget.unique_tokens)}"
+    text = f"{epochs:.3g} epochs of {count_text(budget.unique_tokens)} tokens"
     if epochs > 0.95 * MOST_EPOCHS:
-        return f"{text}, the maximum: beyond {MOST_EPOCHS:.0f} the model memorizes the text (arXiv 2305.16264)"
-    return f"{text}; repeated tokens count less (arXiv 2305.16264)" if epochs > 1 else text
+        return f"{text}, the maximum; beyond {MOST_EPOCHS:.0f}, the model memorizes the text (arXiv 2305.16264)"
+    return f"{text}; repeated tokens are worth less (arXiv 2305.16264)" if epochs > 1 else text
 
 
 def precision_reason(run: Sized) -> str:
     gpu = run.budget.hardware.gpu
     if run.case.run.precision == "bf16":
-        return f"{gpu.name} supports it; measure fp8 yourself" if gpu.fp8_flops else f"{gpu.name} supports it"
-    return f"{gpu.name} has no bf16 matmuls"
+        return f"{gpu.name} supports it; measure fp8 before you use it" if gpu.fp8_flops else f"{gpu.name} supports it"
+    return f"{gpu.name} doesn't support bf16"
 
 
 def strategy_reason(run: Sized) -> str:
@@ -225,13 +225,13 @@ def print_answer(found: Answer, is_written: bool) -> None:
         table.add_row(*choice)
     console.print(table, "")
     place = found.place
-    lines = ["--write recipes/mine.yaml writes the recipe and the model's JSON."]
+    lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
     if is_written:
         lines = [
-            f"written: {place.model}, {place.recipe}",
-            *([] if place.is_prepared else [f"prepare the data:\n  {found.preparation}"]),
-            f"check it:\n  python train.py --config {place.recipe} --check",
-            f"start it:\n  {found.launch}",
+            f"Wrote {place.model} and {place.recipe}",
+            *([] if place.is_prepared else [f"Prepare the data:\n  {found.preparation}"]),
+            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
+            f"Start the run:\n  {found.launch}",
         ]
     for line in lines:
         # Paths and commands must stay on one line, so that they can be pasted.
@@ -239,7 +239,7 @@ def print_answer(found: Answer, is_written: bool) -> None:
 
 
 def text_of(found: Answer, command: str) -> str:
-    """Formats the recipe, with a comment for every choice."""
+    """Formats the recipe with a comment for each choice."""
     run = found.chosen
     # In long runs, a crash should cost at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))

@@ -26,11 +26,11 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=float, help="training FLOPs, such as 1e19")
     add("--family", help=f"model family: {', '.join(FAMILIES)} [llama]")
     add("--vocabulary", metavar="FROM", help="tokenizer folder, prepared shards, or vocabulary size")
-    add("--data", metavar="FOLDER", help="prepared shards; sets the vocabulary and discounts repeated text")
+    add("--data", metavar="FOLDER", help="prepared shards; sets the vocabulary size and discounts repeated text")
     add(
         "--tokens_per_parameter",
         type=float,
-        help="training tokens per parameter; above 20: smaller model, longer training [20]",
+        help="training tokens per parameter; higher values train a smaller model for longer [20]",
     )
     add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
     add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
@@ -74,7 +74,7 @@ def read_budget_request(
     place = place_of(options)
     if options.write is not None:
         problems += [
-            f"--write: {path} already exists; remove it or choose another name"
+            f"--write: {path} already exists; remove it or use another name"
             for path in (place.recipe, place.model)
             if path.exists()
         ]
@@ -117,11 +117,11 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
             problems.append(f"--{name} {value}: must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     if options.vocabulary is None and options.data is None:
         problems.append(
-            "--vocabulary: is missing; pass a tokenizer folder, prepared shards or a vocabulary size, or use --data"
+            "--vocabulary: is required without --data; pass a tokenizer folder, prepared shards or a vocabulary size"
         )
     for name in ("config", "comment"):
         if getattr(options, name):
-            problems.append(f"--{name}: can't be combined with a budget, which makes a new recipe; omit one of them")
+            problems.append(f"--{name}: can't be combined with a budget, which creates a new recipe; omit one of them")
     if rest:
         problems.append(f"{rest[0]}: with a budget, plan.py chooses the settings; edit the generated recipe instead")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
@@ -153,7 +153,7 @@ def data_asked_for(given: str, vocabulary: int | None) -> tuple[int, int]:
     manifest = read_manifest(given)
     if vocabulary is not None and manifest.vocabulary_size > vocabulary:
         raise InputError(
-            f"--vocabulary: got {vocabulary:,} IDs, but --data {given} has {manifest.vocabulary_size:,}; omit "
-            "--vocabulary"
+            f"--vocabulary: got {vocabulary:,}, but the vocabulary of --data {given} has {manifest.vocabulary_size:,} "
+            "IDs; omit --vocabulary"
         )
     return vocabulary or manifest.vocabulary_size, manifest.totals("train")[0]

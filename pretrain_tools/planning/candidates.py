@@ -35,7 +35,7 @@ SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 @dataclass(frozen=True)
 class Case:
-    """A run on given hardware, for any strategy."""
+    """A run on specific hardware, independent of the strategy."""
 
     run: PlannedRun
     work: RunWork
@@ -58,14 +58,20 @@ class Case:
         return self
 
     def memory(self, layout: Layout, sequences: int) -> Memory:
-        """Returns the peak memory over all processes. sequences: per micro-batch."""
+        """Returns the highest peak memory of any process.
+
+        sequences: number of sequences per micro-batch.
+        """
         return largest_footprint(self.run, layout, sequences)
 
     def fits(self, memory: Memory) -> bool:
         return memory.total <= self.hardware.usable_bytes
 
     def step(self, layout: Layout, sequences: int) -> StepTime:
-        """Estimates the step time. sequences: per micro-batch."""
+        """Estimates the step time.
+
+        sequences: number of sequences per micro-batch.
+        """
         work = self.work
         hardware = self.hardware
         config = self.run.config
@@ -126,18 +132,18 @@ class Candidate:
 
 
 def auto_precision(gpu: Gpu) -> str:
-    """Resolves `auto` precision on this GPU."""
+    """Resolves `auto` precision for this GPU."""
     return "bf16" if gpu.has_bf16 else "fp32" if gpu.name == CPU else "fp16"
 
 
 def planned_precision(config: RunConfig, gpu: Gpu) -> str:
-    """Resolves the recipe's precision on this GPU. Raises InputError if the GPU doesn't support it."""
+    """Resolves the recipe's precision for this GPU. Raises InputError if the GPU doesn't support it."""
     precision = auto_precision(gpu) if config.precision == "auto" else config.precision
     if precision == "fp8" and gpu.fp8_flops is None:
-        raise InputError(f"precision: fp8 does not run on {gpu.name}; use bf16, or a GPU with fp8, such as h100")
+        raise InputError(f"precision: {gpu.name} doesn't support fp8; use bf16, or a GPU with fp8, such as h100")
     if precision == "bf16" and not gpu.has_bf16:
         other = auto_precision(gpu)
-        raise InputError(f"precision: bf16 does not run on {gpu.name}; use --precision {other}, or another GPU")
+        raise InputError(f"precision: {gpu.name} doesn't support bf16; use --precision {other}, or another GPU")
     return precision
 
 
@@ -150,7 +156,7 @@ def work_of_run(config: RunConfig, model_config: Any) -> RunWork:
     if rest:
         raise InputError(
             f"batch.tokens_per_step: {config.batch.tokens_per_step:,} is not a multiple of data.sequence_length "
-            f"{length:,}; nearest: {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
+            f"{length:,}; use {max(1, sequences) * length:,} or {(sequences + 1) * length:,}"
         )
     active = active_parameters(model_config)
     sizes = with_terms(sizes_of(model_config), config, model_config)
@@ -192,7 +198,7 @@ def micro_batches(config: RunConfig, ranks: int, parts: int = 1) -> list[int]:
 
 
 def consider(name: str, case: Case) -> Candidate:
-    """Plans the run with one strategy, using its first layout that fits the recipe's micro-batch."""
+    """Plans the run with one strategy, using its first layout in which the recipe's micro-batch fits."""
     found: list[Candidate] = []
     for layout in layouts(name, case.hardware.gpus, case.hardware.machines):
         found.append(consider_layout(layout, case))
@@ -233,7 +239,7 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         without = whole.memory(layout, used)
         repeated = case.run.work(layout, used).repeated_flops / 3
         if without.total <= case.memory(layout, used).total:
-            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} frees no memory")
+            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} saves no memory")
         elif whole.fits(without):
             less = repeated / (1 + repeated)
             notes.append(f"{name}: also fits with --activation_checkpointing none, which takes {less:.0%} less time")
@@ -243,8 +249,9 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
 def search_products(case: Case) -> list[Candidate]:
     """Finds the fastest meshes that fit, in addition to those listed in every plan. Returns the fastest first.
 
-    Meshes are planned in order of a lower bound: the step time with the largest micro-batch that divides the batch,
-    even if it doesn't fit. The search stops when no remaining mesh can be faster by more than the estimate's error.
+    Meshes are planned in ascending order of a lower bound on the step time: the time with the largest micro-batch that
+    divides the batch, even if it doesn't fit. The search stops when no remaining mesh can be faster by more than the
+    estimate's error.
     """
     hardware = case.hardware
     bounded = []
@@ -328,7 +335,7 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
         problems = strategy.problems(portable, layout.name)
     if run.precision not in strategy.precisions:
         allowed = " or ".join(strategy.precisions)
-        problems.append(f"precision: {run.precision} does not run under {layout.name}; choose {allowed}")
+        problems.append(f"precision: {layout.name} doesn't support {run.precision}; use {allowed}")
     return problems
 
 
@@ -360,8 +367,8 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     which = "is the simplest" if is_simplest else "is the simplest with the recipe's micro-batch"
     names = ", ".join(candidate.label for candidate in same)
     return (
-        f"{chosen.label} {which} of the fastest; within the estimate's error ({AS_FAST:.0%}), {names} would be as "
-        "fast."
+        f"Of the fastest strategies, {chosen.label} {which}; within the estimate's error ({AS_FAST:.0%}), it is as "
+        f"fast as {names}."
     )
 
 
@@ -373,14 +380,14 @@ def shares_of(candidate: Candidate) -> str:
 
 
 def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one. Shows the part of the step that grows most."""
+    """Explains why a candidate is slower than the chosen one. Reports the part of the step that grows the most."""
     before = chosen.time.parts
     grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
     name = max(grown, key=grown.__getitem__)
     more = grown[name] / chosen.step_seconds
     return (
         f"The next best, {slower.label}, is {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
-        f"{name} adds {more:.0%} of {chosen.label}'s step."
+        f"{name} adds {more:.0%} of {chosen.label}'s step time."
     )
 
 
@@ -438,7 +445,7 @@ def storage_of(config: RunConfig, work: RunWork) -> Storage:
 
 
 def sources_of(config: RunConfig, work: RunWork) -> list[dict[str, Any]]:
-    """Lists each source's tokens in the run, and its epochs if the shards exist.
+    """Lists the number of tokens that the run reads from each source, and the epochs if the shards exist.
 
     Raises InputError if the shards are damaged, too small for max_epochs, or from different tokenizers.
     """

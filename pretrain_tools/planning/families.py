@@ -1,7 +1,8 @@
 """Model families: layers, heads and feed-forward width for each size, and the model's JSON.
 
 Each family contains its published shapes. Smaller and intermediate shapes keep their ratio of width to depth. The loss
-depends little on this ratio: 6 x 4,288 is within 3% of 48 x 1,600 (Kaplan et al., arXiv 2001.08361, section 3.2).
+depends little on this ratio: a 6 x 4,288 model is within 3% of a 48 x 1,600 model (Kaplan et al., arXiv 2001.08361,
+section 3.2).
 """
 
 import itertools
@@ -25,7 +26,7 @@ WIDE_HEAD = 128
 CHOSEN = 8
 """Experts per token."""
 CONTEXTS = ((2e7, 256), (8e7, 512), (2e8, 1024), (4e9, 2048), (math.inf, 4096))
-"""(limit on layer parameters, sequence length below it), based on the demo, GPT-2, Llama and Llama 2."""
+"""(limit on the number of layer parameters, sequence length below it), based on the demo, GPT-2 and Llama 1 and 2."""
 
 
 def filled(published: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -62,7 +63,7 @@ class Family:
     groups_heads: bool = False
     """True for grouped-query attention, as in Qwen3."""
     untied_from: float = 4096
-    """Minimum model width for an untied head. Llama and Qwen3 tie head and embedding below 5B parameters."""
+    """Minimum model width for an untied head. Llama and Qwen3 tie the head below 5B parameters."""
     learns_positions: bool = False
     """True for learned position embeddings and GPT-2's config keys."""
     experts: int = 0
@@ -76,7 +77,7 @@ GPT3 = "GPT-3's table 2.1 (arXiv 2005.14165)"
 LLAMA = Family(
     "llama",
     filled(LLAMA_RUNGS),
-    f"12 x 768, 24 x 1,536, 24 x 2,048 from {GPT3}, 28 x 3,072 from Llama 3.2, 32 x 4,096, 40 x 5,120 from "
+    f"12 x 768, 24 x 1,536 and 24 x 2,048 from {GPT3}, 28 x 3,072 from Llama 3.2, 32 x 4,096 and 40 x 5,120 from "
     "Llama's table 2 (arXiv 2302.13971)",
     settings=ROPE,
 )
@@ -152,7 +153,7 @@ class Shape:
 
     @property
     def key_heads(self) -> int:
-        """Number of key-value heads. With grouped heads, half the number of query heads, at most 8."""
+        """Number of key-value heads. With grouped-query attention, half the number of query heads, at most 8."""
         if not self.family.groups_heads or self.heads % 2:
             return self.heads
         return math.gcd(self.heads, 8) if self.heads >= 16 else self.heads // 2
@@ -181,7 +182,7 @@ class Shape:
 
     @property
     def active(self) -> int:
-        """Active parameters, including embedding and head."""
+        """Active parameters, including the embedding and head."""
         positions = self.sequence_length if self.family.learns_positions else 0
         return self.layer_parameters + ((1 if self.is_tied else 2) * self.vocabulary + positions) * self.width
 
@@ -204,7 +205,7 @@ class Shape:
 
     @property
     def json_text(self) -> str:
-        """The model's config as JSON. It allows twice the training length, except with learned positions."""
+        """The model's config as JSON, for sequences of twice the training length except with learned positions."""
         return json.dumps(self.config_values, indent=2) + "\n"
 
     @property

@@ -22,9 +22,9 @@ from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work
 
 
 def largest_footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the largest footprint over the stages of the run.
+    """Returns the largest footprint of any stage of the run.
 
-    sequences: per micro-batch, at data.sequence_length.
+    sequences: number of sequences per micro-batch, for data.sequence_length.
     """
     stages = [footprint(stage, layout, rows) for stage, rows in run.stages(sequences)]
     return max(stages, key=lambda memory: memory.total)
@@ -39,16 +39,19 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
 
 
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:
-    """Returns the peak memory over all processes. sequences: per micro-batch."""
+    """Returns the highest peak memory of any process.
+
+    sequences: number of sequences per micro-batch.
+    """
     work = run.work(layout, sequences)
     return in_mesh(work) if layout.is_mesh else STATES.get(layout.name, replicated)(work)
 
 
 def replicated(work: Work) -> Memory:
-    """Computes the memory of a process with a full replica.
+    """Computes the memory of a process with a full replica of the model.
 
-    DDP's buckets persist between steps, but only the last micro-step uses them. Earlier ones accumulate gradients in
-    separate tensors.
+    DDP's buckets persist between steps, but only the last micro-step uses them. Earlier micro-steps accumulate
+    gradients in separate tensors.
     """
     sizes = work.sizes
     layout = work.layout
@@ -72,7 +75,7 @@ def replicated(work: Work) -> Memory:
 
 
 def in_mesh(work: Work) -> Memory:
-    """Computes the memory with any mesh except DDP's. In a pipeline, this is the maximum over all ranks."""
+    """Computes the memory with any mesh except DDP's. With a pipeline, returns the maximum over all ranks."""
     sizes = work.sizes
     if work.layout.pp == 1:
         return part_of_mesh(work, sizes.root)
@@ -101,7 +104,7 @@ def layers_of_stages(sizes: Sizes, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """A process's stages in a pipeline."""
+    """The pipeline stages of a process."""
 
     rank: int
     layers: tuple[int, ...]
@@ -117,7 +120,7 @@ class Place:
             most = min(microbatches, ranks - self.rank)
             yield Underway((most,), none, most < microbatches, ends_forward=True)
             return
-        if schedule not in IN_ORDER:  # forward first
+        if schedule not in IN_ORDER:  # all forward passes come first
             yield Underway((microbatches,) * stages, none, has_gradients=False, ends_forward=True)
             return
         underway = list(none)
@@ -158,7 +161,7 @@ class Underway:
     counts: tuple[int, ...]
     """Number of microbatches with activations in memory."""
     waiting: tuple[int, ...]
-    """Number of microbatches with input gradients, but without weight gradients yet."""
+    """Number of microbatches whose input gradients exist, but whose weight gradients don't exist yet."""
     has_gradients: bool
     """True if weight gradients exist."""
     ends_forward: bool
@@ -238,8 +241,8 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
 def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
     """Returns the activation and loss memory of all microbatches in flight, at each moment.
 
-    traveling: hidden states sent between stages. torch keeps a receive buffer for each microbatch and each gradient,
-        and the sent tensors.
+    traveling: hidden states sent between stages. torch keeps the sent tensors, and a receive buffer for each
+        microbatch and each gradient.
     gradients: True if a backward pass has finished before that moment.
     """
     settings = work.run.config.pipeline
@@ -305,7 +308,7 @@ def by_deepspeed(work: Work) -> Memory:
     in_pass = buckets + (copies if fills_bucket else 0.0)
     unreduced = FP32 * sizes.total if work.run.config.batch.no_sync and work.accumulates and stage > 1 else 0.0
     gathered = 0.0
-    if stage == 3:  # layers stay gathered up to this number of elements
+    if stage == 3:  # keeps layers gathered up to this number of elements
         gathered = compute * min(sizes.total, max(settings.get("stage3_max_live_parameters", 1e9), 2 * sizes.layer))
     resident = gradients if work.accumulates or stage == 3 or (stage == 1 and compute != FP32) else 0.0
     resident += unreduced
@@ -330,7 +333,7 @@ def by_deepspeed(work: Work) -> Memory:
         updated = work.update_bytes("pieces", processes) + (2 * FP32 * sizes.total * share if stage < 3 else 0.0)
         # The master weights count as optimizer state.
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
-    # The optimizer runs on the CPU, so gradients are offloaded, too.
+    # The optimizer runs on the CPU, so gradients are also offloaded.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
     on_host = FP32 * sizes.total * share
     on_disk = optimizer.get("device") == "nvme"

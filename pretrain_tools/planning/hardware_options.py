@@ -35,7 +35,7 @@ def option_problems(options: argparse.Namespace) -> Problems:
     if machines is not None and (machines < 1 or (gpus > 0 and gpus % machines)):
         problems.append(f"--machines {machines}: must divide the number of GPUs ({gpus})")
     if machines is None and gpus > 8 and gpus % 8:
-        problems.append(f"--gpus {gpus}: is not a multiple of 8 GPUs per machine; set --machines")
+        problems.append(f"--gpus {gpus}: must be a multiple of 8, the default per machine; otherwise, set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
@@ -91,8 +91,8 @@ def find_gpu(name: str, **given: float | None) -> Gpu:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():
         raise InputError(
-            f"--gpu: {name} is not in the table{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, pass options such "
-            "as --gpu_memory 80GB --peak_tflops 989"
+            f"--gpu: {name} is not a known GPU{did_you_mean(key, [*GPUS, CPU])}; for other GPUs, also pass "
+            "--gpu_memory and --peak_tflops, such as --gpu_memory 80GB --peak_tflops 989"
         )
     # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
     common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)

@@ -1,4 +1,4 @@
-"""Implements train.py --check: warnings about a valid recipe, the time on this machine, and the launch command."""
+"""Implements train.py --check, which prints warnings, a time estimate for this machine and the launch command."""
 
 import math
 import os
@@ -35,7 +35,7 @@ FEWEST_STEPS = 100
 GOOD_STEPS = 500
 """Suggested number of steps if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
-"""Fraction of parameters in embedding and head above which --check warns."""
+"""Fraction of parameters in the embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
 CHECK_FLAGS = ("--check", "--verbose")
 
@@ -47,7 +47,7 @@ def judgement(
     validation: dict[str, ShardReader],
     words: Sequence[str],
 ) -> list[str]:
-    """Returns the lines to print after the banner. Takes a second to measure this machine.
+    """Returns the lines to print after the banner. Measuring this machine takes a second.
 
     Args:
         validation: result of `open_validation`.
@@ -64,7 +64,7 @@ def judgement(
     )
     warnings = [*start_warnings(config, run, overridden, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
-    return [*lines, time_here(config, run, device), f"start it with: {launch_command(config, words)}"]
+    return [*lines, time_here(config, run, device), f"start the run with: {launch_command(config, words)}"]
 
 
 def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
@@ -79,7 +79,7 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
     return [
         in_rows(rows),
         *([f"{WARNING_PREFIX}{memory}"] if memory else []),
-        f"once the data exists, start it with: {launch_command(config, words)}",
+        f"once the data exists, start the run with: {launch_command(config, words)}",
         "Everything but the data has been checked.",
     ]
 
@@ -100,9 +100,9 @@ def repeated_data(run: RunPlan) -> str | None:
     new = sum(reader.tokens for reader in readers.values())
     smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
     return (
-        f"data: the run repeats {each}: the budget has {count_text(run.total_tokens)} tokens, but the data has only "
-        f"{count_text(new)}; training for more than {USEFUL_EPOCHS} epochs helps little (arXiv 2305.16264); add data, "
-        f"or use {smaller}"
+        f"data: the run repeats {each}, because the budget is {count_text(run.total_tokens)} tokens, but the data "
+        f"contains only {count_text(new)}. Training for more than {USEFUL_EPOCHS} epochs helps little "
+        f"(arXiv 2305.16264); add data, or use {smaller}"
     )
 
 
@@ -127,7 +127,7 @@ def heavy_vocabulary(run: RunPlan) -> str | None:
     balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
         f"vocabulary: {used:,} IDs use {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}); with a tokenizer of {balanced:,} IDs (--train_tokenizer {balanced}), they would use "
+        f"({share:.0%}); with a {balanced:,}-ID tokenizer (--train_tokenizer {balanced}), it would be only "
         f"{balanced * per_id / (body + balanced * per_id):.0%}"
     )
 
@@ -144,8 +144,8 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     )
     return (
         f"batch: with {config.batch.tokens_per_step:,} tokens per step, the run has only {run.total_steps:,} steps, "
-        f"including {run.schedule.warmup_steps:,} warmup steps; a run learns little in fewer than {FEWEST_STEPS} "
-        f"steps: {remedy}"
+        f"including {run.schedule.warmup_steps:,} warmup steps. A model learns little in fewer than {FEWEST_STEPS} "
+        f"steps; {remedy}"
     )
 
 
@@ -196,19 +196,19 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     return (
         f"disk: checkpoints and the final model need up to {bytes_text(storage.total)} ({storage.kept} checkpoints of "
         f"{bytes_text(storage.checkpoint)} and one being written), but {place} has only {bytes_text(free)}; lower "
-        "checkpoint.keep_last, raise checkpoint.keep_every, or choose another --output"
+        "checkpoint.keep_last, raise checkpoint.keep_every, or use another --output"
     )
 
 
 def _bytes_in(folder: Path) -> int:
-    """Returns the bytes of a run's existing checkpoints and final model, which will be replaced."""
+    """Returns the size in bytes of a run's existing checkpoints and final model, which will be replaced."""
     return sum(path.stat().st_size for path in folder.glob("*/**/*.safetensors") if path.is_file())
 
 
 def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
     """Estimates the run's time, or reports its time limit."""
     if config.budget.minutes is not None:
-        return f"time on this machine: {config.budget.minutes:g} min at most (budget.minutes)"
+        return f"time on this machine: at most {config.budget.minutes:g} min (budget.minutes)"
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source})"

@@ -28,7 +28,7 @@ GIVEN_BY_FILE = {"hsdp": 2, "fsdp_tp": 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of processes along each mesh dimension. The product of all dimensions except ep is `ranks`."""
+    """A layout of processes: the size of each mesh dimension. The product of all sizes except ep is `ranks`."""
 
     name: str
     """Name of the file in accelerate_configs/."""
@@ -82,7 +82,7 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Number of micro-batches per micro-step, over all processes."""
+        """Number of micro-batches per micro-step, across all processes."""
         return max(1, self.ranks // (self.tp * self.cp))
 
     @property
@@ -175,7 +175,7 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
     zero = shipped_deepspeed(name)["zero_optimization"] if name.startswith("zero") else {}
     problem = None
     if (name == "single") != (ranks == 1) and not zero.get("offload_optimizer"):
-        problem = "runs on one GPU" if name == "single" else "needs more than one GPU"
+        problem = "supports only one GPU" if name == "single" else "needs more than one GPU"
     if name in ("fsdp2", "mesh"):
         return replace(Layout.of(Sizes(dp_shard=ranks), machines, name), problem=problem)
     if name not in DIMENSION_OF:
@@ -220,8 +220,8 @@ def _size_problem(name: str, ranks: int, size: int) -> str | None:
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
     """Returns all layouts that an accelerate config and its launcher options allow, fastest first.
 
-    For cp, they differ in the number of processes per sequence. Fewer processes exchange less data but need more
-    memory.
+    For cp, the layouts differ in the number of processes per sequence. Fewer processes exchange less data but need
+    more memory.
     """
     whole = layout(name, ranks, machines)
     if name != "cp" or whole.problem:

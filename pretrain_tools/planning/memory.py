@@ -37,7 +37,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameter counts of a model. Tied parameters count once, as the embedding."""
+    """A model's parameter counts. Tied parameters count once, as part of the embedding."""
 
     total: int
     embedding: int
@@ -102,7 +102,7 @@ class Sizes:
 
     @property
     def of_vocabulary(self) -> int:
-        """Parameters in token embedding and head, counted once if tied."""
+        """Parameters in the token embedding and head, counted once if tied."""
         return self.vocabulary * self.width * (1 if self.is_tied else 2)
 
     @property
@@ -189,7 +189,7 @@ class Work:
         return update_bytes(spec, self.run.device_type, optim.stochastic_rounding, form, processes)
 
     def optimizer_bytes(self, share: float = 1.0) -> float:
-        """Returns the bytes of optimizer state and averaged weights for this fraction of the parameters."""
+        """Returns the size of the optimizer state and averaged weights in bytes, for a fraction of the parameters."""
         name = self.run.config.optim.name
         average = share * FP32 * self.held.total if self.run.config.averaging.kind != "none" else 0.0
         share = 1.0 if OPTIMIZERS[name].state_is_whole else share
@@ -200,7 +200,7 @@ class Work:
 
         Args:
             weight_bytes: bytes per element of the head's weight.
-            waiting: bytes of the head's gradient until it is added to the embedding's.
+            waiting: bytes of the head's gradient while it waits to be added to the embedding's.
         """
         hidden = activations.hidden(self.sequences)
         beside = self.kept_by_exchanges
@@ -238,7 +238,7 @@ class Work:
 
     @property
     def kept_by_exchanges(self) -> float:
-        """Bytes that a layer saves for backward only with cp or ep.
+        """Additional bytes that a layer saves for its backward pass with cp or ep.
 
         cp saves the attention output before and after the exchange. With ep, experts run outside the compiled layer,
         so the product of the gate and up projections is saved instead of recomputed.
@@ -252,7 +252,8 @@ class Work:
     def traveling(self) -> float:
         """Bytes in flight in a layer's backward pass.
 
-        cp: query, key, value and output. ep: expert rows, three times as many if the layer is recomputed.
+        With cp, these are query, key, value and output. With ep, they are the expert rows, three times as many if the
+        layer is recomputed.
         """
         channels = self.sizes.exchanged_width if self.layout.cp > 1 else 0
         return self.compute * self.tokens * channels + self.rows * (3 if self.recomputed else 1)
@@ -339,7 +340,7 @@ def _shapes_of_terms(loss: str, keyed: KeyedConfig) -> dict[str, tuple[int, ...]
             with torch.device("meta"):
                 modules[name] = made(made.Options.model_validate(given or {}), keyed.config).module()
         except Exception as error:  # extensions may raise anything
-            raise InputError(f"loss.terms.{name}: its module cannot be built on the meta device: {error}") from error
+            raise InputError(f"loss.terms.{name}: the module can't be built on the meta device: {error}") from error
     return {name: tuple(parameter.shape) for name, parameter in modules.named_parameters(prefix=LOSS_TERMS)}
 
 
@@ -419,7 +420,7 @@ class PlannedRun:
     def stages(self, sequences: int) -> list[tuple["PlannedRun", int]]:
         """Returns (run, micro-batch size) for each sequence length in the run's stages.
 
-        sequences: per micro-batch, at data.sequence_length.
+        sequences: number of sequences per micro-batch, for data.sequence_length.
         """
         data = self.config.data
         batch = self.config.with_batch(sequences_per_micro_batch=sequences)

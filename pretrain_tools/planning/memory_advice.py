@@ -54,7 +54,7 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
         total = largest_footprint(run, divided, sequences).total
         fits = total <= USED * gpu_memory_bytes
         verdict = "fits" if fits else "does not fit"
-        rungs.append(f"{change}: needs {bytes_text(total)} of {bytes_text(gpu_memory_bytes)}, {verdict}")
+        rungs.append(f"{change}: needs {bytes_text(total)}, which {verdict} in {bytes_text(gpu_memory_bytes)}")
         return fits
 
     if run.config.activation_checkpointing == "none":
@@ -97,9 +97,9 @@ def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
             total = largest_footprint(planned, layout("cp", parts), 1).total
             if can_share(planned, parts) and total <= USED * gpu_memory_bytes:
                 return (
-                    f"accelerate_configs/cp.yaml, {parts} processes sharing each sequence, with "
-                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} of "
-                    f"{bytes_text(gpu_memory_bytes)} per process, fits"
+                    f"accelerate_configs/cp.yaml with {parts} processes per sequence and "
+                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} per process, which fits "
+                    f"in {bytes_text(gpu_memory_bytes)}"
                 )
     return None
 

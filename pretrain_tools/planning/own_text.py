@@ -45,7 +45,7 @@ VALIDATION_FRACTIONS = ((2e5, 0.1), (1e7, 0.05), (1e8, 0.02), (math.inf, 0.01))
 """(limit on the text size in bytes, fraction held out for validation below it)."""
 STOPS = {signal.SIGINT: EXIT_INTERRUPTED, signal.SIGTERM: EXIT_PREEMPTED}
 CHILD_LOOK_SECONDS = 0.2
-ANOTHER_NAME = "choose another name with --output runs/NAME"
+ANOTHER_NAME = "use a different name with --output runs/NAME"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class OwnText:
 
 
 def with_own_text(arguments: list[str]) -> list[str]:
-    """Creates tokenizer, shards and recipe if necessary, and replaces --text with --config.
+    """Creates the tokenizer, shards and recipe if necessary, and replaces --text with --config.
 
     Returns arguments without --text unchanged. Raises InputError for unusable text or existing files with the same
     names. Exits with the preparation's status if it fails or is interrupted.
@@ -92,7 +92,7 @@ def with_own_text(arguments: list[str]) -> list[str]:
             refuse_other_text(asked, files)
             if files.left_out:
                 print(files.left_out)
-            print(f"{recipe}: made by this command earlier; continuing with it", flush=True)
+            print(f"{recipe}: already created by this command; continuing with it", flush=True)
         return started
     if is_one_of_several:
         raise InputError(
@@ -123,7 +123,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     parser.add_argument("--config")
     given, rest = parser.parse_known_args(arguments)
     if given.config:
-        raise InputError(f"--text: makes a new recipe, so omit --config {given.config}")
+        raise InputError(f"--text: creates a new recipe; omit --config {given.config}")
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
@@ -149,7 +149,7 @@ def minutes_from(text: str) -> float:
     except ValueError:
         minutes = math.nan
     if not 0 < minutes < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0 (got {text!r})")
+        raise argparse.ArgumentTypeError(f"must be a positive number of minutes, got {text!r}")
     return minutes
 
 
@@ -162,7 +162,7 @@ def run_name_of(pattern: str) -> str:
 
 
 def find_text(asked: OwnText) -> "TextFiles":
-    """Finds the files. Raises InputError if there are no files, too little text, or named files that aren't text."""
+    """Finds the files. Raises InputError if there is no text or too little, or if a named file isn't text."""
     from pretrain_tools.planning.text_files import find_text_files
     from pretrain_tools.preparation.documents.sources import expected_bytes
 
@@ -174,8 +174,8 @@ def find_text(asked: OwnText) -> "TextFiles":
     if total < SMALLEST_TEXT_BYTES:
         left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
-            f"--text {' '.join(asked.patterns)}: {total:,} bytes in {counted(len(files.sources), 'file')} are too "
-            f"few; use at least {SMALLEST_TEXT_BYTES:,}, preferably a million{left_out}"
+            f"--text {' '.join(asked.patterns)}: got only {total:,} bytes in {counted(len(files.sources), 'file')}; "
+            f"use at least {SMALLEST_TEXT_BYTES:,} bytes, preferably a million{left_out}"
         )
     return files
 
@@ -187,16 +187,16 @@ def refuse_another_command(asked: OwnText) -> None:
     if first == MADE_BY + asked.command:
         return
     if not first.startswith(MADE_BY):
-        raise InputError(f"{recipe}: exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
+        raise InputError(f"{recipe}: already exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
-        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nto continue that run, repeat "
-        f"that command; for a new run, {ANOTHER_NAME}; to train the old run longer, use python train.py --config "
+        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nTo continue that run, repeat that "
+        f"command. To start a new run, {ANOTHER_NAME}. To train the old run for longer, use python train.py --config "
         f"{recipe} --budget.steps N"
     )
 
 
 def refuse_files_in_the_way(asked: OwnText) -> None:
-    """Raises InputError if files with the same names exist that this command didn't make.
+    """Raises InputError if files with the same names exist, but weren't made by this command.
 
     Accepts any prepared tokenizer and shards, because prepare_data.py rejects those from other commands.
     """
@@ -209,7 +209,7 @@ def refuse_files_in_the_way(asked: OwnText) -> None:
     own = dict.fromkeys((place.recipe, place.model), ())
     own |= {Path(place.tokenizer): (RECORD_FILE,), place.shards: (MANIFEST_FILE, UNFINISHED_FOLDER), place.output: ()}
     Problems(
-        f"{path}: exists, but wasn't made by this command; {ANOTHER_NAME}"
+        f"{path}: already exists, but wasn't made by this command; {ANOTHER_NAME}"
         for path, names in own.items()
         if path.exists() and not any((path / name).exists() for name in names)
     ).stop_if_any()
@@ -225,10 +225,10 @@ def refuse_other_text(asked: OwnText, files: "TextFiles") -> None:
     before = (read_json(asked.place.shards / MANIFEST_FILE) or {}).get("sources", [])
     changes = source_differences(before, Files(files.sources).description())
     if changes:
-        more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+        more = f"; {len(changes) - 3} more" if len(changes) > 3 else ""
         raise InputError(
-            f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}; to "
-            f"train on the new text, {ANOTHER_NAME}; to continue with the old text, use python train.py "
+            f"{asked.place.shards}: the text has changed since preparation: {'; '.join(changes[:3])}{more}. To "
+            f"train on the new text, {ANOTHER_NAME}. To continue with the old text, use python train.py "
             f"--config {asked.place.recipe}"
         )
 
@@ -269,7 +269,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     for name, value in recipe.reasons().items():
         row(name, value)
     row("written", f"{place.tokenizer}, {place.shards}, {place.model}, {place.recipe}")
-    print("\nThe same steps by hand, then plots and samples:")
+    print("\nTo run these steps by hand, then plot the losses and sample from the model:")
     commands += [
         ["train.py", "--config", str(place.recipe)],
         ["runs.py", "plot", str(place.output)],

@@ -176,7 +176,7 @@ def candidate_values(candidate: Candidate) -> dict[str, Any]:
 
 
 def print_plan(plan: Plan) -> None:
-    """Prints the plan as tables. Narrow terminals get fewer columns."""
+    """Prints the plan as tables, with fewer columns in narrow terminals."""
     console = Console(soft_wrap=True, highlight=False)
     columns = width_of(sys.stdout)
     console.width = columns or TABLE_WIDTH

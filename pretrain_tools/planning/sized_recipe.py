@@ -18,20 +18,20 @@ from pretrain_tools.planning.step_time import mfu_of_small
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
-"""Fraction of the time spent on training steps. Validation, samples, checkpoints and export take the rest."""
+"""Fraction of the time spent on training steps. The rest is for validation, samples, checkpoints and export."""
 START_SECONDS = 5.0
 LEAST_SHARE_OF_TIME = 0.4
 """Minimum fraction of the time spent on training steps, for very short runs."""
 BYTES_PER_PARAMETER = 24
 """Bytes per parameter for weights, gradients, optimizer state and a checkpoint copy."""
 MEMORY_SHARE = 0.5
-"""Fraction of memory for BYTES_PER_PARAMETER. Activations take the rest."""
+"""Fraction of memory for BYTES_PER_PARAMETER. The rest is for activations."""
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 VALIDATION_SHARE = 0.05
 """FLOPs of five validations as a fraction of the training FLOPs."""
 PROMPT_TOKENS = 12
 COMPILED_FROM_MINUTES = 5.0
-"""Minimum duration of compiled GPU runs. Compilation takes most of a minute."""
+"""Minimum duration of GPU runs that are compiled. Compilation takes most of a minute."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Machine:
         peak = f"{self.peak_flops / 1e12:.3g} TFLOP/s in {self.precision}"
         seconds = duration_text(self.seconds)
         minutes = duration_text(60 * self.minutes)
-        return f"{self.name}, {peak}; {seconds} of {minutes} for steps, the rest for startup, validation and saving"
+        return f"{self.name}, {peak}; trains for {seconds} of {minutes} (the rest is startup, validation and saving)"
 
 
 @dataclass(frozen=True)
@@ -151,25 +151,25 @@ class SizedRecipe:
         shape = sizing.shape
         mfu = self.machine.mfu(shape)
         rate = mfu * self.machine.peak_flops / shape.flops_per_token
-        flops = f"{count_text(rate)} per second, assuming an MFU of {mfu:.0%}"
+        flops = f"{count_text(rate)} per second with an assumed MFU of {mfu:.0%}"
         unique = count_text(sizing.unique_tokens)
         rows = {
             "model": f"{self.in_words()}: the best size for this time and amount of text",
-            "tokens": f"about {count_text(sizing.tokens)}, {sizing.epochs:.3g} epochs of {unique}: {flops}",
+            "tokens": f"about {count_text(sizing.tokens)} ({sizing.epochs:.3g} epochs of {unique}), at {flops}",
             "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
-            f"{shape.sequence_length:,}; Muon at {self.learning_rate:g}",
+            f"{shape.sequence_length:,}; Muon with a learning rate of {self.learning_rate:g}",
         }
         seconds = sizing.tokens / rate
         if seconds < TIME_USED * self.machine.seconds:
             rows["time"] = (
-                f"about {duration_text(seconds)}, less than the limit: beyond {MOST_EPOCHS:.0f} epochs, the model "
-                "memorizes the text; add text to use all of the time"
+                f"about {duration_text(seconds)}, less than the limit, because the model memorizes the text beyond "
+                f"{MOST_EPOCHS:.0f} epochs; add more text to use all of the time"
             )
         else:
-            rows["time"] = f"{self.machine.minutes:g} min: the learning rate decays near the end"
+            rows["time"] = f"{self.machine.minutes:g} min; the learning rate decays near the end"
         if not self.has_validation:
             rows["warning"] = (
-                f"no validation: only {self.prepared.validation_tokens:,} tokens are held out, less than one "
+                f"no validation, because only {self.prepared.validation_tokens:,} tokens are held out, less than one "
                 "sequence; add more text"
             )
         return rows

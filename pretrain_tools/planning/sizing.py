@@ -1,4 +1,4 @@
-"""Chooses vocabulary size, model shape, token count and batch size for a given amount of text and FLOPs."""
+"""Chooses the vocabulary size, model shape, token count and batch size for an amount of text and a FLOP budget."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -85,7 +85,7 @@ class Sizing:
 def vocabulary_for(text_bytes: int, flops: float) -> int:
     """Chooses a vocabulary size: 1,024 for 1 MB of text and 8 times that for 100 MB, in powers of two.
 
-    It is smaller if the head would use too many of the FLOPs.
+    Chooses a smaller size if the head would use too large a share of the FLOPs.
     """
     size = 2 ** round(10 + 1.5 * math.log10(text_bytes / 1e6))
     size = min(max(size, SMALLEST_VOCABULARY_CHOSEN), LARGEST_VOCABULARY_CHOSEN)
@@ -146,7 +146,7 @@ def choose_sizing(
     useful = [shape for shape in larger if is_as_good(shape, smallest, tokens, unique_tokens)]
     shape = next((shape for shape in useful if most >= TIME_USED * in_time[shape]), useful[-1])
     batch = batch_for(tokens[shape], max(SMALLEST_BATCH, shape.sequence_length), LARGEST_BATCH)
-    # Validation, checkpoints and samples come after each quarter.
+    # Validation, checkpoints and samples run after each quarter.
     steps = 4 * max(1, round(tokens[shape] / batch / 4))
     most_steps = max(steps, round(min(most, SPEED_MAY_RISE * in_time[shape]) / batch))
     return Sizing(shape, unique_tokens, batch, steps, most_steps)

@@ -105,7 +105,7 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
 
 
 def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Compares final and initial loss, on validation data if possible, because it stays the same."""
+    """Compares final and initial loss, if possible on validation data, because it stays the same."""
     of_step: dict[int, list[float]] = {}
     for event in events:
         if event["event"] == "validation":
@@ -125,7 +125,7 @@ def norm_verdict(events: list[dict], most: float) -> str | None:
     norms = [event["grad_norm"] for event in events if event["event"] == "train"]
     if skipped or None in norms:
         return f"{skipped or norms.count(None)} steps had non-finite gradients"
-    return None if max(norms) <= most else f"up to {max(norms):.3g}, above {most:g}"
+    return None if max(norms) <= most else f"up to {max(norms):.3g}, above the limit of {most:g}"
 
 
 def unusual_norms(trained: list[dict]) -> str | None:
@@ -133,7 +133,7 @@ def unusual_norms(trained: list[dict]) -> str | None:
     norms = [event["grad_norm"] for event in trained if event["grad_norm"] is not None]
     median = statistics.median(norms) if norms else 1.0
     low, high = USUAL_NORMS
-    return None if low <= median <= high else f"median gradient norm {median:.2g}, usually {low:g} to {high:g}"
+    return None if low <= median <= high else f"the median gradient norm is {median:.2g}, usually {low:g} to {high:g}"
 
 
 def rate_verdict(trained: list[dict], planned: Callable[[int], float]) -> str | None:
@@ -166,7 +166,7 @@ def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | N
         return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
     largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
     if largest and device_type() == "cuda" and largest < 1e-3:
-        print(f"      losses after resuming differ by {largest:.1e}, because GPU kernels add in no fixed order")
+        print(f"      losses differ by {largest:.1e} after resuming, because GPU kernels add in a varying order")
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None
 
@@ -178,13 +178,14 @@ def model_verdict(folder: Path) -> str | None:
     config = json.loads((folder / "final" / "config.json").read_text())
     with torch.no_grad():
         logits = model(torch.arange(8)[None] % config["vocab_size"]).logits
-    return None if logits.isfinite().all() else "its logits aren't finite"
+    return None if logits.isfinite().all() else "the model's logits aren't finite"
 
 
 def memory_problem(measured: float, planned: float) -> str | None:
-    """Compares peak memory with plan.py's prediction. Using less than planned passes."""
+    """Compares peak memory with plan.py's prediction. Using less memory than planned passes."""
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (
-        f"{measured / 1e9:.3g} GB measured, {planned / 1e9:.3g} GB planned; for this recipe, trust the measured figure"
+        f"peak memory was {measured / 1e9:.3g} GB, but the plan was {planned / 1e9:.3g} GB; for this recipe, use the "
+        "measured value"
     )

@@ -1,6 +1,6 @@
 """Estimates step time from an assumed MFU and the bytes moved.
 
-Use the estimate only to compare strategies and for the order of magnitude.
+The estimate is only good for comparing strategies and for the order of magnitude.
 """
 
 import math
@@ -47,7 +47,7 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes available for tensors on a GPU. On a CPU, CONTEXT_BYTES are for the system and Python."""
+        """Bytes available for tensors on a GPU. On a CPU, CONTEXT_BYTES is reserved for the system and Python."""
         # NCCL allocates its buffers outside torch's allocator.
         reserved = CONTEXT_BYTES + (COMMUNICATION_BYTES if self.gpus > 1 else 0.0)
         return self.gpu.memory_bytes * (1 - FRAGMENTATION) - reserved
@@ -65,7 +65,7 @@ class RunWork:
 
     sizes: Sizes
     active: int
-    """Active parameters. Dense models use all parameters."""
+    """Number of active parameters. In dense models, all parameters are active."""
     non_embedding: int
     """Active parameters in matmuls: the N in 6N."""
     ramp: BatchRamp
@@ -104,13 +104,13 @@ MFU_EXPONENT = 0.4
 
 
 def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU in runs of minutes, whose models may be too small to fill the device."""
+    """Estimates the MFU of runs that take minutes, whose models may be too small to fill the device."""
     most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
     return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
 def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU in compiled runs of hours. On GPUs, this is `default_mfu`, reduced for small models."""
+    """Estimates the MFU of compiled runs that take hours. On GPUs, this is `default_mfu`, reduced for small models."""
     small = mfu_of_small(parameters, device_type, precision)
     if device_type == "cpu":
         return small
@@ -121,10 +121,10 @@ def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
 WORDS = {
     "fsdp": "gathering weights and reducing gradients across shards",
     "dp_replicate": "summing gradients across replicas",
-    "tp": "summing hidden states over tp",
-    "cp": "exchanging heads over cp",
-    "ep": "sending tokens to experts over ep",
-    "pp": "passing hidden states over pp",
+    "tp": "summing hidden states across tp",
+    "cp": "exchanging heads across cp",
+    "ep": "sending tokens to experts across ep",
+    "pp": "passing hidden states between pp stages",
     "update": "exchanging matrices for the optimizer update",
 }
 """{name of a `Flow`: description}"""

@@ -1,4 +1,4 @@
-"""Finds the files for train.py --text in folders and patterns, and summarizes the skipped ones."""
+"""Finds the files that match train.py --text, and summarizes the files that it skips."""
 
 import codecs
 import collections
@@ -33,7 +33,7 @@ class LeftOut(NamedTuple):
 
     path: str
     reason: str
-    """Reason for skipping the file. Messages group files by the text before a parenthesis."""
+    """Reason for skipping the file. Messages group files by the part before any parenthesis."""
     remedy: str = ""
 
 
@@ -45,7 +45,7 @@ class TextFiles:
     inputs: list[str]
     exclude: list[str]
     left_out: str
-    """'3 of 175 files left out: ...', or ''."""
+    """'3 of 175 files were skipped: ...', or ''."""
 
     @property
     def arguments(self) -> list[str]:
@@ -91,7 +91,7 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
     excluded = list(dict.fromkeys(rules.values()))
     excluded += [glob.escape(path) for path in sorted(others) if not matches_any(path, excluded)]
     if len(excluded) > MOST_EXCLUDED:
-        raise InputError(f"{said}; convert them, or --exclude their folders")
+        raise InputError(f"{said}; convert them, or exclude their folders with --exclude")
     return TextFiles(find_sources(inputs, excluded, option="--text"), inputs, excluded, said)
 
 
@@ -107,8 +107,8 @@ def pattern_of(word: str) -> str:
         return glob.escape(path)
     if Path.cwd().resolve().is_relative_to(Path(path).resolve()):
         raise InputError(
-            f"--text {shown(word)}: contains the folders that this command writes (data, runs, ...); put the text "
-            "into a separate folder, or use patterns such as '*.txt'"
+            f"--text {shown(word)}: contains the folders that this command writes to (data, runs, ...); put the text "
+            "in a separate folder, or use patterns such as '*.txt'"
         )
     return f"{glob.escape(path.rstrip('/'))}/**/*"
 
@@ -130,7 +130,7 @@ def sorted_out(word: str, paths: Sequence[str]) -> Found:
     if is_any_file and any(format_by_name(path) == "txt" for path in readable):
         for path in readable:
             if format_by_name(path) != "txt":
-                problems[path] = LeftOut(path, "a data file next to text, used only if named")
+                problems[path] = LeftOut(path, "ignored, because data files next to text must be named explicitly")
     taken = [path for path in readable if path not in problems]
     # In folders, select files by suffix, so that other files needn't be excluded one by one.
     suffixes = sorted({written_suffix(path) for path in taken}) if is_any_file else [""]
@@ -139,7 +139,7 @@ def sorted_out(word: str, paths: Sequence[str]) -> Found:
 
 def why_nothing(word: str) -> str:
     if os.path.isdir(word):
-        return "is a folder without files"
+        return "the folder contains no files"
     if not is_url(word) and os.path.exists(word):
         return "is a pipe or a device; write its contents to a file"
     return "no such file; quote patterns, and use ** to search subfolders"
@@ -171,7 +171,7 @@ def why_unread(path: str) -> LeftOut | None:
     except DamagedFileError as error:
         return LeftOut(path, str(error))
     except OSError as error:
-        return LeftOut(path, f"cannot be read: {error.strerror}", "make it readable")
+        return LeftOut(path, f"unreadable: {error.strerror}", "make it readable")
 
 
 def encoding_problem(path: str) -> LeftOut | None:
@@ -184,15 +184,15 @@ def encoding_problem(path: str) -> LeftOut | None:
             for block in stream.blocks():
                 read += len(block)
                 if b"\0" in block:
-                    return LeftOut(path, "not text (it has NUL bytes)")
+                    return LeftOut(path, "not text (it contains NUL bytes)")
                 decoder.decode(block)
             decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # If a character is split between two blocks, the decoder prepends its start to the second block.
         place = read - len(error.object) + error.start + 1
-        where = f"byte 0x{error.object[error.start]:02x} at {place:,}"
+        where = f"byte {place:,} is 0x{error.object[error.start]:02x}"
         remedy = f"if it is text, convert it: iconv -f cp1252 -t utf-8 {quoted(path)} > NEW.txt"
-        return LeftOut(path, f"not text in UTF-8 ({where})", remedy)
+        return LeftOut(path, f"not UTF-8 text ({where})", remedy)
     return None
 
 
@@ -210,17 +210,17 @@ def no_text_problems(searches: dict[str, Found]) -> list[str]:
         if is_url(word) or os.path.isfile(os.path.expanduser(word)):
             named += found.left_out
         else:
-            said = left_out_text(found.left_out, 0) or "--exclude leaves none of its files"
-            problems.append(f"--text {shown(word)}: has no readable text: {said}")
+            said = left_out_text(found.left_out, 0) or "--exclude matches all of its files"
+            problems.append(f"--text {shown(word)}: contains no readable text: {said}")
     if len(named) > MOST_SHOWN:  # the shell expanded a pattern
         taken = sum(len(found.taken) for found in searches.values())
-        said = left_out_text(named, taken, "no text")
-        return [*problems, f"--text: {said}; name the folder or quote the pattern to skip them"]
+        said = left_out_text(named, taken, "are not usable text")
+        return [*problems, f"--text: {said}; to skip them, pass the folder or quote the pattern"]
     return problems + [f"{quoted(each.path)}: is {each.reason}; {each.remedy or 'leave it out'}" for each in named]
 
 
-def left_out_text(left_out: Iterable[LeftOut], taken: int, how: str = "left out") -> str:
-    """Returns '3 of 175 files left out: 2 of unknown format .pdf: a.pdf, b.pdf; 1 not text: c.txt', or ''."""
+def left_out_text(left_out: Iterable[LeftOut], taken: int, how: str = "were skipped") -> str:
+    """Returns '3 of 175 files were skipped: 2 of unknown format .pdf: a.pdf, b.pdf; 1 not text: c.txt', or ''."""
     by_reason: dict[str, list[LeftOut]] = collections.defaultdict(list)
     for each in sorted(left_out):  # folder listings are unordered
         by_reason[each.reason.split(" (")[0]].append(each)

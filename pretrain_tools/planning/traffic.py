@@ -15,7 +15,7 @@ from pretrain_tools.planning.memory import FP32, Sizes, Work
 from pretrain_tools.planning.optimizer_bytes import exchanged_bytes, with_experts_in_parts
 
 CPU_ADAM_BYTES_PER_SECOND = 100e9
-"""Bytes per second that an optimizer update on the CPU processes, per machine."""
+"""Throughput of an optimizer update on the CPU, per machine."""
 NVME_BYTES_PER_SECOND = 5e9
 """Disk bandwidth per machine."""
 
@@ -57,7 +57,7 @@ class Flow:
     """Bytes sent per GPU."""
     seconds: float
     hides_behind: float = 0.0
-    """Fraction of the computation that can overlap with it."""
+    """Fraction of the computation that can overlap with the communication."""
 
     def exposed(self, compute: float) -> float:
         """Returns the seconds that don't overlap with `compute` seconds of computation."""
@@ -97,7 +97,7 @@ class Step:
         exchanges: float = 0.0,
         hides: float = 0.0,
     ) -> Flow:
-        """Combines a group's collectives. gathers, sums and exchanges: bytes of the whole tensors."""
+        """Combines a group's collectives. gathers, sums and exchanges are the sizes of the full tensors in bytes."""
         size, distance = self.work.layout.groups[group]
         in_rings = (gathers + 2 * sums) * (size - 1) / size
         exchanged = exchanges * (size - 1) / size

@@ -27,13 +27,14 @@ Growth = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
-    """Describes the activation whose change grows most with the width; None if all pass."""
+    """Describes the activation whose change grows fastest with the width; None if all pass."""
     growing = growth(activation_changes(optim, config, learning_rate))
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
         return None
     return (
-        f"in {STEPS} steps, {worst} change by width^{growing[worst]:.2f}; learning rates won't transfer across widths"
+        f"in {STEPS} steps, {worst} change in proportion to width^{growing[worst]:.2f}, so learning rates won't "
+        "transfer across widths"
     )
 
 

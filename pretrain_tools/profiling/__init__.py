@@ -1,4 +1,4 @@
-"""Diagnoses slow runs: `train.py --profile`.
+"""Implements train.py --profile, which diagnoses slow runs.
 
 Training continues during the profile, with the same losses.
 

@@ -33,7 +33,7 @@ BUSY = "busy machine"
 MOST_SWAPPED = 1000
 """Minimum number of pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
-"""Minimum time per step for rules with a fraction of a step as their threshold."""
+"""Minimum time per step for rules whose threshold is a fraction of a step."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Cause:
     seconds: float
     """Time lost per step, if known."""
     text: str
-    """Description with numbers."""
+    """Description, including measured values."""
     remedy: str
 
 
@@ -94,7 +94,7 @@ class Evidence:
 
     @cached_property
     def communication(self) -> float:
-        """Seconds of communication per step: the minimum blocked time over all ranks, summed over phases."""
+        """Seconds of communication per step: the minimum blocked time of any rank, summed over phases."""
         if len(self.ranks) == 1:
             return 0.0
         blocked = [rank.typical_parts("blocked_in") for rank in self.ranks]
@@ -174,7 +174,7 @@ def slow_data(evidence: Evidence) -> Cause | None:
     detail = ""
     if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
         rate = f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
-        detail = f"; a read of {bytes_text(evidence.read_bytes)} takes {milliseconds(read)} ({rate})"
+        detail = f". Reading {bytes_text(evidence.read_bytes)} takes {milliseconds(read)} ({rate})"
     if len(late) < len(evidence.ranks):
         detail += f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
     seconds = worst.typical("data")
@@ -205,8 +205,8 @@ def slow_rank(evidence: Evidence) -> Cause | None:
         for other in sorted(others, key=evidence.waiting, reverse=True)[:3]
     )
     text = (
-        f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} per step "
-        f"longer than the other ranks' median ({milliseconds(own)} instead of {milliseconds(usual)}, "
+        f"rank {rank.rank} on {rank.facts['host']} ({rank.facts['device']}) takes {milliseconds(excess)} longer "
+        f"per step than the other ranks' median ({milliseconds(own)} instead of {milliseconds(usual)}, "
         f"{excess / evidence.seconds:.0%} of the step), mostly in {phase_of_excess(rank, others)} ({how}); the "
         f"other ranks wait: {waits}"
     )
@@ -236,7 +236,7 @@ def slow_communication(evidence: Evidence) -> Cause | None:
     seconds = evidence.communication
     if seconds < evidence.least(COMMUNICATION_SHARE):
         return None
-    text = f"communication takes {evidence.part(seconds)}, not overlapped with computation, although no rank is late"
+    text = f"communication takes {evidence.part(seconds)} without overlapping computation, although no rank is late"
     remedy = (
         "use more micro-steps or larger micro-batches between reductions, another strategy (plan.py ranks them), or a "
         "faster link (NCCL_DEBUG=INFO prints the one in use)"
@@ -256,7 +256,7 @@ def recompilations(evidence: Evidence) -> Cause | None:
     reason = f": {longest['reason']}" if longest["reason"] else ""
     text = (
         f"{counted(len(found), 'compilation')} in {counted(steps, 'step')} after the warm-up, "
-        f"{milliseconds(seconds)} per step, on {named(compiling)}; {longest['place']}{reason}"
+        f"{milliseconds(seconds)} per step, on {named(compiling)}; the longest was {longest['place']}{reason}"
     )
     remedy = "keep tensor shapes and Python values in the model constant across steps"
     return Cause("recompilation", seconds, text, remedy)
@@ -300,7 +300,7 @@ def idle_device(evidence: Evidence) -> Cause | None:
     if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
         return None
     if not evidence.on_device:
-        text = f"Python takes {evidence.part(idle)} between operators, because they are too small"
+        text = f"Python takes {evidence.part(idle)} between operators, because the operators are too small"
         return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
     text = f"the GPU is idle for {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
@@ -312,7 +312,7 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
     seconds = max(evidence.each("idle_between"))
     if seconds < evidence.least(BETWEEN_SHARE):
         return None
-    text = f"work between steps takes {evidence.part(seconds)}: logging, trackers, synchronization between ranks"
+    text = f"work between steps takes {evidence.part(seconds)}: logging, trackers or synchronization between ranks"
     remedy = "use a larger logging.every_steps, fewer trackers, or a run folder on a faster disk"
     return Cause("between steps", seconds, text, remedy)
 
@@ -324,13 +324,13 @@ def full_memory(evidence: Evidence) -> Cause | None:
     retries, rank = most("retries_per_step")
     if retries:
         text = (
-            f"the GPU's memory is too full: on {named([rank])} torch freed its cache and retried an allocation "
+            f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
             f"{retries:.1f} times per step"
         )
         return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
     pages, rank = most("swapped_per_step")
     if pages >= MOST_SWAPPED:
-        text = f"the machine of {named([rank])} is swapping: {pages:,.0f} pages per step are read back from disk"
+        text = f"{named([rank])}'s machine is swapping: {pages:,.0f} pages per step are read back from disk"
         return Cause("memory", 0.0, text, "use fewer processes on this machine, or smaller micro-batches")
     return None
 
@@ -338,7 +338,7 @@ def full_memory(evidence: Evidence) -> Cause | None:
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
     """Returns {kind: (seconds per step, fraction of the step)}, medians over the ranks.
 
-    Communication only counts if exposed.
+    Only exposed communication counts.
     """
     found = medians(rank.typical_parts("kernels") for rank in evidence.ranks)
     found[COMMUNICATION] = evidence.communication
@@ -355,7 +355,7 @@ def wasteful_kernels(evidence: Evidence) -> Cause | None:
     if computed and moved / computed >= POINTWISE_SHARE and moved >= LEAST_SECONDS:
         text = (
             f"pointwise kernels and copies take {moved / computed:.0%} of the kernel time ({milliseconds(moved)} "
-            f"per step) and are limited by memory bandwidth; compile is {evidence.compile_mode}"
+            f"per step) and are limited by memory bandwidth; the run uses compile: {evidence.compile_mode}"
         )
         # Assume that fusion would reduce these kernels to 25% of the work.
         return Cause("kernels", moved - 0.25 * computed, text, "use compile: regional to fuse them")

@@ -43,7 +43,7 @@ LOADAVG = Path("/proc/loadavg")
 
 
 class PhaseMarks:
-    """Marks the phases of a step in the trace. Phases don't overlap, and add up to the step."""
+    """Marks the phases of a step in the trace. Phases don't overlap and add up to the whole step."""
 
     def __init__(self, run: Run, read_ahead: ReadAhead):
         strategy = run.strategy
@@ -59,7 +59,7 @@ class PhaseMarks:
         self._mark_pauses(run)
 
     def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method to enter the phase `during`, and on return the phase `after` (None: the previous one)."""
+        """Wraps a method so that it enters the phase `during`, then the phase `after` (None for the previous one)."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
@@ -98,7 +98,7 @@ class PhaseMarks:
         self._open.__enter__()
 
     def begin_step(self, step: int) -> None:
-        """Opens a step's mark. step: number of the step, as in the log."""
+        """Opens a step's mark. step: number of the step in the log."""
         self._step = record_function(f"{STEP}{step}")
         self._step.__enter__()
         self._enter(BETWEEN_STEPS)
@@ -203,7 +203,7 @@ class Recording:
         self.problems.append(f"rank {self.strategy.ranks.rank}: {one_line(error)}")
 
     def summary(self) -> dict[str, Any]:
-        """Returns this rank's data as plain values, so that it can be gathered."""
+        """Returns this rank's data as plain values, so that ranks can gather it."""
         # If a block was unreadable, there are fewer records than steps.
         steps = [asdict(record) | beside for record, beside in zip(self.records, self._beside, strict=False)]
         return {
@@ -246,9 +246,9 @@ def pages_swapped_in() -> int:
 
 
 def read_machine() -> dict[str, float]:
-    """Reads `cpu`, `starved` and `runnable` of a StepRecord. The first two are totals since the thread started.
+    """Returns `cpu`, `starved` and `runnable` for a StepRecord. The first two are totals since the thread started.
 
-    The last two are always 0 except on Linux.
+    `starved` and `runnable` are always 0 on systems other than Linux.
     """
     starved = 0.0
     runnable = 0

@@ -53,7 +53,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
 
 
 def ranks_text(evidence: Evidence) -> str:
-    """Formats a table of the time per step of the RANKS_SHOWN slowest ranks."""
+    """Formats a table of the step times of the RANKS_SHOWN slowest ranks."""
     columns = ("step", "worst", "computing", "data", "communication", "waiting for ranks", "idle", "no core")
     rows = [["ms per step", *columns]]
 
@@ -73,7 +73,7 @@ def ranks_text(evidence: Evidence) -> str:
         ]
         rows.append([f"rank {rank.rank}", *(f"{1e3 * value:,.1f}" for value in seconds)])
     left_out = len(evidence.ranks) - len(slowest)
-    more = f"\n... and {left_out} faster ones" if left_out else ""
+    more = f"\n... and {left_out} faster ranks" if left_out else ""
     return table(rows, right=set(range(1, len(rows[0])))) + more
 
 
@@ -81,7 +81,7 @@ def phases_text(evidence: Evidence) -> str:
     """Formats the time per phase, including waiting."""
     seconds = medians(rank.typical_parts("phases") for rank in evidence.ranks)
     said = ", ".join(f"{name} {milliseconds(value)}" for name, value in seconds.items() if value >= 5e-5)
-    return f"in the loop: {said}"
+    return f"time per phase: {said}"
 
 
 def kernels_text(evidence: Evidence) -> str:
@@ -108,10 +108,10 @@ def memory_text(evidence: Evidence) -> str:
     memory = most.facts["memory"]
     if "total" in memory:
         return (
-            f"memory of rank {most.rank}: tensors {bytes_text(memory['allocated_peak'])} at the peak, torch reserves "
-            f"{bytes_text(memory['reserved_peak'])} of {bytes_text(memory['total'])}"
+            f"peak memory of rank {most.rank}: {bytes_text(memory['allocated_peak'])} in tensors, "
+            f"{bytes_text(memory['reserved_peak'])} of {bytes_text(memory['total'])} reserved by torch"
         )
-    return f"memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident at the peak"
+    return f"peak memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident"
 
 
 def write_profile(folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause]) -> str:

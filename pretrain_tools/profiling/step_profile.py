@@ -12,7 +12,7 @@ from pretrain_tools.profiling.report import verdict_of, write_profile
 from pretrain_tools.profiling.trace_events import StepRecord
 
 STEPS_OF_BLOCK = 5
-"""Steps per block. A large model's step has 100,000 events, about 30 MB of trace as JSON."""
+"""Steps per block. A large model's step has 100,000 events, which are about 30 MB as JSON."""
 WARM_UP_STEPS = 5
 """Number of steps to skip after the start, because they include compilation and the optimizer's initialization."""
 MOST_STEPS = 100
@@ -22,14 +22,14 @@ MOST_STEPS = 100
 def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:
     """Raises InputError if --profile exceeds MOST_STEPS or the run's remaining steps."""
     if not 1 <= steps <= MOST_STEPS:
-        raise InputError(f"--profile: got {steps}, must be from 1 to {MOST_STEPS} steps")
+        raise InputError(f"--profile: must be from 1 to {MOST_STEPS} steps, got {steps}")
     begins_at = first_step + WARM_UP_STEPS
     left = max(0, total_steps - begins_at - 1)
     if steps > left:
-        remedy = f"use {left} or fewer" if left else "no steps are left to profile"
+        remedy = f"use {left} or fewer" if left else "omit --profile"
         raise InputError(
-            f"--profile: got {steps} steps, but from step {begins_at + 2:,} only {left} are left in the run of "
-            f"{total_steps:,}; {remedy}"
+            f"--profile: got {steps} steps, but profiling starts at step {begins_at + 2:,} and only {left} are left "
+            f"in the run of {total_steps:,}; {remedy}"
         )
 
 
@@ -113,7 +113,7 @@ class StepProfile:
             causes = find_causes(evidence)
             text = write_profile(self.folder, config.output, evidence, causes)
         except Exception as error:  # a failed report must not end the run
-            return {"problem": f"no report: {one_line(error)}"}
+            return {"problem": f"report failed: {one_line(error)}"}
         self.log.say(text)
         return {"verdict": verdict_of(evidence, causes), "causes": [cause.name for cause in causes]}
 

@@ -1,6 +1,6 @@
 """Breaks down steps into work, waiting time and kinds of kernels, using torch.profiler's events.
 
-On a GPU, work is the time in kernels. On a CPU, it is the time in the main thread's operators. Collectives only count
+On a GPU, work is the time in kernels. On a CPU, it is the time in the main thread's operators. Collectives count only
 while there is no other work.
 """
 
@@ -192,7 +192,7 @@ class _Open:
     since: int
     """End of the last operator that it called, or its own start."""
     waits: bool = False
-    """True if its own time may be waiting, because it is a DTensor operator that redispatches or communicates."""
+    """True if its own time may be waiting time, because it is a DTensor operator that redispatches or communicates."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
     """Spans of its own time, without the operators that it calls: (kind, (start, end))."""
 
@@ -304,6 +304,6 @@ def _add(sums: dict[str, float], name: str, seconds: float) -> None:
 
 
 def kind_of_kernel(event: TraceEvent, launched: Mapping[int, str]) -> str:
-    """Returns the kind of a kernel. A matmul that is launched by attention counts as attention."""
+    """Returns the kind of a kernel. A matmul launched by attention counts as attention."""
     by_name = kernel_kind(event.name)
     return by_name if by_name == COMMUNICATION else launched.get(event.correlation, by_name)

@@ -81,7 +81,7 @@ def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
 
 def test_insufficient_data_is_reported(made):
     text, printed = made(asked(2e8, replace(PLACE, is_prepared=True)))
-    assert "beyond 5 the model memorizes the text" in printed
+    assert "beyond 5, the model memorizes the text" in printed
     assert "not all of the time" in printed
     assert "Prepare the data" not in text
     values = yaml.safe_load(text)

@@ -41,7 +41,7 @@ def test_a_recipe_of_a_budget_passes_the_check(tmp_path, shards, refused):
     for choice in found["choices"]:
         assert f"# {choice['name']}" in text
     checked = run_script(ROOT / "train.py", "--config", "recipes/mine.yaml", "--check", cwd=tmp_path)
-    assert "start it with:" in checked.stdout
+    assert "start the run with:" in checked.stdout
     assert "\n".join(refused(*written)).count("already exists") == 2
 
 
@@ -71,8 +71,8 @@ def test_all_problems_are_reported_at_once(refused):
     ("arguments", "said"),
     [
         (("--hours", "0.0003", "--vocabulary", "32000"), "startup alone takes about 60 s"),
-        (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama has 12.9B"),
-        (("--hours", "1"), "--vocabulary: is missing"),
+        (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama model has 12.9B"),
+        (("--hours", "1"), "--vocabulary: is required without --data"),
         (("--family", "llama"), "use exactly one of --hours, --dollars and --flops"),
         ((), "--config: pass the recipe to plan, or use --hours"),
     ],

@@ -47,7 +47,7 @@ def test_a_text_that_is_read_again_and_again(read):
     (reader,) = run.batches.readers.values()
     epochs = run.total_tokens / (reader.tokens // 64 * 64)
     message = repeated_data(run)
-    assert f"{epochs:,.1f} times: the budget has 20M tokens" in message
+    assert f"{epochs:,.1f} times, because the budget is 20M tokens" in message
     assert message.endswith(f"add data, or use --budget.tokens {4 * reader.tokens}")
     _, remedied = read(budget__tokens=4 * reader.tokens)
     assert repeated_data(remedied) is None
@@ -116,7 +116,7 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     message = small_memory(config, run, torch.device("cpu"))
     assert message.startswith("memory: with single, a step with sequences of 2,048 tokens needs ")
     assert "--activation_checkpointing full, 33% slower: needs" in message and "zero3_offload" not in message
-    assert re.search(r"accelerate_configs/cp\.yaml, [24] processes sharing each sequence, .* fits$", message)
+    assert re.search(r"accelerate_configs/cp\.yaml with [24] processes per sequence .* which fits in [^;]*$", message)
 
 
 def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeypatch):
@@ -174,5 +174,5 @@ def test_the_script_prints_the_warnings(recipe):
     out = run_script("train.py", "--config", recipe, "--check").stdout
     assert "warning: batch: with 256 tokens per step, the run has only 12 steps" in out
     assert "\ntime on this machine: about " in out
-    assert f"\nstart it with: python train.py --config {recipe}\n" in out
+    assert f"\nstart the run with: python train.py --config {recipe}\n" in out
     assert re.search(r"\nNo errors, [1-9] warnings? above: this run can start\.\n$", out), "warnings must be counted"

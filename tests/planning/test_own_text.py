@@ -64,7 +64,7 @@ def test_one_command_trains_on_a_text(trained, text):
 
 def test_it_prints_the_everyday_commands_and_they_are_those_that_ran(trained):
     folder, printed = trained
-    shown = printed.partition("The same steps by hand")[2].splitlines()
+    shown = printed.partition("To run these steps by hand")[2].splitlines()
     commands = [line.strip() for line in shown if line.startswith("  python ")]
     assert [command.split()[1] for command in commands] == [
         "prepare_data.py", "prepare_data.py", "train.py", "runs.py", "evaluate.py",
@@ -107,7 +107,7 @@ def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
     assert with_own_text(["--text", "novel.txt", "--minutes", MINUTES]) == ["--config", "recipes/novel.yaml"]
-    assert "recipes/novel.yaml: made by this command earlier; continuing with it" in capsys.readouterr().out
+    assert "recipes/novel.yaml: already created by this command; continuing with it" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
 
 
@@ -188,19 +188,19 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     (tmp_path / "image.txt").write_bytes(b"\0\1\2" * 9000)
     (tmp_path / "book.log").write_text("text " * 9000)
     told = refused(tmp_path, "small.txt", "--minutes", MINUTES)
-    assert "--text small.txt: 11 bytes in 1 file are too few; use at least 20,000" in told
+    assert "--text small.txt: got only 11 bytes in 1 file; use at least 20,000 bytes" in told
     assert "--text none*.txt: no such file" in refused(tmp_path, "none*.txt")
     told = refused(tmp_path, "latin.txt", "image.txt")
-    assert "latin.txt: is not text in UTF-8 (byte 0xe9 at 4)" in told and "iconv" in told
-    assert "image.txt: is not text (it has NUL bytes)" in told, "all problems at once"
+    assert "latin.txt: is not UTF-8 text (byte 4 is 0xe9)" in told and "iconv" in told
+    assert "image.txt: is not text (it contains NUL bytes)" in told, "all problems at once"
     told = refused(tmp_path, "book.log")
     assert "unknown format .log" in told and "rename" in told
-    assert "must be a number of minutes above 0 (got 'ten')" in refused(tmp_path, "small.txt", "--minutes", "ten")
+    assert "must be a positive number of minutes, got 'ten'" in refused(tmp_path, "small.txt", "--minutes", "ten")
     assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
     told = refused(tmp_path, "small.txt", "--optim.lerning_rate", "1e-3", "--seed", "x")
-    assert "too few" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
+    assert "got only" in told and "did you mean learning_rate?" in told and "--seed" in told, "all problems at once"
     assert "omit --config recipes/demo.yaml" in refused(tmp_path, "a.txt", "--config", "recipes/demo.yaml")
     assert [path.suffix for path in tmp_path.iterdir() if path.is_dir()] == [], "no folder may be created"
 
@@ -217,14 +217,14 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     command = ("--text", "mine", "--exclude", "mine/draft*", "--minutes", MINUTES, "--check")
     result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
     assert "\ntext        2 files, " in f"\n{result.stdout}"
-    assert "2 of 4 files left out: " in result.stdout and "1 of unknown format .pdf: mine/c.pdf" in result.stdout
-    assert "1 not text in UTF-8: " + shlex.quote("mine/it's.txt") in result.stdout
+    assert "2 of 4 files were skipped: " in result.stdout and "1 of unknown format .pdf: mine/c.pdf" in result.stdout
+    assert "1 not UTF-8 text: " + shlex.quote("mine/it's.txt") in result.stdout
     sources = json.loads((tmp_path / "data/mine/manifest.json").read_text())["sources"]
     assert [source["path"] for source in sources] == ["b.md", "in here/A.TXT"]
     monkeypatch.chdir(tmp_path)
     assert with_own_text(list(command))[-1] == "--check"
     again = capsys.readouterr().out
-    assert "made by this command earlier" in again and "2 of 4 files left out" in again
+    assert "already created by this command" in again and "2 of 4 files were skipped" in again
     (mine / "new.rst").write_text(text)
     told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)
     assert "source new.rst is new" in told

@@ -30,7 +30,7 @@ def test_every_part_of_a_sound_recipe_passes(recipe, tmp_path, strategy):
 
 def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
     assert memory_problem(1.14e9, 1e9) is None and memory_problem(0.5e9, 1e9) is None
-    assert memory_problem(1.2e9, 1e9).startswith("1.2 GB measured, 1 GB planned")
+    assert memory_problem(1.2e9, 1e9).startswith("peak memory was 1.2 GB, but the plan was 1 GB")
     assert memory_problem(40e6, 10e6) is None, "a difference of a few megabytes must be ignored"
 
 
@@ -39,8 +39,8 @@ def test_unusual_gradient_norms_are_reported():
         return unusual_norms([{"grad_norm": norm} for norm in norms])
 
     assert told(0.1, 0.2, 10.0) is None and told(0.01, 9.9, 99.0) is None, "the check must use the median"
-    assert told(12.0, 11.0, 1.0) == "median gradient norm 11, usually 0.1 to 10"
-    assert told(0.01, None, 0.03) == "median gradient norm 0.02, usually 0.1 to 10"
+    assert told(12.0, 11.0, 1.0) == "the median gradient norm is 11, usually 0.1 to 10"
+    assert told(0.01, None, 0.03) == "the median gradient norm is 0.02, usually 0.1 to 10"
 
 
 def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():

@@ -50,10 +50,10 @@ TAKEN = ["B.TXT", "a.txt", "c.md", "e.txt.GZ", "sub dir/d[1].txt"]
 def test_a_folder_is_searched_for_text_in_any_case(mine, word):
     files = find_text_files([word])
     assert names(files) == TAKEN
-    assert files.left_out.startswith("12 of 17 files left out: ")
+    assert files.left_out.startswith("12 of 17 files were skipped: ")
     for said in ("2 of unknown format .pdf: ", "1 of unknown format without a suffix: "):
         assert said in files.left_out
-    for said in ("1 a data file next to text, used only if named: ", "1 damaged gz data"):
+    for said in ("1 ignored, because data files next to text must be named explicitly: ", "1 damaged gz data"):
         assert said in files.left_out
     assert "\n" not in files.left_out and len(files.left_out) < 700
     by_prepare_data = find_sources(files.inputs, files.exclude)
@@ -62,15 +62,15 @@ def test_a_folder_is_searched_for_text_in_any_case(mine, word):
 
 def test_a_file_that_is_named_is_text_or_refused(mine):
     place = 200 * len(TEXT.encode()) + LATIN.index(b"\xef") + 1
-    assert f"late.txt: is not text in UTF-8 (byte 0xef at {place:,})" in refusal("mine/late.txt")[0]
-    assert f"byte 0xc3 at {len(TEXT.encode()) + 1:,}" in refusal("mine/cut.txt")[0]
+    assert f"late.txt: is not UTF-8 text (byte {place:,} is 0xef)" in refusal("mine/late.txt")[0]
+    assert f"byte {len(TEXT.encode()) + 1:,} is 0xc3" in refusal("mine/cut.txt")[0]
     assert "convert it: iconv -f cp1252 -t utf-8 mine/cut.txt > NEW.txt" in refusal("mine/cut.txt")[0]
     for binary in ("mine/windows.txt", "mine/nul.txt"):
-        assert "is not text (it has NUL bytes)" in refusal(binary)[0]
+        assert "is not text (it contains NUL bytes)" in refusal(binary)[0]
     assert "unknown format .pdf; if it is text, rename it" in refusal("mine/f.pdf")[0]
     assert len(refusal("mine/f.pdf", "mine/nul.txt", "mine/a.txt")) == 2, "all problems at once"
     (one,) = refusal("mine/a.txt", "mine/f.pdf", "mine/g.PDF", "mine/nul.txt", "mine/late.txt")
-    assert "4 of 5 files no text: 2 of unknown format .pdf: " in one and "name the folder" in one
+    assert "4 of 5 files are not usable text: 2 of unknown format .pdf: " in one and "pass the folder" in one
     assert names(find_text_files(["mine/sub dir/d[1].txt"])) == ["d[1].txt"], (
         "the name of an existing file must not be used as a pattern"
     )
@@ -78,7 +78,7 @@ def test_a_file_that_is_named_is_text_or_refused(mine):
 
 def test_a_pattern_selects_matching_files(mine):
     files = find_text_files(["mine/*.txt"], ["mine/[!aBc]*"])
-    assert names(files) == ["a.txt"] and files.left_out.startswith("1 of 2 files left out: 1 not text in UTF-8: ")
+    assert names(files) == ["a.txt"] and files.left_out.startswith("1 of 2 files were skipped: 1 not UTF-8 text: ")
     assert names(find_text_files(["mine/*.txt", "mine/*.md"], ["mine/[!aBc]*"])) == ["a.txt", "c.md"]
 
 
@@ -92,19 +92,20 @@ def test_data_is_taken_where_there_is_no_text_or_where_it_is_named(mine):
 
 def test_what_is_excluded_is_not_counted_and_must_exist(mine):
     files = find_text_files(["mine"], ["mine/old/", "mine/*.pdf", "mine/sub dir"])
-    assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("10 of 14 files left out")
+    assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("10 of 14 files were skipped")
     assert refusal("mine", exclude=["*.nix", "mine/old"]) == ["--exclude '*.nix': matches none of the files"]
     assert refusal("mine/sub dir", exclude=["*.txt"]) == [
-        "--text mine/sub dir: has no readable text: --exclude leaves none of its files"
+        "--text mine/sub dir: contains no readable text: --exclude matches all of its files"
     ]
 
 
 def test_input_without_text_is_rejected(mine):
     (mine / "empty").mkdir()
     assert refusal("mine/empty", "mine/*.pdf", "none") == [
-        "--text mine/empty: is a folder without files",
+        "--text mine/empty: the folder contains no files",
         "--text none: no such file; quote patterns, and use ** to search subfolders",
-        "--text mine/*.pdf: has no readable text: 1 of 1 files left out: 1 of unknown format .pdf: mine/f.pdf",
+        "--text mine/*.pdf: contains no readable text: 1 of 1 files were skipped: "
+        "1 of unknown format .pdf: mine/f.pdf",
     ]
     (problem,) = refusal(".")
     assert "contains the folders that this command writes" in problem
@@ -121,5 +122,5 @@ def test_file_names_that_are_not_utf8(mine):
 
 def test_too_many_files_for_a_command_line_are_rejected(mine, monkeypatch):
     monkeypatch.setattr("pretrain_tools.planning.text_files.MOST_EXCLUDED", 3)
-    assert "files left out" in refusal("mine")[0] and "--exclude their folders" in refusal("mine")[0]
+    assert "files were skipped" in refusal("mine")[0] and "exclude their folders" in refusal("mine")[0]
     assert MOST_EXCLUDED < 10_000

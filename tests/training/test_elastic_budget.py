@@ -246,7 +246,7 @@ def test_minutes_include_earlier_starts(timed, tmp_path):
     assert refused.returncode == 2 and "raise it, or set it to null" in refused.stderr
     assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
     told = train(timed, "--check").stdout
-    assert "of budget.minutes used" in told and "0.1 min at most (budget.minutes)" in told
+    assert "of budget.minutes used" in told and "at most 0.1 min (budget.minutes)" in told
     train(timed, "--budget.minutes", "null", "--budget.steps", "12")
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 
