@@ -109,7 +109,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
     if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
-        problems.append("--num_fewshot: cannot be used with core, which has fixed numbers of examples; omit it")
+        problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
         problems += interactive_problems(arguments)
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
@@ -162,7 +162,7 @@ def read_number(name: str, text: str) -> float:
         number = kind(text)
     except ValueError:
         raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # Written with `not`, so that NaN also fails.
+    # The `not` also rejects NaN.
     if not (number > 0 if least is None else number >= least) or number > 1e18:
         raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
     return number

@@ -158,8 +158,8 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
             print(
                 f"warning: none of the {tally.documents:,} documents are in the {split} split, which should have "
                 f"{fraction if split == 'validation' else 1 - fraction:.2%} of them, chosen by hash. Use more "
-                "documents (--documents paragraph or line splits plain text) or a different --validation_fraction, "
-                "with a new --output"
+                "documents (for plain text, --documents paragraph or line) or a different --validation_fraction, "
+                "and a new --output"
             )
 
 

@@ -1,7 +1,7 @@
 """Computes CORE from DataComp-LM (arXiv 2406.11794): the mean centered accuracy over 22 tasks.
 
-The implementation follows nanochat (nanochat/core_eval.py, scripts/base_eval.py), so scores are comparable with its
-published ones.
+The implementation follows nanochat (nanochat/core_eval.py, scripts/base_eval.py), so the scores are comparable with
+nanochat's published scores.
 """
 
 import itertools
@@ -26,7 +26,7 @@ FIELDS = {
 """{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the index
 of the correct choice."""
 ITEMS_AT_ONCE = 2000
-"""Number of items that are tokenized at the same time."""
+"""Number of items to tokenize at a time."""
 
 Item = dict[str, Any]
 
@@ -89,7 +89,7 @@ def _check(task: BundleTask, item: Item) -> None:
     if not answers:
         raise ValueError(f"{FIELDS[task.kind][-1]} is empty")
     if task.kind != "language_modeling" and not 0 <= item["gold"] < len(answers):
-        raise ValueError(f"gold is {item['gold']} of {len(answers)}")
+        raise ValueError(f"gold is {item['gold']}, but there are {len(answers)} choices")
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
@@ -168,7 +168,7 @@ def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
 
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
-    """Formats a prompt per choice. For language modeling, formats the prompt without and with the answer."""
+    """Formats one prompt per choice. For language modeling, returns the prompt without and with the answer."""
     between = task.delimiter
 
     def shots(parts: Callable[[Item], tuple[str, str]]) -> str:

@@ -65,7 +65,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     Checks all inputs first, and raises InputError listing all problems.
     """
     jobs, tasks = find_everything(arguments)
-    # Not earlier, so that mistakes are reported before the processes are set up.
+    # Set up the processes only now, so that mistakes are reported first.
     strategy = evaluation_strategy()  # precision is set per model in measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()

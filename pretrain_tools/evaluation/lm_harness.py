@@ -1,7 +1,7 @@
 """Runs lm-evaluation-harness on a model folder.
 
 The scores don't depend on the number of processes: every rank builds all requests, answers its share, and receives all
-answers. The harness itself would sample different few-shot examples on several processes.
+answers. With several processes, the harness itself would sample different few-shot examples.
 """
 
 import contextlib
@@ -107,13 +107,13 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
         loaded = [item for spec in dict.fromkeys(specs) for item in problems.attempt(_load, manager, spec) or []]
     groups = [item for item in loaded if hasattr(item, "get_all_tasks")]
     grouped = {task.task_name for group in groups for task in group.get_all_tasks()}
-    # A task that is also in a requested group is only scored as part of the group.
+    # A task that is also in a requested group is scored only as part of the group.
     tasks = {item.task_name: item for item in loaded if item not in groups and item.task_name not in grouped}
     loaded = [*groups, *tasks.values()]
     try:
         found = manager.load(loaded)
     except ValueError as error:  # a task in two groups
-        problems.append(f"--tasks: {error}; use one of them, or list the tasks by name")
+        problems.append(f"--tasks: {error}; use only one of them, or pass the tasks by name")
     problems.stop_if_any()
     return TaskSelection(names, core, loaded, manager, found["tasks"], found["groups"])
 
@@ -172,7 +172,7 @@ def score_tasks(
             # Never load pickles, which can execute code.
             use_safetensors=True,
         )
-        # Not earlier, because the constructor needs the real rank.
+        # Call this after the constructor, which needs the real rank.
         model.answer_alone()
         if tasks.loaded:
             results = simple_evaluate(
@@ -184,7 +184,7 @@ def score_tasks(
                 batch_size=batch_size,
                 log_samples=False,
             )
-            # The harness only returns results if LOCAL_RANK is 0.
+            # The harness returns results only if LOCAL_RANK is 0.
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
         if tasks.core:
@@ -252,7 +252,7 @@ def _mean_of_small(scores: list[TaskScore]) -> TaskScore:
         missing = ", ".join(sorted(set(SMALL_TASKS) - {score.task for score in parts}))
         raise InputError(
             f"--tasks small: {missing} in --include_path does not score a correct answer as a continuation, so there "
-            "is no mean over all tasks; list the tasks by name instead"
+            "is no mean over all tasks; pass the tasks by name instead"
         )
     samples = sum(score.samples for score in parts)
     return TaskScore("small", mean_of_means(BITS_PER_BYTE, parts, BITS_PER_BYTE), None, samples, None)

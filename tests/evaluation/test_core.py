@@ -137,7 +137,7 @@ def test_core_needs_all_its_tasks(bundle, tmp_path):
     kept[0]["num_fewshot"] = [5]
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core"], small)
-    assert "lacks 2 of its 22 tasks: coqa, boolq; CORE is only defined over all tasks" in text
+    assert "lacks 2 of its 22 tasks (coqa, boolq), but CORE is only defined over all tasks" in text
     assert "few-shot examples differs from CORE (hellaswag_zeroshot)" in text
     assert [task.label for task in bundle_tasks(["core/copa", "core/squad"], small)] == ["copa", "squad"]
     assert "core/coqa: no such task" in refused(["core/coqa"], small)
@@ -157,7 +157,9 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
         (broken / name).symlink_to(bundle / name)
     copa = broken / "eval_data/some/copa.jsonl"
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold is 2 of 2\)"):
+    with pytest.raises(
+        InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold is 2, but there are 2 choices\)"
+    ):
         score_tasks(model_folder, select_tasks(["core/copa"], None, broken), evaluation_strategy())
 
 

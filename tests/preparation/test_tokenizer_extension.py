@@ -61,7 +61,7 @@ def test_old_ids_stay_and_new_ones_are_used(tokenizer):
 
 def test_unsupported_tokenizers_are_not_extended(tokenizer):
     base = load_tokenizer(tokenizer)
-    with pytest.raises(InputError, match="already has 512 tokens, and 1 special tokens are new"):
+    with pytest.raises(InputError, match="already has 512 tokens and --special_tokens adds 1"):
         extended(base, [], 512, ["<|user|>"])
     content = json.loads(base.json)
     content["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}

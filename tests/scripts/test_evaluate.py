@@ -204,7 +204,7 @@ def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path
     for part in (
         f"--model {tmp_path}/none: no such folder",
         f"{tmp_path}/no_data: no such folder of prepared shards",
-        f"--output {tmp_path}: is a folder",
+        f"--output {tmp_path}: must be a file, but is a folder",
     ):
         assert part in text
 

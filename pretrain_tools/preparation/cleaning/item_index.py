@@ -37,7 +37,7 @@ class ItemIndex:
     seeds: np.ndarray
     """Sorted hashes of the first `seed_words` words in each run."""
     entries: np.ndarray
-    """(2^n,) bool, True for the highest n bits of each seed. Quickly rules out most positions in documents."""
+    """(2^n,) bool, True for the highest n bits of each seed. This quickly rules out most positions in documents."""
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:

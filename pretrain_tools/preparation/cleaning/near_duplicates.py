@@ -26,10 +26,10 @@ DONORS = 8
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Settings of the near-duplicate search.
+    """Settings for the near-duplicate search.
 
-    Two documents are compared only if their signatures are equal in at least one band. For similarity s, the
-    probability is 1 - (1 - s^rows)^bands.
+    Two documents are compared only if their signatures are equal in at least one band. For documents with similarity
+    s, the probability of this is 1 - (1 - s^rows)^bands.
     """
 
     threshold: float = 0.8
