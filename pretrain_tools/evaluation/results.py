@@ -26,7 +26,7 @@ class TaskScore:
 
     task: str
     measures: dict[str, float | None]
-    """{name in the harness: value}, such as acc and acc_stderr."""
+    """{harness metric name: value}, such as acc and acc_stderr."""
     few_shots: int | None
     samples: int | None
     version: str | None

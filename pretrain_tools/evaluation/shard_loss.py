@@ -191,7 +191,7 @@ def measure_shards(
 ) -> dict[str, dict[str, Any]]:
     """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}. Must be called on all ranks.
 
-    Each rank has the whole model in fp32.
+    Each rank holds the whole model in fp32.
     """
     # Use the run's kernels, so that the results match the run exactly.
     use_attention(causal_lm, settings.attention)

@@ -61,7 +61,7 @@ def task_problems(
     bundle: Path | None = None,
     settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
 ) -> list[str]:
-    """Lists problems with task names and task folders. settings: names of the three settings, for messages."""
+    """Lists problems with task names and task folders. settings: names of the three settings, for error messages."""
     tasks_are, folder_is, _ = settings
     problems = Problems()
     core, tasks = core_names(tasks)
@@ -124,7 +124,7 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """Returns the tasks with these names in a bundle: all 22 for `core`, one for `core/LABEL`.
+    """Returns a bundle's tasks by name: all 22 for `core`, one for `core/LABEL`.
 
     Raises InputError if any of them are missing, because CORE is only defined over all tasks.
     """

@@ -3,7 +3,7 @@
 The output is deterministic: it doesn't depend on the number of workers or on interruptions.
 
     arguments, request: parse the command line
-    plan: the preparation request, and checks against the request of an existing folder
+    plan: defines the preparation request, and checks that it matches an existing folder
     prepare, progress: run and resume a preparation, and show its progress
     validation_split: assigns documents to the training or validation split
     encode: tokenizes text

@@ -14,7 +14,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "documents": {
         "input": {"nargs": "+", "metavar": "GLOB", "help": "files or URLs (jsonl, csv, txt, parquet, .gz, ...)"},
         "exclude": {"nargs": "+", "default": [], "metavar": "GLOB", "help": "files to skip"},
-        "dataset": {"metavar": "NAME[:N]", "help": "Hub dataset, preset or local folder; :N limits the examples"},
+        "dataset": {"metavar": "NAME[:N]", "help": "Hub dataset, preset or local folder; :N reads only N examples"},
         "subset": {"help": "dataset subset (configuration)"},
         "split": {"default": "train", "help": "dataset split (default: train)"},
         "streaming": {"action": argparse.BooleanOptionalAction, "help": "stream the dataset without downloading it"},
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "max_documents": {"help": "stop after N documents"},
         "max_tokens": {"help": "stop before exceeding this many tokens, such as 10e9 or 10B"},
         "on_error": {"default": "stop", "help": "what to do on a bad record: stop (default) or skip"},
-        "max_errors": {"default": "100", "help": "with skip: maximum number of bad records (default: 100)"},
+        "max_errors": {"default": "100", "help": "maximum number of bad records to skip (default: 100)"},
     },
     "output": {
         "tokenizer": {"metavar": "FOLDER|FILE|HUB_ID", "help": "tokenizer folder, file or Hub ID"},

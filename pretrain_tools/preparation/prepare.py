@@ -1,4 +1,4 @@
-"""Tokenizes documents to a folder of shards. An interrupted preparation can be resumed.
+"""Tokenizes documents into a folder of shards. An interrupted preparation can be resumed.
 
 Until the folder is complete, `.unfinished/` contains the plan, the progress and a lock file. The manifest is written
 last.

@@ -1,4 +1,4 @@
-"""Converts prepare_data.py's command line to a request, and reports all problems in a single error."""
+"""Converts prepare_data.py's command line into a request, and reports all problems in a single error."""
 
 import argparse
 import os

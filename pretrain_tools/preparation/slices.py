@@ -158,7 +158,7 @@ def _counts_of(folder: Path, number: int) -> EncodedPart:
     named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
-        # A slice lists only its first bad records, so count the unlisted ones with the last listed one.
+        # A slice lists only its first bad records, so the last listed one also counts for the unlisted ones.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
     # Bad records are counted again from `problems`.
     counts.bad_records = 0

@@ -29,7 +29,7 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
     steps = json.dumps(tokenizer.get("pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or '"ByteLevel"' not in steps:
         raise InputError(
-            f"--tokenizer {base.name}: must be byte-level BPE to be extended, got {model.get('type')}; omit "
+            f"--tokenizer {base.name}: only byte-level BPE tokenizers can be extended, got {model.get('type')}; omit "
             "--tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]

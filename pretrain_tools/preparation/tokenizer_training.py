@@ -27,7 +27,7 @@ HELD_OUT_BYTES = 2 << 20
 # Split long documents, because the pre-tokenizer needs many times the memory of its input.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
-# Pattern of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
+# GPT-4's pattern (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
 # three digits, runs of punctuation, line ends, and spaces except the one before a word.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

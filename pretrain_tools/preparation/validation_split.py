@@ -1,4 +1,4 @@
-"""Splits documents into training and validation by a hash of their text.
+"""Splits documents into training and validation splits, based on a hash of their text.
 
 If there are too few documents, holds out the tail of the largest one instead.
 """

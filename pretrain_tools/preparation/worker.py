@@ -37,7 +37,7 @@ class Documents:
     problems: list[Problem] = field(default_factory=list)
 
     def of_each(self, name: str) -> list[Any]:
-        """Returns one field of all records."""
+        """Returns the values of one field for all records."""
         return [getattr(record, name) for record in self.records]
 
     def clean(self, cleaning: Cleaning) -> None:
@@ -127,7 +127,7 @@ class PartEncoder:
             if (array == end).any():
                 raise InputError(
                     f"{self.tokenizer.name}: this tokenizer encodes ordinary text to its end-of-document token "
-                    f"{self.tokenizer.end_of_document!r}, so it cannot mark the ends of documents; use a different "
+                    f"{self.tokenizer.end_of_document!r}, so it cannot separate documents; use a different "
                     "--end_of_document"
                 )
             ids[first : first + len(array)] = array

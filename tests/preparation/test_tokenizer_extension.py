@@ -66,7 +66,7 @@ def test_unsupported_tokenizers_are_not_extended(tokenizer):
     content = json.loads(base.json)
     content["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
     other = dataclasses.replace(base, json=json.dumps(content).encode())
-    with pytest.raises(InputError, match="must be byte-level BPE to be extended"):
+    with pytest.raises(InputError, match="only byte-level BPE tokenizers can be extended"):
         extended(other, [], 600, [])
 
 

@@ -187,7 +187,7 @@ def test_without_a_task_the_choices_are_listed():
             "--top_k: cannot be used with --temperature 0, which is greedy decoding",
         ),
         (["--top_p", "1.5"], "--top_p 1.5: must be a probability above 0 and at most 1"),
-        (["--interactive", "--data", "x"], "--interactive: only generates text; omit --data"),
+        (["--interactive", "--data", "x"], "--interactive: cannot be combined with --data"),
         (["--temperature", "nan"], "--temperature nan: must be a number from 0"),
     ],
 )

@@ -1,6 +1,6 @@
 """Collects cleaning statistics: documents and bytes per rule and source, histograms, and sample documents.
 
-The total doesn't depend on how the input is split into parts.
+The totals don't depend on how the input is split into parts.
 """
 
 import json
@@ -127,7 +127,7 @@ class CleaningAccount:
         }
 
     def add(self, other: "CleaningAccount") -> None:
-        """Adds the statistics of later documents."""
+        """Adds statistics from later documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):

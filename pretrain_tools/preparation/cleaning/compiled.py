@@ -39,7 +39,7 @@ concatenated documents, without surrounding spaces. digest: hash of its words. g
 spaces. numbers: number of words that contain digits. first_kind, last_kind: character classes, ignoring CLOSING
 characters at the end."""
 PADDING = 16
-"""Number of padding bytes after the concatenated documents, because kernels may read beyond the end."""
+"""Number of padding bytes after the concatenated documents. Kernels may read beyond the end."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
@@ -138,7 +138,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters have one byte, so avoid the call.
+                    # Most characters are one byte long, so avoid the call.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -196,7 +196,7 @@ class DividedTexts(NamedTuple):
 
 
 def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
-    """Splits UTF-8 documents, less than 2 GiB in total, into words and lines."""
+    """Splits UTF-8 documents into words and lines. They must be smaller than 2 GiB in total."""
     sizes = np.array([len(text) for text in texts], np.int64)
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)

@@ -120,7 +120,7 @@ def read_decontamination(given: Sequence[str], words: int) -> Decontamination | 
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """Formats how many of a benchmark's items were found."""
+    """Formats the number of a benchmark's items that were found."""
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to search for)" if short else ""
     return (
@@ -146,7 +146,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
         found += problems.attempt(_task_benchmarks, tasks) or []
     benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
     problems += [
-        f"--decontaminate {name}: contains no items; use a benchmark with items"
+        f"--decontaminate {name}: contains no items; omit it"
         for name, benchmark in benchmarks.items()
         if not benchmark.items
     ]

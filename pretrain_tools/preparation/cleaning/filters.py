@@ -198,7 +198,7 @@ class UserFunction:
 
 @cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Loads a function from a Python file. sha256: hash of the file; part of the cache key."""
+    """Loads a function from a Python file. sha256: hash of the file, which is part of the cache key."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -67,7 +67,7 @@ class Lines:
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
-        # Skip tabs outside the stripped lines.
+        # Ignore tabs outside the stripped lines.
         is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))

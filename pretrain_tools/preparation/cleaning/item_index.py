@@ -18,7 +18,7 @@ FEWEST_BITS = 16
 
 
 def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
-    """Hashes the run of len(factors) words that begins at each place: (places,) uint64."""
+    """Hashes the run of len(factors) words that starts at each of `places`. Returns (places,) uint64."""
     return np.lib.stride_tricks.sliding_window_view(words, len(factors))[places] @ factors
 
 

@@ -36,7 +36,8 @@ LEAST_WORDS = 20
 LOOKS = {600: [(0.12, 2, 4)], 4000: [(0.12, 2, 4), (0.06, 8, 8)], 20_000: [(0.06, 8, 10)]}
 """{sample size in bytes: alternative criteria (share, lead, different)}. A criterion is met if a language's function
 words make up `share` of all words, are `lead` times as frequent as those of the next language, include `different`
-distinct words, and reach half of `share` at most locations. If no criterion is met, the next larger sample is used."""
+distinct words, and reach half of `share` in the majority of locations. If no criterion is met, the next larger sample
+is used."""
 IDEOGRAM = re.compile(rb"[\xe0\xe1\xe3-\xed]")
 """First UTF-8 bytes of letters in scripts that may omit spaces. Excludes 0xE2, which begins punctuation."""
 WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")

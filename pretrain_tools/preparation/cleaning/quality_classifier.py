@@ -78,7 +78,7 @@ def read_classifier(folder: str) -> np.ndarray:
 
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
-    """Computes the probability that each document is good: (documents,)."""
+    """Returns (documents,), the probability that each document is good."""
     margins = features_of(texts) @ weights[:-1] + weights[-1]
     return 1.0 / (1.0 + np.exp(-margins.astype(np.float64)))
 
@@ -106,8 +106,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     for pattern, found in zip((good, other), texts, strict=True):
         if len(found) < FEWEST_TEXTS:
             raise InputError(
-                f"--train_classifier {pattern}: found only {len(found)} documents; provide at least {FEWEST_TEXTS} of "
-                "each kind"
+                f"--train_classifier {pattern}: contains only {len(found)} documents, but at least "
+                f"{FEWEST_TEXTS} are required"
             )
     together = texts[0] + texts[1]
     labels = np.repeat([1.0, 0.0], [len(found) for found in texts])

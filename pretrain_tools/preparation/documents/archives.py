@@ -69,7 +69,10 @@ class _Sample:
     """The .json members."""
 
     def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
-        """Yields the text members, with other fields from the .json member; if there are none, the JSON documents."""
+        """Yields the text members, with other fields from the .json member.
+
+        If there are no text members, yields the JSON documents.
+        """
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)

@@ -102,7 +102,7 @@ class HubDataset:
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """Returns the manifest's list of sources, with the commit or a hash of some rows as fingerprint."""
+        """Returns the manifest's list of sources. The fingerprint is the commit or a hash of some rows."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -141,7 +141,10 @@ class HubDataset:
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
     def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, starting at part `first` of a file. rows_before: earlier rows."""
+        """Yields ROWS_PER_PART rows at a time, starting at part `first` of a file.
+
+        rows_before: number of earlier rows.
+        """
         first_row = first * ROWS_PER_PART
         if not self.streaming:
             stop = self._rows_to_read
@@ -233,7 +236,7 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = "" if is_local else _where(name, preset)
         raise InputError(
-            f"--dataset {name}{where}: cannot be loaded as subset {subset or 'default'}, "
+            f"--dataset {name}{where}: cannot load subset {subset or 'default'}, "
             f"split {split}: {' '.join(lines)[:500]}"
         ) from None
     shown = Path(name).resolve().name if is_local else preset.path

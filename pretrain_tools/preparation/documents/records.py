@@ -89,7 +89,7 @@ def template_problem(template: str) -> str | None:
         return "fields must not contain ! or :"
     if any(name is not None and not re.fullmatch(r"[^{}\[\]\s]+", name) for _, name, _, _ in pieces):
         return "a field must be a name in braces, such as {title} or {meta.title}"
-    return None if any(name for _, name, _, _ in pieces) else "contains no field"
+    return None if any(name for _, name, _, _ in pieces) else "must contain a field"
 
 
 def find_field(value: Any, name: str) -> Any:
@@ -197,7 +197,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
-    """Builds a record from a line with a JSON object."""
+    """Builds a record from a line that contains a JSON object."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
         return Record(place, None, f"line has {len(line):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:

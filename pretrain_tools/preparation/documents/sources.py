@@ -152,7 +152,7 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """Sorts paths and removes duplicates. If several paths lead to the same file, prefers its real path."""
+    """Sorts paths and removes duplicates. If several paths refer to the same file, prefers its real path."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -253,7 +253,7 @@ class LargeFile:
     offset: int
     """Expected size of all earlier sources in bytes."""
     taken: range
-    """Range of byte offsets, across all sources. Only parts that begin in it are yielded."""
+    """Range of byte offsets, across all sources. Only parts that begin in this range are yielded."""
     reading: Reading
 
     def parts(self) -> Iterator[Part]:

@@ -117,7 +117,7 @@ def test_plain_text_has_no_fields(tmp_path):
 def test_invalid_templates_are_rejected():
     assert template_problem("{title}\n{meta.text} {{as it is}}") is None
     for template, problem in {
-        "no field": "contains no field",
+        "no field": "must contain a field",
         "{}": "a field must be a name in braces",
         "{a!r}": "must not contain ! or :",
         "{a:>3}": "must not contain ! or :",
