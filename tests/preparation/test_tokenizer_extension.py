@@ -103,5 +103,5 @@ def test_training_options_are_rejected_without_training(tokenizer, tmp_path):
     options = ["--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer]
     given = ["--special_tokens", "", "--pre_tokenizer", "gpt5"]
     said = run_script("prepare_data.py", *options, *given, check=False).stderr
-    assert "also use --train_tokenizer SIZE" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
+    assert "require --train_tokenizer SIZE" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
     assert "keeps its own" in said and "cannot be empty" in said

@@ -121,7 +121,7 @@ def test_invalid_templates_are_rejected():
         "{}": "a field must be a name in braces",
         "{a!r}": "must not contain ! or :",
         "{a:>3}": "must not contain ! or :",
-        "{a": "write {{ and }}",
+        "{a": "use {{ and }}",
     }.items():
         assert problem in template_problem(template)
 

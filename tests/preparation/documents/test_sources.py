@@ -403,7 +403,7 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
     missing, folder, pipe, unknown, nameless = caught.value.problems
-    assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
+    assert "pipe.txt: is a pipe or a device; save its content to a file" in pipe
     assert "no such file; quote patterns" in missing
     assert "is a folder; specify its files, such as" in folder
     assert "unknown format .doc; use .jsonl" in unknown
