@@ -145,7 +145,7 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
         "--slice, --merge_slices: not supported with --train_tokenizer; omit them": (
             any(has_parts) and arguments.train_tokenizer
         ),
-        "--deduplicate: --near_duplicates also removes exact duplicates; omit one of them": (
+        "--deduplicate: not needed with --near_duplicates, which also removes exact duplicates; omit it": (
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
