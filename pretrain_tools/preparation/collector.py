@@ -99,9 +99,7 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
     """
     if problems and options.on_error == "stop":
         first = problems[0]
-        raise InputError(
-            f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip bad records"
-        )
+        raise InputError(f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip bad records")
     bad_records = tally.bad_records
     for problem in problems:
         bad_records += problem.records
