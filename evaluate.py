@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--precision",
         default="auto",
-        help="auto, bf16, fp16 or fp32; auto: the saved dtype for --tasks, the training precision for --data",
+        help="auto, bf16, fp16 or fp32; auto uses the saved dtype for --tasks, the training precision for --data",
     )
     add("--trust_remote_code", action="store_true", help="run Python code from the model folder (off by default)")
     add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with your own tasks and models")
@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", nargs="+", default=[], type=place_of, metavar="FOLDER", help="shard folders or URLs, or a .bin file")
     add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) for a .bin file made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
-    add("--sequences", metavar="N", help="evaluate N sequences spread over the split [all]")
+    add("--sequences", metavar="N", help="evaluate N sequences spread across the split [all]")
     add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
     add("--document_mask", metavar="on|off", help="attend only within each document [the run's; else on]")
     sample = parser.add_argument_group("text samples")
@@ -83,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--interactive", action="store_true", help="continue text that you type; also works during training")
     add("--prompt", metavar="TEXT", help="continue this text")
     add("--max_new_tokens", default="100", metavar="N", help="maximum number of tokens to generate [100]")
-    add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0: greedy decoding [0.8]")
-    add("--top_k", metavar="N", help="sample from the N most likely tokens [50]; 0: all")
+    add("--temperature", default="0.8", metavar="X", help="sampling temperature; 0 for greedy decoding [0.8]")
+    add("--top_k", metavar="N", help="sample from the N most likely tokens; 0 for all [50]")
     add("--top_p", metavar="P", help="sample from the most likely tokens with total probability P [all]")
     add("--seed", default="0", metavar="N", help="sampling seed [0]")
     return parser
@@ -100,7 +100,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     stray = [word for word in unknown if not word.startswith("-")]
     problems += [f"{word}: unexpected argument; put prompts with several words in quotes" for word in stray]
     if not arguments.model:
-        problems.append("--model is required: a run, RUN@STEP, a Hugging Face folder or a Hub ID")
+        problems.append("--model is required; use a run, RUN@STEP, a Hugging Face folder or a Hub ID")
     for name, allowed in CHOICES.items():
         if (given := getattr(arguments, name)) not in allowed:
             problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
@@ -109,7 +109,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
     if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
-        problems.append("--num_fewshot: cannot be used with core, which has fixed numbers of examples; omit it")
+        problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
         problems += interactive_problems(arguments)
     elif not arguments.tasks and not arguments.data and arguments.prompt is None:
@@ -128,7 +128,7 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     if len(arguments.model) > 1:
         problems.append(f"--interactive: must be used with a single model, got {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
-        problems.append(f"--interactive: only generates text; omit --{', --'.join(other)}")
+        problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--interactive: must run in a single process; start it with python evaluate.py")
     return problems
@@ -162,7 +162,7 @@ def read_number(name: str, text: str) -> float:
         number = kind(text)
     except ValueError:
         raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # Written with `not`, so that NaN also fails.
+    # The `not` also rejects NaN.
     if not (number > 0 if least is None else number >= least) or number > 1e18:
         raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
     return number

@@ -83,7 +83,6 @@ def carry_out(request: "PreparationRequest") -> int:
 
 
 def say(line: str) -> None:
-    """Prints a line to stderr."""
     print(line, file=sys.stderr)
 
 
@@ -106,7 +105,7 @@ def train_filter(arguments: "Namespace") -> None:
     output, reading = read_examples(arguments)
     record = train_classifier(*arguments.train_classifier, reading, output)
     measured = record["held_out"]
-    print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} other documents")
+    print(f"{output}: trained on {record['good']['texts']:,} good and {record['other']['texts']:,} ordinary documents")
     told = f"balanced accuracy {measured['accuracy']}, AUC {measured['auc']}"
     print(f"  held out         {measured['texts']:,} documents: {told}")
     print(f"Next: python prepare_data.py --input ... --filter 'classifier({output}, minimum=0.5)' --output data/NAME")
@@ -158,8 +157,8 @@ def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
             print(
                 f"warning: none of the {tally.documents:,} documents are in the {split} split, which should have "
                 f"{fraction if split == 'validation' else 1 - fraction:.2%} of them, chosen by hash. Use more "
-                "documents (--documents paragraph or line splits plain text) or a different --validation_fraction, "
-                "with a new --output"
+                "documents (for plain text, --documents paragraph or line) or a different --validation_fraction, "
+                "and a new --output"
             )
 
 

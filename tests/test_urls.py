@@ -155,7 +155,7 @@ def test_an_output_url_gets_the_bytes_of_a_folder_and_is_recognised(tmp_path, ru
     shutil.rmtree(tmp_path / "staging")
     told = run(*given, *there)
     assert "already complete" in told and "0 files copied" in told
-    with pytest.raises(InputError, match=r"options\.validation_fraction was 0\.2, is now 0\.01"):
+    with pytest.raises(InputError, match=r"options\.validation_fraction was 0\.2 but is now 0\.01"):
         run("--input", tmp_path / "a.jsonl", *there)
 
 
@@ -173,7 +173,7 @@ def test_uploading_to_an_output_url_resumes_after_a_failure(tmp_path, run, memor
 
     with (
         monkeypatch.context() as failing,
-        pytest.raises(InputError, match=r"network is down; the complete output is in .*run"),
+        pytest.raises(InputError, match=r"network is down; the complete output is in .*Run"),
     ):
         failing.setattr(type(memory), "put_file", put_some)
         run(*given, *there)

@@ -1,6 +1,6 @@
-"""Evaluates models, for evaluate.py.
+"""Evaluates models (evaluate.py).
 
-See docs/evaluate.md. The modules are:
+See docs/evaluate.md.
 
     evaluate: runs all requested evaluations
     shard_loss: measures the loss on prepared shards

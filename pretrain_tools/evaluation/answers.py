@@ -21,7 +21,7 @@ from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, qu
 Pair = tuple[list[int], list[int]]
 """Token IDs of (question, answer)."""
 Answer = tuple[list[int], int, int, int]
-"""(token IDs of question and answer, then the number of tokens, characters and bytes in the answer)."""
+"""(token IDs of question and answer, number of tokens in the answer, number of characters, number of bytes)."""
 
 
 def encoder(folder: Path) -> Any:

@@ -1,7 +1,7 @@
 """Computes CORE from DataComp-LM (arXiv 2406.11794): the mean centered accuracy over 22 tasks.
 
-The implementation follows nanochat (nanochat/core_eval.py, scripts/base_eval.py), so scores are comparable with its
-published ones.
+The implementation follows nanochat (nanochat/core_eval.py, scripts/base_eval.py), so the scores are comparable with
+nanochat's published scores.
 """
 
 import itertools
@@ -26,7 +26,7 @@ FIELDS = {
 """{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the index
 of the correct choice."""
 ITEMS_AT_ONCE = 2000
-"""Number of items that are tokenized at the same time."""
+"""Number of items to tokenize at a time."""
 
 Item = dict[str, Any]
 
@@ -168,7 +168,7 @@ def examples_for(number: int, items: list[Item], count: int) -> list[Item]:
 
 
 def prompts_of(task: BundleTask, item: Item, examples: list[Item]) -> list[str]:
-    """Formats a prompt per choice. For language modeling, formats the prompt without and with the answer."""
+    """Formats one prompt per choice. For language modeling, returns the prompt without and with the answer."""
     between = task.delimiter
 
     def shots(parts: Callable[[Item], tuple[str, str]]) -> str:

@@ -49,7 +49,7 @@ from pretrain_tools.runs.status import is_training
 
 @dataclass
 class Job:
-    """A model to evaluate, with all inputs."""
+    """A model to evaluate, and its inputs."""
 
     address: ModelAddress
     config: PreTrainedConfig
@@ -65,7 +65,7 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     Checks all inputs first, and raises InputError listing all problems.
     """
     jobs, tasks = find_everything(arguments)
-    # Not earlier, so that mistakes are reported before the processes are set up.
+    # Set up the processes only now, so that mistakes are reported first.
     strategy = evaluation_strategy()  # precision is set per model in measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -235,12 +235,12 @@ def measure_loss(
 
 
 def own_score(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TaskScore:
-    """Scores a model with a task from an extension. Raises InputError if the result isn't {measure: number}."""
+    """Scores a model with a task from an extension. Raises InputError if the result isn't {metric: number}."""
     evaluation = TASKS[name]
     with torch.no_grad():
         measures = evaluation(model, tokenizer)
     if not isinstance(measures, dict) or not all(isinstance(value, int | float) for value in measures.values()):
-        raise InputError(f"--tasks {name}: must return {{measure: number}}, but returned {shortened(repr(measures))}")
+        raise InputError(f"--tasks {name}: must return {{metric: number}}, but returned {shortened(repr(measures))}")
     code = digest_of([Path(sys.modules[evaluation.__module__].__file__)])
     return TaskScore(name, {key: float(value) for key, value in measures.items()}, None, None, code)
 

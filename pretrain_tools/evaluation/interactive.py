@@ -70,7 +70,7 @@ class Session:
 
     def generate(self, text: str) -> None:
         """Prints the continuation of `text` as it is generated, until Ctrl-C."""
-        # If the text is too long for the model's positions, only use its end.
+        # If the text is too long for the model's positions, use only its end.
         room = self.sampling.max_new_tokens
         positions = getattr(self.model.config, "max_position_embeddings", None) or room + 1_000_000
         if room >= positions:
@@ -79,7 +79,7 @@ class Session:
         printed = Collector(self.tokenizer)
         devices = [self._device] if self._device.type == "cuda" else []
         with suppress(KeyboardInterrupt), torch.no_grad(), torch.random.fork_rng(devices):
-            # Use a separate random state, so that samples only depend on the seed.
+            # Use a separate random state, so that samples depend only on the seed.
             torch.manual_seed(self.sampling.seed)
             self.model.generate(
                 ids_BT.to(self._device), streamer=printed, **generation_arguments(self.model, ids_BT, self.sampling)
@@ -107,7 +107,7 @@ class Collector(TextStreamer):
 
 
 def lines() -> Iterator[str]:
-    """Yields lines from standard input. In a terminal, lines can be edited and there is a history."""
+    """Yields lines from standard input. In a terminal, line editing and history are available."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         with suppress(ImportError):  # not available in every Python

@@ -22,11 +22,11 @@ SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Scores of a task or group."""
+    """Scores for a task or group."""
 
     task: str
     measures: dict[str, float | None]
-    """{name in the harness: value}, such as acc and acc_stderr."""
+    """{harness metric name: value}, such as acc and acc_stderr."""
     few_shots: int | None
     samples: int | None
     version: str | None
@@ -124,7 +124,7 @@ def output_problems(flag: str, path: Path | None) -> list[str]:
     if path is None:
         return []
     if path.is_dir():
-        return [f"{flag} {path}: is a folder; it must be a file"]
+        return [f"{flag} {path}: must be a file, but is a folder"]
     # Missing parent folders are created later.
     existing = next(parent for parent in path.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -45,20 +45,20 @@ class ShardSettings:
 
 
 class CheckedReader(ShardReader):
-    """Raises InputError for token IDs outside the vocabulary. A GPU would only report an assert."""
+    """Raises InputError for token IDs outside the vocabulary. A GPU would report only a device-side assert."""
 
     def read(self, start: int, out: np.ndarray) -> None:
         super().read(start, out)
         if (largest := int(out.max())) >= self.manifest.vocabulary_size:
             raise InputError(
                 f"{self.manifest.place}: split {self.split} contains token ID {largest:,} (between tokens {start:,} "
-                f"and {start + len(out):,}), must be from 0 to {self.manifest.vocabulary_size - 1:,}; the shards are "
-                "damaged: restore them or prepare them again"
+                f"and {start + len(out):,}), but IDs must be from 0 to {self.manifest.vocabulary_size - 1:,}. The "
+                "shards are damaged; restore them or prepare them again"
             )
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
-    """Returns settings from the command line, from the model's run, or defaults, in this order.
+    """Returns the settings from the command line, or else from the model's run, or else the defaults.
 
     Raises InputError if the run's config.yaml is unreadable or the sequence length exceeds the model's positions.
     """
@@ -76,7 +76,7 @@ def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: arg
     if precision == "fp16" and arguments.precision == "auto" and device_type() == "cpu":
         precision = "fp32"  # the CPU doesn't support fp16
     if precision == "fp8":
-        precision = "bf16"  # fp8 is only for training
+        precision = "bf16"  # fp8 is used only in training
     document_mask = {"on": True, "off": False}.get(arguments.document_mask, run.data.document_mask if run else None)
     resolved = resolve_precision(precision)
     # A model trained in bf16 may exceed the range of fp16.
@@ -159,7 +159,7 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
     shards_text = f"{manifest.place} was prepared with {manifest.tokenizer_name} ({manifest.vocabulary_size:,} IDs)"
     if config.vocab_size < manifest.vocabulary_size:
         return [
-            f"--data {shards_text}, but {address.name} has a vocabulary of {config.vocab_size:,}: prepare the data "
+            f"--data {shards_text}, but {address.name} has a vocabulary of {config.vocab_size:,}; prepare the data "
             "with the model's tokenizer"
         ]
     if not own_file.is_file():
@@ -173,8 +173,8 @@ def tokenizer_problems(address: ModelAddress, config: PreTrainedConfig, manifest
         return []
     own = load_tokenizer(address.folder)
     return [
-        f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}; {address.name} has a different tokenizer "
-        f"({own.vocabulary_size:,} IDs, sha256 {own.sha256[:12]}): prepare the data with --tokenizer {address.folder}"
+        f"--data {shards_text}, sha256 {manifest.tokenizer_sha256[:12]}, but {address.name} has a different tokenizer "
+        f"({own.vocabulary_size:,} IDs, sha256 {own.sha256[:12]}); prepare the data with --tokenizer {address.folder}"
     ]
 
 
@@ -191,7 +191,7 @@ def measure_shards(
 ) -> dict[str, dict[str, Any]]:
     """Measures {source: {loss, perplexity, bits_per_byte, tokens, ...}}. Must be called on all ranks.
 
-    Each rank has the whole model in fp32.
+    Each rank holds the whole model in fp32.
     """
     # Use the run's kernels, so that the results match the run exactly.
     use_attention(causal_lm, settings.attention)

@@ -61,7 +61,7 @@ def task_problems(
     bundle: Path | None = None,
     settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
 ) -> list[str]:
-    """Lists problems with task names and task folders. settings: names of the three settings, for messages."""
+    """Lists problems with task names and task folders. settings: names of the three settings, for error messages."""
     tasks_are, folder_is, _ = settings
     problems = Problems()
     core, tasks = core_names(tasks)
@@ -70,7 +70,7 @@ def task_problems(
     if core and not tasks:
         return list(problems)
     if importlib.util.find_spec("lm_eval") is None:
-        return [*problems, f"{tasks_are} lm_eval is not installed; pip install lm_eval, or omit the tasks"]
+        return [*problems, f"{tasks_are} lm_eval is not installed; run pip install lm_eval, or omit the tasks"]
     if include_path is not None and not include_path.is_dir():
         return [*problems, f"{folder_is} {include_path}: no such folder; use a folder with task .yaml files"]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
@@ -82,8 +82,8 @@ def task_problems(
     for name in questioned:
         if not (Path(name).is_file() if is_file(name) else manager.match_tasks([name])):
             near = did_you_mean(name, [*manager.all_tasks, *TASK_SETS] if manager else ())
-            # The harness has 14,000 names, too many to list all of them.
-            near = near if near.startswith("; did") else "; `lm_eval ls tasks` lists all"
+            # The harness has 14,000 names, which are too many to list.
+            near = near if near.startswith("; did") else "; run `lm_eval ls tasks` to list all"
             problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
     return list(problems)
 
@@ -124,7 +124,7 @@ def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 def bundle_tasks(
     names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
 ) -> list[BundleTask]:
-    """Returns the tasks with these names in a bundle: all 22 for `core`, one for `core/LABEL`.
+    """Returns a bundle's tasks by name: all 22 for `core`, one for `core/LABEL`.
 
     Raises InputError if any of them are missing, because CORE is only defined over all tasks.
     """
@@ -132,12 +132,12 @@ def bundle_tasks(
     if bundle is None:
         raise InputError(
             f"{tasks_are} {CORE}: requires DCLM's evaluation bundle; set {bundle_is} to the folder with core.yaml, "
-            "eval_meta_data.csv and eval_data/ (docs/benchmarks.md, CORE)"
+            "eval_meta_data.csv and eval_data/ (see CORE in docs/benchmarks.md)"
         )
     absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
     if absent:
         raise InputError(
-            f"{bundle_is} {bundle}: does not contain {', '.join(absent)}; use the unpacked folder of DCLM's bundle"
+            f"{bundle_is} {bundle}: does not contain {', '.join(absent)}; use the folder of the unpacked DCLM bundle"
         )
     known, problems, wanted = _tasks_in(bundle, bundle_is), Problems(), {}
     for name in names:
@@ -147,8 +147,8 @@ def bundle_tasks(
         wanted |= found
         if missing and name == CORE:
             problems.append(
-                f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks: "
-                f"{', '.join(missing)}; CORE is only defined over all tasks; use {CORE}/LABEL for a single task"
+                f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks "
+                f"({', '.join(missing)}), but CORE is only defined over all tasks; use {CORE}/LABEL for a single task"
             )
         elif missing:
             problems.append(f"{tasks_are} {name}: no such task in {bundle}{did_you_mean(labels[0], known)}")
@@ -160,7 +160,7 @@ def bundle_tasks(
             )
     for label, task in wanted.items():
         if not task.file.is_file():
-            problems.append(f"{bundle_is} {task.file}: no such file, but {label} needs it")
+            problems.append(f"{bundle_is} {task.file}: no such file, but {label} requires it")
     problems.stop_if_any()
     return list(wanted.values())
 
@@ -194,7 +194,8 @@ def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
             problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} has unknown type {task.kind}{near}")
         if not 0 <= task.baseline < 1:
             problems.append(
-                f"{bundle_is} {bundle}/eval_meta_data.csv: Random baseline of {task.label} must be from 0 to below 100"
+                f"{bundle_is} {bundle}/eval_meta_data.csv: Random baseline of {task.label} must be at least 0 and "
+                "below 100"
             )
     problems.stop_if_any()
     return tasks

@@ -3,13 +3,13 @@
 The output is deterministic: it doesn't depend on the number of workers or on interruptions.
 
     arguments, request: parse the command line
-    plan: the preparation request, and checks against the request of an existing folder
+    plan: defines the preparation request, and checks that it matches an existing folder
     prepare, progress: run and resume a preparation, and show its progress
-    validation_split: chooses validation documents
+    validation_split: assigns documents to the training or validation split
     encode: tokenizes text
     worker: reads, cleans and tokenizes one part of the input
     workers, ray_workers: run jobs in local processes or on a Ray cluster
-    encoded_part: results and counts from workers
+    encoded_part: results and counts returned by workers
     collector, deduplicate, shard_writer, text_files: remove exact duplicates and write shards and text
     near_duplicate_search: finds near duplicates in prepared folders
     text_decoder: decodes token IDs to text

@@ -95,21 +95,19 @@ class Intake:
 def count_problems(problems: Sequence[Problem], tally: Tally, options: PreparationOptions) -> None:
     """Adds bad records to the tally.
 
-    Raises InputError, without changing the tally, if bad records aren't allowed or there are too many.
+    Raises InputError if bad records aren't allowed or there are too many. The tally doesn't change in this case.
     """
     if problems and options.on_error == "stop":
         first = problems[0]
-        raise InputError(
-            f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip and count bad records"
-        )
+        raise InputError(f"{first.place}: {first.reason}; fix the input, or use --on_error skip to skip bad records")
     bad_records = tally.bad_records
     for problem in problems:
         bad_records += problem.records
         if bad_records > options.max_errors:
-            more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, more"
+            more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, which is more"
             raise InputError(
-                f"{problem.place}: {problem.reason}; the number of bad records is {more} than --max_errors "
-                f"{options.max_errors:,}; fix the input, or run again with a larger --max_errors to resume from here"
+                f"{problem.place}: {problem.reason}. The number of bad records is {more} than --max_errors "
+                f"{options.max_errors:,}; fix the input, or use a larger --max_errors to resume from this record"
             )
     tally.bad_records = bad_records
     room = PROBLEMS_NAMED_IN_MANIFEST - len(tally.first_bad_records)

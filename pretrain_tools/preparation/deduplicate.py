@@ -14,7 +14,7 @@ HASH_BYTES = 8
 
 
 def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Hashes each document with 8-byte BLAKE2b: (documents,) uint64. ends: end offsets in `ids`."""
+    """Hashes each document with 8-byte BLAKE2b. Returns (documents,) uint64. ends: end offsets in `ids`."""
     content = memoryview(np.ascontiguousarray(ids)).cast("B")
     bounds = [0, *(ends * ids.itemsize).tolist()]
     digests = b"".join(

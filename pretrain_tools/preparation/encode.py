@@ -23,7 +23,7 @@ LONG_TEXT_BYTES = 1 << 22
 # per byte of text.
 PIECE_CHARACTERS = 1 << 20
 OVERLAP_CHARACTERS = 1 << 13
-# Number of consecutive equal tokens at which two overlapping pieces are joined.
+# Number of consecutive equal tokens required to join two overlapping pieces.
 AGREEING_TOKENS = 64
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
@@ -162,7 +162,7 @@ def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
 
 
 def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.ndarray:
-    """Tokenizes text[start:stop] to (tokens, 3): token ID, and start and end as character offsets in `text`."""
+    """Tokenizes text[start:stop]. Returns (tokens, 3): token ID, and start and end character offsets in `text`."""
     encoding = backend.encode(text[start:stop], add_special_tokens=False)
     spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
     return np.column_stack([np.array(encoding.ids, dtype=np.int64), spans])
@@ -176,7 +176,7 @@ def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, in
     while candidate + AGREEING_TOKENS < len(left):
         begin = left[candidate, 1]
         other = int(np.searchsorted(right[:, 1], begin))
-        # If several tokens share a character, only join before the first of them.
+        # If several tokens share a character, join only before the first of them.
         is_first = candidate == 0 or left[candidate - 1, 2] <= begin
         tokens = left[candidate : candidate + AGREEING_TOKENS]
         if is_first and np.array_equal(tokens, right[other : other + AGREEING_TOKENS]):

@@ -18,7 +18,7 @@ SKIPPED_COUNTS = ("empty_documents", "filtered_documents", "duplicate_documents"
 
 @dataclass
 class Tally:
-    """Counts for both splits together. JSON serializable."""
+    """Document counts over both splits. JSON-serializable."""
 
     documents: int = 0
     tokens: int = 0

@@ -23,7 +23,7 @@ FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
 LISTED_SOURCES = 10
 WORDS_OF = 200
-"""Number of documents per source for the tokens-per-word ratio."""
+"""Number of documents per source used to estimate tokens per word."""
 SAMPLE_CHARACTERS = 300
 
 
@@ -60,7 +60,7 @@ def _splits(manifest: Manifest) -> tuple[str, ...]:
 
 
 def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
-    """Formats the counts in a folder. tally: None for shards from other tools."""
+    """Formats a folder's counts. tally: None for shards from other tools."""
     lines = _count_lines(manifest)
     if tally is None:
         return lines
@@ -75,7 +75,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     rows += [("decontaminated", contamination_text(row)) for row in contamination_of(made)]
     if tally.unread_members:
         by_suffix = ", ".join(f"{number:,} {suffix}" for suffix, number in sorted(tally.unread_members.items()))
-        rows.append(("not read", f"members of tar archives that are not documents: {by_suffix}"))
+        rows.append(("not read", f"tar archive members that are not documents: {by_suffix}"))
     rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
 
@@ -149,7 +149,7 @@ def _near_duplicate_lines(path: Path) -> list[str]:
     examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
     lines = []
     for example in examples[:SAMPLED_DOCUMENTS]:
-        lines.append(f"  near duplicates, similarity {example['jaccard']:.2f}, removed and kept:")
+        lines.append(f"  near duplicates with similarity {example['jaccard']:.2f} (removed, then kept):")
         lines += [*_quoted(example["removed"]["text"]), "    |", *_quoted(example["kept"]["text"])]
     return lines
 
@@ -172,7 +172,7 @@ def _count_lines(manifest: Manifest) -> list[str]:
     for split in _splits(manifest):
         tokens, documents, text_bytes = manifest.totals(split)
         if not tokens:
-            lines.append(f"  {split:<16} nothing")
+            lines.append(f"  {split:<16} empty")
             continue
         shards = len(manifest.of_split(split))
         rates = ""
@@ -192,8 +192,8 @@ def lengths_text(lengths: np.ndarray) -> str:
         return "no documents"
     share = [np.percentile(lengths, p) for p in (50, 90, 99)]
     return (
-        f"shortest {lengths.min():,}, median {share[0]:,.0f}, 90% up to {share[1]:,.0f}, 99% up to "
-        f"{share[2]:,.0f}, longest {lengths.max():,}, mean {lengths.mean():,.1f}"
+        f"min {lengths.min():,}, median {share[0]:,.0f}, p90 {share[1]:,.0f}, p99 "
+        f"{share[2]:,.0f}, max {lengths.max():,}, mean {lengths.mean():,.1f}"
     )
 
 
@@ -212,7 +212,7 @@ def _vocabulary_lines(manifest: Manifest, counts: np.ndarray, decoder) -> list[s
 
 
 def _sample_lines(reader: ShardReader, decoder) -> list[str]:
-    """Formats SAMPLED_DOCUMENTS documents, evenly spaced over a split."""
+    """Formats SAMPLED_DOCUMENTS documents, evenly spaced across a split."""
     lines = []
     for number in range(SAMPLED_DOCUMENTS if reader.tokens else 0):
         start = reader.tokens * number // SAMPLED_DOCUMENTS

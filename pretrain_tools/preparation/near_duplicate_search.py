@@ -4,8 +4,8 @@ It runs in three stages. Each stage consists of independent tasks that write one
 memory:
 
     keys        compute and sort the band keys of RUN_DOCUMENTS documents (8 bytes per document and band)
-    candidates  find pairs of documents with equal keys, in one range of one band's keys
-    pairs       compute the exact similarity of the candidates of RUN_DOCUMENTS documents
+    candidates  find pairs of documents with equal keys, for one key range of one band
+    pairs       compute the exact similarity of all candidates for RUN_DOCUMENTS documents
 
 Finally, one process merges the pairs into connected components and keeps the first document of each.
 """
@@ -31,7 +31,7 @@ from pretrain_tools.preparation.text_decoder import text_decoder
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
 STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""{stage: unit of work for progress messages}, in order."""
+"""{stage: unit shown in progress messages}, in order."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
 """A removed document and the document kept instead, as indices in input order."""
 MOST_DOCUMENTS = 1 << 32
@@ -40,7 +40,7 @@ KEYS_AT_ONCE = 1 << 22
 MOST_PARTITIONS = 256
 PAIRS_AT_ONCE = 1 << 16
 SIGNATURE_MARGIN = 0.3
-"""Pairs are skipped without an exact comparison if their estimated similarity is below the threshold minus this."""
+"""Pairs are compared exactly only if their estimated similarity is at least the threshold minus this margin."""
 NEAR_DUPLICATES_FILE = "near_duplicates.json"
 """File next to the manifest with counts and examples of near duplicates."""
 EXAMPLES_SHOWN = 100
@@ -50,7 +50,7 @@ EXCERPT_TOKENS = 200
 class DuplicateSearch:
     """A near-duplicate search over prepared folders. Picklable, so that workers can run its tasks.
 
-    Temporary files are in a subfolder of `work` named after a hash of the manifests.
+    Temporary files are stored in a subfolder of `work`, named after a hash of the manifests.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class DuplicateSearch:
         if self.order.documents >= MOST_DOCUMENTS:
             raise InputError(
                 f"--near_duplicates: there are {self.order.documents:,} documents, but the search supports fewer than "
-                f"{MOST_DOCUMENTS:,}; prepare them in several folders"
+                f"{MOST_DOCUMENTS:,}; split them into several folders"
             )
-        # Use as few partitions as fit in memory. Keys match if their partition and 32 more of their 40 bits are equal.
+        # Use as few partitions as memory allows. Keys match if they have the same partition and the same low 32 bits.
         wanted = max(1, -(-self.order.documents // KEYS_AT_ONCE))
         self._partitions = min(MOST_PARTITIONS, 1 << (wanted - 1).bit_length())
         documents = range(self.order.documents)
@@ -74,7 +74,7 @@ class DuplicateSearch:
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space for the remaining key files, in bytes."""
+        """Disk space needed for the remaining key files, in bytes."""
         return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
 
     @property
@@ -113,7 +113,7 @@ class DuplicateSearch:
         return np.fromfile(self._duplicates_path, DUPLICATE)
 
     def _keys(self, run: int) -> bytes:
-        """Computes (bands, documents) uint64, sorted in each band: a 40-bit key and the document's 24-bit index."""
+        """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
         documents = np.array(self._runs[run])
         signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
         entries = np.empty((self._settings.bands, len(documents)), "<u8")
@@ -124,7 +124,7 @@ class DuplicateSearch:
         return entries.tobytes()
 
     def _entries(self, band: int, partition: int) -> np.ndarray:
-        """Reads and sorts the entries of a partition, with the key in the upper and the document in the lower half."""
+        """Reads and sorts a partition's entries. The upper 32 bits are the key, the lower 32 bits the document."""
         shift = 64 - (self._partitions.bit_length() - 1)
         smallest = np.uint64(partition << shift)
         largest = np.uint64((partition + 1 << shift) - 1)
@@ -139,13 +139,13 @@ class DuplicateSearch:
         return entries
 
     def _candidates(self, task: int) -> bytes:
-        """Computes sorted uint64 pairs, with the later document in the upper and the earlier one in the lower half."""
+        """Computes sorted uint64 pairs. The upper 32 bits are the later document, the lower 32 bits the earlier."""
         return _same_keys(self._entries(*divmod(task, self._partitions))).astype("<u8").tobytes()
 
     def _pairs(self, run: int) -> bytes:
-        """Computes (pairs, 2) uint32: pairs of near duplicates whose later document is in the run.
+        """Computes (pairs, 2) uint32: near-duplicate pairs whose later document is in the run.
 
-        Skips pairs that earlier pairs already connect.
+        Skips pairs whose documents are already connected through earlier pairs.
         """
         bounds = np.array([self._runs[run].start, self._runs[run].stop], np.uint64) << np.uint64(32)
         pieces = [np.empty(0, "<u8")]
@@ -216,7 +216,7 @@ def _root(parents: dict[int, int], document: int) -> int:
 
 
 def _same_keys(entries: np.ndarray) -> np.ndarray:
-    """Pairs each document with the first and the preceding document with the same key."""
+    """Pairs each document with two earlier documents that have the same key: the first one and the previous one."""
     keys = entries >> np.uint64(32)
     repeats = np.flatnonzero(keys[1:] == keys[:-1]) + 1
     if not len(repeats):
@@ -231,7 +231,7 @@ def _same_keys(entries: np.ndarray) -> np.ndarray:
 
 
 def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Returns counts and up to EXAMPLES_SHOWN examples of near duplicates, evenly spaced over the input.
+    """Returns counts and up to EXAMPLES_SHOWN examples of near duplicates, evenly spaced across the input.
 
     Each excerpt has up to EXCERPT_TOKENS tokens.
     """

@@ -1,4 +1,4 @@
-"""Defines the preparation request, and compares it with the request that an existing folder was made from."""
+"""Defines the preparation request, and checks that it matches an existing folder."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -39,7 +39,7 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """Options that affect the output, apart from the documents and the tokenizer. None means no limit."""
+    """Options that affect the output, other than the documents and the tokenizer. None means no limit."""
 
     reading: Reading = field(default_factory=Reading)
     format: str | None = None
@@ -58,25 +58,25 @@ class PreparationOptions:
     """Python files that define file formats."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loads the extensions, because a worker that wasn't forked doesn't have them."""
+        """Loads the extensions, because only forked workers inherit them."""
         load_extensions(state["extensions"])
         self.__dict__.update(state)
 
     def as_plan(self) -> dict[str, Any]:
         """Returns the manifest entry for the options."""
-        # Leave out the stages, because asdict would copy their large indices.
+        # Exclude the stages, because asdict would copy their large indices.
         fields = asdict(replace(self, cleaning=None))
         fields["extensions"] = {Path(file).name: digest_of([Path(file)]) for file in self.extensions} or None
         fields["cleaning"] = self.cleaning and self.cleaning.as_plan()
         fields["near_duplicates"] = self.near_duplicates and self.near_duplicates.as_plan()
         reading = fields.pop("reading")
         reading["only"] = [[name, list(values)] for name, values in reading["only"]] or None
-        # None if off, so that folders made before these options existed still match.
+        # Store disabled options as None, so that folders made before these options existed still match.
         fields |= {name: fields[name] or None for name in ("deduplicate", "write_text")}
         return {**reading, **fields}
 
     def within(self, documents: Documents) -> "PreparationOptions":
-        """Returns a copy that also respects the documents' own limit."""
+        """Returns a copy whose max_documents also respects the documents' own limit."""
         limits = [limit for limit in (self.max_documents, documents.maximum_documents) if limit is not None]
         return replace(self, max_documents=min(limits, default=None))
 
@@ -85,7 +85,7 @@ class PreparationOptions:
 class PreparationRequest:
     """A request to prepare the folder `output` and upload it to `destination`, if given.
 
-    With `vocabulary_size`, trains a tokenizer instead, or extends `tokenizer`, on at most `sample_bytes` of text.
+    If `vocabulary_size` is set, trains a tokenizer instead (or extends `tokenizer`) on at most `sample_bytes` of text.
     `slice` is (number, count). `workers` is None for one worker per CPU core in the Ray cluster.
     """
 
@@ -107,7 +107,7 @@ class PreparationRequest:
 
     @cached_property
     def split(self) -> ValidationSplit:
-        """The validation split. With few plain-text files, it may be the tail of one of them."""
+        """The validation split. If there are few plain-text files, it may be the tail of one of them."""
         fraction = self.options.validation_fraction
         reading = self.options.reading
         if fraction and isinstance(self.documents, Files) and self.documents.are_whole_documents(reading):
@@ -130,7 +130,7 @@ class PreparationRequest:
 def refuse_other_files(output: Path, ours: str) -> None:
     """Raises InputError if `output` is a file, or a nonempty folder that doesn't contain `ours`."""
     if output.is_file():
-        raise InputError(f"--output {output}: is a file; it must be a folder")
+        raise InputError(f"--output {output}: must be a folder, but is a file")
     others = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if others and ours not in others:
         shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
@@ -140,7 +140,7 @@ def refuse_other_files(output: Path, ours: str) -> None:
 def refuse_differences(
     output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
 ) -> None:
-    """Raises InputError if `plan` differs from the plan that the folder was made from.
+    """Raises InputError if `plan` differs from the existing folder's plan.
 
     free: options that are allowed to differ.
     """
@@ -158,7 +158,7 @@ def refuse_differences(
         more = len(differences) - SHOWN_DIFFERENCES
         shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
         raise InputError(
-            f"{output}: {how} from a different request: {shown}; use another --output, or remove this one first"
+            f"{output}: {how} with different options or input: {shown}; use a new --output, or remove this folder"
         )
 
 
@@ -174,12 +174,12 @@ def _differences(name: str, before: Any, now: Any) -> list[str]:
         if within or not isinstance(before, list) or [*old] == [*new]:
             return within
         # Only the order of the stages differs.
-        return [f"{name} was in the order {', '.join(old)}, is now {', '.join(new)}"]
-    return [f"{name} was {shortened(repr(before))}, is now {shortened(repr(now))}"]
+        return [f"the order of {name} was {', '.join(old)} but is now {', '.join(new)}"]
+    return [f"{name} was {shortened(repr(before))} but is now {shortened(repr(now))}"]
 
 
 def _by_name(value: Any) -> Any:
-    """Converts a list of named entries to a dict by name. Returns anything else unchanged."""
+    """Converts a list of named entries to {name: entry}. Returns other values unchanged."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
         return {str(item["name"]): item for item in value}
     return value
@@ -190,7 +190,7 @@ def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) 
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
     return [
-        *(f"source {path} is new" for path in new if path not in old),
-        *(f"source {path} is gone" for path in old if path not in new),
+        *(f"source {path} was added" for path in new if path not in old),
+        *(f"source {path} was removed" for path in old if path not in new),
         *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
     ]

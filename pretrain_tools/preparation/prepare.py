@@ -1,4 +1,4 @@
-"""Tokenizes documents to a folder of shards. An interrupted preparation can be resumed.
+"""Tokenizes documents into a folder of shards. An interrupted preparation can be resumed.
 
 Until the folder is complete, `.unfinished/` contains the plan, the progress and a lock file. The manifest is written
 last.
@@ -57,7 +57,7 @@ COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
 """Interval between progress lines in the near-duplicate search."""
 COMPILING_SECONDS = 10
-"""Approximate time to compile the filters of --clean, on two older CPU cores."""
+"""Approximate time in seconds to compile the --clean filters, on two older CPU cores."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ Report = Callable[[Tally], None]
 def prepare(request: PreparationRequest, say: Say = print, report: Report = lambda tally: None) -> PreparationOutcome:
     """Prepares the folder `request.output`, or resumes it. Does nothing if the folder is already complete.
 
-    Raises InputError if the input is unusable or the folder was made from a different request. Raises StoppedError
-    after a signal.
+    Raises InputError if the input is unusable or the folder was made with different options or input. Raises
+    StoppedError after a signal.
     """
     output = request.output
     plan = request.plan()
@@ -184,13 +184,13 @@ class _Run:
             self._say_what_is_compiled()
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
-                self.say(f"tokenizing with tokenizers: {reason}")
+                self.say(f"using the tokenizers library: {reason}")
         try:
             tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
             if engine == "fast":
                 raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
-            self.say(f"starting over with tokenizers: {error}")
+            self.say(f"starting over with the tokenizers library: {error}")
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
         return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
@@ -239,7 +239,7 @@ class _Run:
         from pretrain_tools.preparation.cleaning.compiled import is_compiled
 
         if not is_compiled():
-            self.say(f"compiling the filters once for this machine: about {COMPILING_SECONDS} s")
+            self.say(f"compiling the filters (once per machine, about {COMPILING_SECONDS} s)")
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():
@@ -249,7 +249,7 @@ class _Run:
             progress = json.loads(self.progress_path.read_bytes()) if self.progress_path.is_file() else NO_PROGRESS
         except ValueError as error:
             raise InputError(
-                f"{self.output}: its progress file is damaged ({error}); remove the folder and start over"
+                f"{self.output}: the progress file is damaged ({error}); remove the folder and start over"
             ) from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
             raise InputError(f"{self.output}: was started by another version; remove it and prepare it again")
@@ -299,8 +299,8 @@ class _Run:
         whole = tally.cleaning.removed_whole_lines()
         if whole:
             advice = "use --filter to change a filter's parameters"
-            return "\n  ".join([f"no documents are left ({skipped}); nothing was written; {advice}", *whole])
-        return f"the input contains no documents ({skipped}); nothing was written; use files that contain text"
+            return "\n  ".join([f"no documents are left ({skipped}), so nothing was written; {advice}", *whole])
+        return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
         """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""
@@ -316,7 +316,7 @@ class _Run:
             # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()
         elif isinstance(documents, Files):
-            # The cluster reads files itself. A dataset may only exist on this machine, so it is read here.
+            # The cluster reads files itself. A dataset may exist only on this machine, so read it here.
             parts = documents.pieces
         return self._performed(part_encoder.encode, parts(reading, start))
 

@@ -33,7 +33,7 @@ class DocumentProgress:
         is_new = self._first is None or tally.input_bytes < self._last_bytes
         self._last_bytes = tally.input_bytes
         if is_new:
-            # Measure throughput from here, without earlier processes or passes.
+            # Measure throughput from here, excluding earlier processes and passes.
             self._first = (now, tally.input_bytes, tally.tokens)
         if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return

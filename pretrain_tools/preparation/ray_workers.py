@@ -19,7 +19,7 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
 
     Args:
         workers: number of actors; None for one per CPU core in the cluster.
-        address: as in ray.init; None starts Ray on this machine.
+        address: cluster address for ray.init; None starts Ray on this machine.
 
     Raises InputError if Ray isn't installed or can't be reached, or if an actor keeps dying.
     """
@@ -84,7 +84,7 @@ def _started(address: str | None, workers: int | None):
     try:
         import ray
     except ImportError:
-        raise InputError("--engine ray: Ray is not installed; pip install 'ray>=2.40', or use --workers") from None
+        raise InputError("--engine ray: Ray is not installed; run pip install 'ray>=2.40', or use --workers") from None
     if ray.is_initialized():
         return ray
     here = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
@@ -92,8 +92,8 @@ def _started(address: str | None, workers: int | None):
         ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
     except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         ray.shutdown()
-        failed = f"--ray_address {address}: cannot be reached ({one_line(error)}); start the cluster with ray start"
+        failed = f"--ray_address {address}: cannot reach the cluster ({one_line(error)}); start it with ray start"
         if address is None:
-            failed = f"--engine ray: Ray failed to start ({one_line(error)}); run it again, or use --workers"
+            failed = f"--engine ray: Ray failed to start ({one_line(error)}); try again, or use --workers"
         raise InputError(failed) from None
     return ray

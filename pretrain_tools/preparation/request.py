@@ -1,4 +1,4 @@
-"""Converts prepare_data.py's command line to a request, and reports all problems in a single error."""
+"""Converts prepare_data.py's command line into a request, and reports all problems in a single error."""
 
 import argparse
 import os
@@ -51,7 +51,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be {_either(ENGINES)}, or ray, or a combination such as fast,ray")
+        problems.append(f"--engine {engine}: must be ray, {_either(ENGINES)}, or a combination such as fast,ray")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -83,9 +83,11 @@ def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:
     """Returns (output folder, reading settings) for --train_classifier. Raises InputError listing all problems."""
     problems = Problems()
     if not arguments.output or is_url(arguments.output):
-        problems.append("--output FOLDER is required: a local folder for the classifier")
+        problems.append("--output FOLDER is required and must be a local folder")
     if arguments.input or arguments.dataset or arguments.tokenizer or arguments.train_tokenizer:
-        problems.append("--train_classifier GOOD OTHER: only reads these files; omit --input and --tokenizer")
+        problems.append(
+            "--train_classifier: cannot be combined with --input, --dataset, --tokenizer or --train_tokenizer"
+        )
     _read_counts(arguments, problems)
     reading = _reading(arguments, problems)
     problems.stop_if_any()
@@ -116,21 +118,21 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
     has_parts = [arguments.slice is not None, arguments.merge_slices is not None]
     checks = {
         "use either --input 'FILES' or --dataset NAME": bool(arguments.input) == bool(arguments.dataset),
-        "--output FOLDER is required: the folder to create": not arguments.output,
+        "--output FOLDER is required": not arguments.output,
         "use either --tokenizer FOLDER|FILE|HUB_ID, or --train_tokenizer SIZE to train one": (
             not arguments.tokenizer and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer, --special_tokens: only for training a tokenizer; also use --train_tokenizer SIZE": (
+        "--pre_tokenizer and --special_tokens require --train_tokenizer SIZE": (
             (arguments.pre_tokenizer or arguments.special_tokens) and not arguments.train_tokenizer
         ),
-        "--pre_tokenizer: an extended --tokenizer keeps its own pre-tokenizer; omit one of them": (
+        "--pre_tokenizer: cannot be combined with --tokenizer, which keeps its own pre-tokenizer": (
             arguments.pre_tokenizer and arguments.tokenizer
         ),
         f"--pre_tokenizer {arguments.pre_tokenizer}: must be {_either([*PRE_TOKENIZERS])}": (
             arguments.pre_tokenizer not in (None, *PRE_TOKENIZERS)
         ),
         "--special_tokens: a special token cannot be empty": "" in arguments.special_tokens,
-        "--write_text: writes text next to shards, but --train_tokenizer does not create shards; omit one of them": (
+        "--write_text: cannot be combined with --train_tokenizer, which does not create shards": (
             arguments.train_tokenizer and arguments.write_text
         ),
         "--filter, --language, --clean, --decontaminate: not supported with --train_tokenizer; omit them": (
@@ -140,10 +142,10 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
             any(has_parts) and limits
         ),
         "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
-        "--slice and --merge_slices: a tokenizer is trained on one machine; omit them": (
+        "--slice, --merge_slices: not supported with --train_tokenizer; omit them": (
             any(has_parts) and arguments.train_tokenizer
         ),
-        "--deduplicate: --near_duplicates also removes exact duplicates; omit one of them": (
+        "--deduplicate: not needed with --near_duplicates, which also removes exact duplicates; omit it": (
             arguments.deduplicate and arguments.near_duplicates
         ),
     }
@@ -231,5 +233,5 @@ def _fraction(problems: list[str], text: str) -> float:
     except ValueError:
         fraction = 1.0
     if not 0.0 <= fraction < 1.0:
-        problems.append(f"--validation_fraction {text}: must be a number from 0 (none) to below 1, such as 0.01")
+        problems.append(f"--validation_fraction {text}: must be at least 0 and less than 1, such as 0.01")
     return fraction

@@ -58,7 +58,7 @@ class ShardWriter:
     A longer document gets its own shard.
 
     Args:
-        state: result of `sync`, to resume from; anything written after it is removed.
+        state: result of `sync` to resume from. Data written after that call is discarded.
         plain_text: temporary folder for the uncompressed text of open shards; None to write no text.
     """
 
@@ -209,7 +209,7 @@ class ShardWriter:
         }
 
     def written(self) -> list[Shard]:
-        """Returns all shards so far. Open shards have no hash yet."""
+        """Returns all shards written so far. Open shards don't have a hash yet."""
         return [*self._finished, *(self._as_shard(split, shard, "", {}) for split, shard in self._open.items())]
 
     def finish(self) -> list[Shard]:

@@ -111,7 +111,7 @@ def merged_parts(
 def slice_parts(
     manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
-    """Yields a slice's documents in parts, in input order. The last part only contains counts."""
+    """Yields a slice's documents in parts, in input order. The last part contains only counts."""
     order = InputOrder([manifest])
     reader = ShardReader(manifest, UNDIVIDED)
     text = stored_lines(manifest) if has_text(manifest) else None
@@ -153,12 +153,12 @@ def slice_parts(
 
 
 def _counts_of(folder: Path, number: int) -> EncodedPart:
-    """Returns a part without documents, which only contains the slice's counts of skipped documents."""
+    """Returns a part that contains only the slice's counts of skipped documents."""
     counts = Tally.recorded(folder)
     named = [example.partition(": ") for example in counts.first_bad_records]
     problems = [Problem(name, name, reason) for name, _, reason in named]
     if problems:
-        # A slice only lists its first bad records, so the last one listed also stands for the others.
+        # A slice lists only its first bad records, so the last listed one also counts for the unlisted ones.
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
     # Bad records are counted again from `problems`.
     counts.bad_records = 0

@@ -12,7 +12,7 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 def text_decoder(tokenizer: LoadedTokenizer) -> Callable[[np.ndarray], bytes]:
     """Returns a function that decodes a document's token IDs to UTF-8. Spaces may differ from the original text.
 
-    For byte-level and Metaspace tokenizers, it uses a lookup table, which is much faster than the tokenizers library.
+    Uses a lookup table for byte-level and Metaspace tokenizers, which is much faster than the tokenizers library.
     """
     backend = backend_of(tokenizer.json, tokenizer.name)
     decoder = json.dumps(json.loads(tokenizer.json).get("decoder"))

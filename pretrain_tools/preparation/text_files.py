@@ -1,6 +1,7 @@
 """Writes the documents as JSON lines next to the shards, so that cleaned text can be tokenized again.
 
-Lines are compressed once their shard is full. Until then they stay uncompressed, so that resuming can truncate them.
+Lines are compressed once their shard is full. Until then they stay uncompressed, so that a resumed preparation can
+truncate them.
 """
 
 import io
@@ -57,7 +58,7 @@ def has_text(manifest: Manifest) -> bool:
 def stored_lines(manifest: Manifest) -> Iterator[bytes]:
     """Yields one JSON line per document, in order.
 
-    Raises InputError at the end, so don't read more lines than there are documents.
+    Raises InputError if a file is damaged, or if more lines are read than there are documents.
     """
     folder = manifest.folder
     try:

@@ -29,15 +29,15 @@ def extended(base: LoadedTokenizer, texts: Iterable[str], size: int, special_tok
     steps = json.dumps(tokenizer.get("pre_tokenizer"))
     if model.get("type") != "BPE" or model.get("continuing_subword_prefix") or '"ByteLevel"' not in steps:
         raise InputError(
-            f"--tokenizer {base.name}: must be byte-level BPE to be extended, got {model.get('type')}; omit "
+            f"--tokenizer {base.name}: only byte-level BPE tokenizers can be extended, got {model.get('type')}; omit "
             "--tokenizer to train a new one"
         )
     special_tokens = [token for token in special_tokens if token not in base.special_tokens]
     number = size - base.vocabulary_size - len(special_tokens)
     if number < 0 or size == base.vocabulary_size:
         raise InputError(
-            f"--train_tokenizer {size:,}: --tokenizer {base.name} already has {base.vocabulary_size:,} tokens, and "
-            f"{len(special_tokens)} special tokens are new; use a larger size"
+            f"--train_tokenizer {size:,}: is too small, because --tokenizer {base.name} already has "
+            f"{base.vocabulary_size:,} tokens and --special_tokens adds {len(special_tokens)}; use a larger size"
         )
     # Put added tokens into the model's vocabulary, so that they keep their IDs.
     vocabulary = model["vocab"] | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}

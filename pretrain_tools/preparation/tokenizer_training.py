@@ -27,15 +27,15 @@ HELD_OUT_BYTES = 2 << 20
 # Split long documents, because the pre-tokenizer needs many times the memory of its input.
 LONGEST_PIECE_CHARACTERS = 1 << 20
 RECORD_FILE = "training.json"
-# Pattern of GPT-4 (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
+# GPT-4's pattern (cl100k_base, openai/tiktoken): contractions in any case, words with one leading non-letter, up to
 # three digits, runs of punctuation, line ends, and spaces except the one before a word.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS = {"gpt4": SPLIT_PATTERN, "qwen2": SPLIT_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"), "gpt2": None}
-"""{value of --pre_tokenizer: pattern that splits text into words}. None uses the built-in pattern of the tokenizers
-library, which is GPT-2's. llama.cpp supports all of them."""
+"""{value of --pre_tokenizer: pattern that splits text into words}. None uses the tokenizers library's built-in GPT-2
+pattern. llama.cpp supports all of them."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ def train_tokenizer(request: PreparationRequest) -> None:
     if size < smallest and base is None:
         more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise InputError(
-            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes and {USUAL_END_OF_DOCUMENT}{more})"
+            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus {USUAL_END_OF_DOCUMENT}{more})"
         )
-    # Leave out defaults, so that folders made before these options existed still match.
+    # Omit defaults, so that folders made before these options existed still match.
     chosen = {
         "pre_tokenizer": request.pre_tokenizer,
         "special_tokens": special_tokens,
@@ -100,7 +100,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
     else:
         trained = extended(base, _texts(request, sample), size, special_tokens)
     if not sample.documents:
-        held_out = "; all are in the validation split, so use --validation_fraction 0" if sample.held_out else ""
+        held_out = " (all are in the validation split: set --validation_fraction 0)" if sample.held_out else ""
         raise InputError(f"the input contains no documents to train on{held_out}; use files that contain text")
     temporary = output.with_name(output.name + ".tmp")
     try:
@@ -203,7 +203,7 @@ def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> fl
 def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes from {sample.documents:,} documents")
     if size < asked:
-        print(f"  The text contains too few pairs to merge: {size:,} tokens instead of {asked:,}. Use more text.")
+        print(f"  Created only {size:,} of {asked:,} tokens: the text has too few pairs to merge. Use more text.")
     if sample.skipped.bad_records:
         print(f"  {sample.skipped.bad_records:,} bad records were skipped.")
     if sample.held_out:

@@ -38,9 +38,9 @@ class Destination:
         return shown(self.url)
 
     def open(self) -> None:
-        """Checks that the URL is writable and doesn't contain other files. Call it before preparing any data.
+        """Checks that the URL is writable and doesn't contain other files. Call this before preparing any data.
 
-        If the output there is already complete, downloads `last`. Raises InputError.
+        If the output at the URL is already complete, downloads `last`. Raises InputError.
         """
         with self._errors_named(f"--output {self.shown}: cannot be written"):
             held = self._store.sizes("")
@@ -67,13 +67,13 @@ class Destination:
     def fill(self, say: Callable[[str], None]) -> int:
         """Uploads missing files, verifies their hashes, and returns the number of uploaded files.
 
-        After a failure (InputError), call it again to resume.
+        Raises InputError if an upload fails. Call this again to resume.
         """
         names = [str(path.relative_to(self.local)) for path in self.local.rglob("*") if path.is_file()]
         # `last` marks the folder as complete, so upload it last.
         names.sort(key=lambda name: (name == self.last, name))
         number = 0
-        remedy = f"; the complete output is in {self.local}: run the same command again to copy the remaining files"
+        remedy = f"; the complete output is in {self.local}. Run the same command again to upload the remaining files."
         with self._errors_named(f"--output {self.shown}", remedy):
             held = self._store.sizes("")
             if self.last in held and len(names) == 1:
@@ -88,7 +88,7 @@ class Destination:
         return number
 
     def fetch(self, say: Callable[[str], None]) -> None:
-        """Downloads the folder if it is complete at the URL but not locally. Call it again to resume.
+        """Downloads the folder if it is complete at the URL but not locally. Call this again to resume.
 
         Raises InputError if the folder is unreadable or damaged.
         """
@@ -111,7 +111,7 @@ class Destination:
         if problems := verify_shards(self.local):
             (self.local / self.last).unlink()
             raise InputError(
-                *problems, f"{self.local}: differs from the data at {self.shown}; remove it to download it again"
+                *problems, f"{self.local}: differs from the data at {self.shown}; remove it to download the data again"
             )
         say(f"copied {self.shown} to {self.local}")
 
@@ -121,5 +121,5 @@ def destination_of(url: str, staging: Path, last: str) -> Destination:
     protocol, _, rest = shown(url).partition("://")
     parts = [part for part in rest.split("/") if part not in ("", ".", "..")]
     if not parts:
-        raise InputError(f"--output {shown(url)}: is not a folder; use one, such as {shown(url).rstrip('/')}/data")
+        raise InputError(f"--output {shown(url)}: must be a folder, such as {shown(url).rstrip('/')}/data")
     return Destination(url.rstrip("/"), staging.joinpath(protocol, *parts), last)

@@ -1,6 +1,6 @@
-"""Splits documents into training and validation by a hash of their text.
+"""Splits documents into training and validation splits, based on a hash of their text.
 
-With too few documents, holds out the tail of the largest one instead.
+If there are too few documents, holds out the tail of the largest one instead.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class ValidationSplit:
     """Byte offset of the tail."""
 
     def pieces(self, record: Record) -> list[Record]:
-        """Returns the document with its split. If it is the divided one, returns its head and its tail instead."""
+        """Returns the document with its split assigned. Returns the divided document as two records, head and tail."""
         text = record.text
         if record.is_validation is not None:
             return [record]
@@ -45,14 +45,14 @@ class ValidationSplit:
 
 def is_validation_text(text: bytes, fraction: float) -> bool:
     """Returns True if a document is in the validation split, based on the first 8 bytes of its SHA-256."""
-    # Never change this: a document must be in the same split in all prepared folders.
+    # Never change this, because a document must be in the same split in all prepared folders.
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") < fraction * 2.0**64
 
 
 def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
     """Splits by hash, or holds out the tail of the largest document if one split would be empty.
 
-    The tail has `fraction` of all bytes, but at most about half of the document.
+    The tail contains `fraction` of all bytes, but at most about half of the document.
     """
     largest = b""
     total = 0
@@ -70,7 +70,7 @@ def split_with_tail(texts: Iterable[bytes], fraction: float) -> ValidationSplit:
 
 
 def cut_before(text: bytes, end: int) -> int:
-    """Returns the byte offset at which to split a document: after the last divider before `end`, otherwise at `end`.
+    """Returns the byte offset at which to split a document: after the last nearby divider before `end`, or at `end`.
 
     Never splits a UTF-8 character.
     """

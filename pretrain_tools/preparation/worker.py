@@ -37,7 +37,7 @@ class Documents:
     problems: list[Problem] = field(default_factory=list)
 
     def of_each(self, name: str) -> list[Any]:
-        """Returns one field of all records."""
+        """Returns the values of one field for all records."""
         return [getattr(record, name) for record in self.records]
 
     def clean(self, cleaning: Cleaning) -> None:
@@ -60,7 +60,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(*where, record.problem, record.problem_records))
             if options.on_error == "stop":
-                # Keep the documents before it, so that the next process can resume there.
+                # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
         elif record.not_read is not None:
             add_numbers(found.counts.unread_members, record.not_read)
@@ -73,7 +73,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
 
 @dataclass
 class PartEncoder:
-    """Reads and tokenizes parts of the input. Each worker process has its own."""
+    """Reads and tokenizes parts of the input. Each worker process has its own instance."""
 
     tokenizer: LoadedTokenizer
     encoder: Encoder | None
@@ -127,17 +127,17 @@ class PartEncoder:
             if (array == end).any():
                 raise InputError(
                     f"{self.tokenizer.name}: this tokenizer encodes ordinary text to its end-of-document token "
-                    f"{self.tokenizer.end_of_document!r}, so documents could not be separated; choose another with "
-                    "--end_of_document TOKEN"
+                    f"{self.tokenizer.end_of_document!r}, so it cannot separate documents; use a different "
+                    "--end_of_document"
                 )
             ids[first : first + len(array)] = array
             first += len(array) + 1
         return ids
 
     def _disagreement(self, texts: list[bytes]) -> str | None:
-        """Compares the fast encoder with the reference on the first documents, and then on one document per part.
+        """Compares the fast encoder with the reference on FIRST_DOCUMENTS documents, and then on one per part.
 
-        Only uses the beginning of each document.
+        Compares only the first SAMPLE_BYTES of each document.
         """
         if not isinstance(self.encoder, FastEncoder) or not texts:
             return None

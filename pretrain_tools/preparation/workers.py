@@ -50,8 +50,8 @@ def performed(perform: Perform, jobs: Iterable[Any], workers: int) -> Iterator[A
 
 
 def ahead(jobs: Iterable[Any], count: int) -> Iterator[Any]:
-    """Yields jobs in order while `count` later jobs are running. Fetching a job from `jobs` must start it."""
-    # The limit bounds memory, because results wait for slow earlier jobs.
+    """Yields jobs in order while `count` later jobs are running. `jobs` must start each job before yielding it."""
+    # The limit bounds memory, because finished results pile up behind a slow job.
     waiting: collections.deque[Any] = collections.deque()
     for job in jobs:
         waiting.append(job)
@@ -70,7 +70,7 @@ def _start_worker(parent: int, perform: Perform) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Exits when the parent process dies. Otherwise the worker would wait forever on a pipe its siblings hold open."""
+    """Exits when the parent process dies. Otherwise the worker would wait forever on a pipe kept open by siblings."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_SECONDS)
     os._exit(1)

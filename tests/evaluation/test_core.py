@@ -138,7 +138,7 @@ def test_core_needs_all_its_tasks(bundle, tmp_path):
     kept[0]["num_fewshot"] = [5]
     (small / "core.yaml").write_text(yaml.safe_dump({"icl_tasks": kept}))
     text = refused(["core"], small)
-    assert "lacks 2 of its 22 tasks: coqa, boolq; CORE is only defined over all tasks" in text
+    assert "lacks 2 of its 22 tasks (coqa, boolq), but CORE is only defined over all tasks" in text
     assert "few-shot examples differs from CORE (hellaswag_zeroshot)" in text
     assert [task.label for task in bundle_tasks(["core/copa", "core/squad"], small)] == ["copa", "squad"]
     assert "core/coqa: no such task" in refused(["core/coqa"], small)

@@ -227,7 +227,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     assert "already created by this command" in again and "2 of 4 files were skipped" in again
     (mine / "new.rst").write_text(text)
     told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)
-    assert "source new.rst is new" in told
+    assert "source new.rst was added" in told
     assert "was made by another command" in refused(tmp_path, "mine", "--minutes", MINUTES)
 
 

@@ -236,10 +236,12 @@ def test_repeated_training_is_recognized_and_other_options_are_rejected(tmp_path
     train(tmp_path, tmp_path / "one")
     assert "already complete" in capsys.readouterr().out
     assert (tmp_path / "one" / "tokenizer.json").stat().st_mtime_ns == before
-    with pytest.raises(InputError, match="was trained from a different request: vocabulary_size was 400, is now 300"):
+    with pytest.raises(
+        InputError, match="was trained with different options or input: vocabulary_size was 400 but is now 300"
+    ):
         train(tmp_path, tmp_path / "one", size=300)
     write_paragraphs(tmp_path / "b.txt", 2)
-    with pytest.raises(InputError, match=r"source b.txt is new"):
+    with pytest.raises(InputError, match=r"source b.txt was added"):
         train(tmp_path, tmp_path / "one")
 
 
@@ -275,4 +277,4 @@ def test_bad_training_input_leaves_nothing_behind(tmp_path):
 def test_too_little_text_for_the_vocabulary_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the the the")
     train(tmp_path, tmp_path / "one", size=1000)
-    assert "too few pairs to merge: 260 tokens instead of 1,000" in capsys.readouterr().out
+    assert "Created only 260 of 1,000 tokens: the text has too few pairs to merge" in capsys.readouterr().out

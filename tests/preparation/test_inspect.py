@@ -50,7 +50,7 @@ def test_the_page_shows_counts_tokens_and_text(tmp_path, run):
     assert f"unused vocabulary: {unused} of {manifest.vocabulary_size}" in page
     assert f"{manifest.end_of_document_id:>10}             31  {31 / len(ids):.2%}".strip() in page
     assert "end of document" in page and "    | def f(x): return x" in page
-    assert "validation       nothing" in page
+    assert "validation       empty" in page
 
 
 def test_the_page_shows_compression_and_fertility_of_each_source(tmp_path, run, tokenizer):
@@ -84,7 +84,7 @@ def documents_in(folder):
 
 def test_lengths_fit_on_one_line():
     text = lengths_text(np.array([1, 2, 3, 4, 4, 100]))
-    assert text.startswith("shortest 1, median 4, 90% up to 52") and "longest 100, mean 19.0" in text
+    assert text.startswith("min 1, median 4, p90 52") and "max 100, mean 19.0" in text
     assert lengths_text(np.array([], np.int64)) == "no documents"
 
 

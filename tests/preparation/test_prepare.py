@@ -176,7 +176,7 @@ def test_changed_sources_and_options_of_an_unfinished_folder_are_rejected(tmp_pa
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     arguments = ("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out")
     assert run_killed(8, *arguments, "--tokenizer", tokenizer).returncode == -signal.SIGKILL
-    with pytest.raises(InputError, match=r"was started .*: options\.validation_fraction was 0\.01, is now 0\.5"):
+    with pytest.raises(InputError, match=r"was started .*: options\.validation_fraction was 0\.01 but is now 0\.5"):
         prepare_files(tmp_path, tokenizer, validation_fraction=0.5)
     write_jsonl(tmp_path / "a.jsonl", texts(101))
     with pytest.raises(InputError, match=r"source a.jsonl has changed"):

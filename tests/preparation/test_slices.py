@@ -68,7 +68,7 @@ def test_missing_and_different_slices_are_all_named(tmp_path, run):
     with pytest.raises(InputError) as caught:
         run(*arguments, "--min_characters", 3, "--merge_slices", 3)
     told = caught.value.problems
-    assert "options.min_characters was None, is now 3" in told[0]
+    assert "options.min_characters was None but is now 3" in told[0]
     assert "1-of-3: is incomplete; run the same command with --slice 1/3" in told[1]
     assert len(told) == 3 and not (tmp_path / "out").exists()
 
@@ -140,9 +140,9 @@ def test_the_batch_script_prepares_a_slice_or_merges(tmp_path):
 def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", texts(3))
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InputError, match=r"Ray is not installed; pip install"):
+    with pytest.raises(InputError, match=r"Ray is not installed; run pip install"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray")
-    with pytest.raises(InputError, match=r"--engine quick: must be auto, fast or reference, or ray"):
+    with pytest.raises(InputError, match=r"--engine quick: must be ray, auto, fast or reference"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray,quick")
 
 

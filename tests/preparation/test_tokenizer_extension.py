@@ -61,12 +61,12 @@ def test_old_ids_stay_and_new_ones_are_used(tokenizer):
 
 def test_unsupported_tokenizers_are_not_extended(tokenizer):
     base = load_tokenizer(tokenizer)
-    with pytest.raises(InputError, match="already has 512 tokens, and 1 special tokens are new"):
+    with pytest.raises(InputError, match="already has 512 tokens and --special_tokens adds 1"):
         extended(base, [], 512, ["<|user|>"])
     content = json.loads(base.json)
     content["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": True}
     other = dataclasses.replace(base, json=json.dumps(content).encode())
-    with pytest.raises(InputError, match="must be byte-level BPE to be extended"):
+    with pytest.raises(InputError, match="only byte-level BPE tokenizers can be extended"):
         extended(other, [], 600, [])
 
 
@@ -103,5 +103,5 @@ def test_training_options_are_rejected_without_training(tokenizer, tmp_path):
     options = ["--input", tmp_path / "a.txt", "--output", tmp_path / "out", "--tokenizer", tokenizer]
     given = ["--special_tokens", "", "--pre_tokenizer", "gpt5"]
     said = run_script("prepare_data.py", *options, *given, check=False).stderr
-    assert "also use --train_tokenizer SIZE" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
+    assert "require --train_tokenizer SIZE" in said and "--pre_tokenizer gpt5: must be gpt4, qwen2 or gpt2" in said
     assert "keeps its own" in said and "cannot be empty" in said

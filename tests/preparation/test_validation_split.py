@@ -118,6 +118,6 @@ def test_an_empty_split_gives_a_warning_with_a_remedy(tmp_path, run):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.01, "--output", tmp_path / "out")
     assert "warning: none of the 2 documents are in the validation split, which should have 1.00% of them" in told
-    assert "with a new --output" in told
+    assert "and a new --output" in told
     told = run("--input", tmp_path / "a.jsonl", "--validation_fraction", 0, "--output", tmp_path / "none")
     assert "warning" not in told

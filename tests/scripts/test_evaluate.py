@@ -190,7 +190,7 @@ def test_without_a_task_the_choices_are_listed():
             "--top_k: cannot be used with --temperature 0, which is greedy decoding",
         ),
         (["--top_p", "1.5"], "--top_p 1.5: must be a probability above 0 and at most 1"),
-        (["--interactive", "--data", "x"], "--interactive: only generates text; omit --data"),
+        (["--interactive", "--data", "x"], "--interactive: cannot be combined with --data"),
         (["--temperature", "nan"], "--temperature nan: must be a number from 0"),
     ],
 )
@@ -207,7 +207,7 @@ def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path
     for part in (
         f"--model {tmp_path}/none: no such folder",
         f"{tmp_path}/no_data: no such folder of prepared shards",
-        f"--output {tmp_path}: is a folder",
+        f"--output {tmp_path}: must be a file, but is a folder",
     ):
         assert part in text
 

@@ -4,7 +4,7 @@ Except for near duplicates, each decision depends on a single document.
 
     stages: defines the stage interface and runs all stages
     filters: parses --filter, and loads user-defined functions
-    published: filters of Gopher, C4 and FineWeb
+    published: Gopher, C4 and FineWeb filters
     compiled: numba kernels for words, lines and repetitions
     forms: splits documents into lines, and detects hard-wrapped text, code and tables
     language, personal_data: filter by language, and replace personal data

@@ -1,6 +1,6 @@
 """Collects cleaning statistics: documents and bytes per rule and source, histograms, and sample documents.
 
-The total doesn't depend on how the input is split into parts.
+The totals don't depend on how the input is split into parts.
 """
 
 import json
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
 @dataclass
 class CleaningAccount:
-    """Cleaning statistics. JSON serializable. Bytes are counted before cleaning.
+    """Cleaning statistics. JSON-serializable. Bytes are counted before cleaning.
 
     All fields except `samples` are stored in the manifest.
     """
@@ -127,7 +127,7 @@ class CleaningAccount:
         }
 
     def add(self, other: "CleaningAccount") -> None:
-        """Adds statistics for the documents that follow."""
+        """Adds statistics from later documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
         for name in ("changed", "counts", "histograms"):
@@ -140,7 +140,7 @@ class CleaningAccount:
             self._add_list(name, more)
 
     def removed_whole_lines(self) -> list[str]:
-        """Describes sources that lost more than 90% of their bytes, with the rules that removed them."""
+        """Describes sources that lost more than 90% of their bytes, and the rules responsible."""
         whole = []
         for source, rules in self.by_source.items():
             stays = rules.get(KEPT, {"bytes": 0})["bytes"]
@@ -158,7 +158,7 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest entry. Contains everything except the samples."""
+        """Returns the manifest entry, which contains everything except the samples."""
         rules = self.rules.values()
         return {
             "documents_in": sum(amounts["documents"] for amounts in rules),
@@ -183,7 +183,7 @@ def measured_text(sample: Mapping[str, Any]) -> str:
 
 
 def _number(value: float, other: float) -> str:
-    """Formats a value with enough digits to distinguish it from the other one."""
+    """Formats a value with enough digits to distinguish it from `other`."""
     if value == int(value):
         return f"{int(value):,}"
     return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
@@ -198,7 +198,7 @@ def domain_of(url: str) -> str:
 
 
 def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
-    """Reads the cleaning statistics in a prepared folder; empty if the documents weren't cleaned."""
+    """Reads a prepared folder's cleaning statistics. They are empty if the documents weren't cleaned."""
     recorded = manifest.get("cleaning", {})
     path = folder / SAMPLES_FILE
     samples = json.loads(path.read_bytes()) if recorded and path.is_file() else {}
@@ -215,7 +215,7 @@ def ranges_text(numbers: Iterable[int]) -> str:
 
 
 def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Adds numbers by name, including nested ones, in place."""
+    """Adds the values in `more` to those in `numbers`, in place. Both may be nested."""
     for name, value in more.items():
         if isinstance(value, Mapping):
             add_numbers(numbers.setdefault(name, {}), value)

@@ -1,6 +1,6 @@
 """Numba kernels for cleaning: splitting documents into words and lines, and finding repeated n-grams.
 
-Kernels that call each other must be in the same module. numba's cache doesn't notice changes in other modules.
+Kernels that call each other must be in the same module, because numba's cache doesn't detect changes in other modules.
 """
 
 import functools
@@ -19,7 +19,7 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 START = np.uint64(0xCBF29CE484222325)
 ONE = np.uint64(1)
 SPACE, LINE_END, ALPHABETIC, LOWER, DIGIT, VISIBLE, SENTENCE_END, CLOSING = (1 << bit for bit in range(8))
-"""Character classes. LINE_END is as in str.splitlines. VISIBLE characters are neither spaces nor punctuation. CLOSING
+"""Character classes. LINE_END matches str.splitlines. VISIBLE characters are neither spaces nor punctuation. CLOSING
 characters are quotes and brackets that may follow the end of a sentence."""
 SENTENCE_ENDS = ".!?…。．！？｡؟۔।॥։።၊။។៕᠃᠉‼‽⁇⁈⁉"
 LINE_ENDS = "\n\v\f\r\x1c\x1d\x1e\x85\u2028\u2029"
@@ -39,7 +39,7 @@ concatenated documents, without surrounding spaces. digest: hash of its words. g
 spaces. numbers: number of words that contain digits. first_kind, last_kind: character classes, ignoring CLOSING
 characters at the end."""
 PADDING = 16
-"""Number of padding bytes after the concatenated documents, because kernels may read beyond the end."""
+"""Number of padding bytes after the concatenated documents. Kernels may read beyond the end."""
 GRAM_RULES = ("top_2_gram", "top_3_gram", "top_4_gram", *(f"duplicate_{n}_gram" for n in range(5, 11)))
 
 
@@ -138,7 +138,7 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters have one byte, so avoid the call.
+                    # Most characters are one byte long, so avoid the call.
                     code = np.int64(text[np.uintp(position)])
                     size = np.int64(1)
                     if code >= 0x80:
@@ -190,20 +190,20 @@ class DividedTexts(NamedTuple):
     """(documents, 2) int64: indices of each document's first word and of the word after its last."""
     totals: np.ndarray
     """(documents, 3) int64: number of words that aren't only punctuation, number of characters in them, and number of
-    words with a letter."""
+    words that contain a letter."""
     lines: np.ndarray
     """(lines,) LINE, without blank lines."""
 
 
 def divided_texts(texts: Sequence[bytes]) -> DividedTexts:
-    """Splits UTF-8 documents, less than 2 GiB in total, into words and lines."""
+    """Splits UTF-8 documents into words and lines. They must be smaller than 2 GiB in total."""
     sizes = np.array([len(text) for text in texts], np.int64)
     ends = np.cumsum(sizes)
     bounds = np.stack([ends - sizes, ends], axis=1)
     # Use a writable array, as everywhere else, so that numba compiles only one version.
     text = np.frombuffer(bytearray().join([*texts, bytes(PADDING)]), np.uint8)
     most_words = len(text) // 2 + len(bounds)
-    # An upper bound, because multibyte line ends have 0x85, 0xA8 or 0xA9 as their last byte.
+    # This is an upper bound. The last byte of multibyte line ends is 0x85, 0xA8 or 0xA9.
     most_lines = np.count_nonzero((text - np.uint8(10) < 21) | (text == 0x85) | (text & 0xFE == 0xA8))
     lengths = np.empty(most_words, np.int32)
     hashes = np.empty(most_words, np.uint64)

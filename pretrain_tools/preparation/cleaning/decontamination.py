@@ -36,12 +36,12 @@ class BenchmarkItem(NamedTuple):
     whole: tuple[str, ...]
     """Strings that also match as a whole if they are short."""
     parts: tuple[str, ...] = ()
-    """Strings that only match with a long run of words."""
+    """Strings that match only in a long run of words."""
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task or file with its items."""
+    """Benchmark items from a task or file."""
 
     name: str
     items: tuple[BenchmarkItem, ...]
@@ -53,7 +53,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Decontamination:
-    """Stage that removes documents if they share `words` consecutive words with a benchmark item."""
+    """Stage that removes documents that share `words` consecutive words with a benchmark item."""
 
     is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
@@ -93,7 +93,7 @@ class Decontamination:
         try:
             from pretrain_tools.preparation.cleaning.item_index import build_index
         except ImportError:
-            raise InputError("--decontaminate: numba is not installed; pip install numba") from None
+            raise InputError("--decontaminate: numba is not installed; run pip install numba") from None
         return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
 
     def open(self) -> Judge:
@@ -114,13 +114,13 @@ class Decontamination:
 
 
 def read_decontamination(given: Sequence[str], words: int) -> Decontamination | None:
-    """Creates the stage for --decontaminate; None without benchmarks. Names may be separated by commas."""
+    """Creates the stage for --decontaminate, or None if there are no names. Names may be separated by commas."""
     names = [name for text in given for name in text.split(",") if name]
     return Decontamination(read_benchmarks(names), words) if names else None
 
 
 def contamination_text(row: dict[str, Any]) -> str:
-    """Formats how many of a benchmark's items were found."""
+    """Formats the number of a benchmark's items that were found."""
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to search for)" if short else ""
     return (
@@ -146,7 +146,7 @@ def read_benchmarks(names: Sequence[str]) -> tuple[Benchmark, ...]:
         found += problems.attempt(_task_benchmarks, tasks) or []
     benchmarks = {benchmark.name: benchmark for benchmark in found if benchmark is not None}
     problems += [
-        f"--decontaminate {name}: contains no items; use a benchmark with items"
+        f"--decontaminate {name}: contains no items; omit it"
         for name, benchmark in benchmarks.items()
         if not benchmark.items
     ]
@@ -164,7 +164,7 @@ def _files_of(name: str) -> list[Path]:
 
 
 def _file_benchmark(path: Path) -> Benchmark:
-    """Reads a file with one item per line: plain text or JSON."""
+    """Reads a file with one item per line, as plain text or JSON."""
     if path.suffix not in FILE_SUFFIXES:
         raise InputError(
             f"--decontaminate {path}: must be a {', '.join(FILE_SUFFIXES)} file with one item per line, or an lm-eval "

@@ -30,15 +30,16 @@ OFF = "off"
 def read_cleaning(
     given: Sequence[str], languages: str | None = None, clean: bool = False, has_urls: bool = True
 ) -> Cleaning | None:
-    """Creates the stages for --language, --clean and --filter, in this order; None if there are none.
+    """Creates the stages for --language, --clean and --filter, in this order, or None if there are none.
 
-    A filter in --filter replaces the filter with the same name in --clean. Raises InputError listing all problems.
+    A filter passed with --filter replaces the --clean filter with the same name. Raises InputError listing all
+    problems.
     """
     problems = Problems()
     stages = [stage for text in given if (stage := problems.attempt(parse_filter, text)) is not None]
     labels = [stage.label for stage in stages]
     twice = sorted({label for label in labels if labels.count(label) > 1})
-    problems += [f"--filter {label}: given twice; use it once" for label in twice]
+    problems += [f"--filter {label}: specified twice; remove one of them" for label in twice]
     for stage in stages if not has_urls else ():
         if isinstance(stage, UserFunction) and stage.takes_url:
             problems.append(f"--filter {stage.label}(text, url): requires --url_field FIELD, the field with the URL")
@@ -52,7 +53,7 @@ def read_cleaning(
 
 
 def sensible_set(is_english: bool) -> list[CleaningStage]:
-    """Returns the filters for --clean: FineWeb's filters with its parameters. Only checks stop words in English.
+    """Returns the filters for --clean: FineWeb's filters with its parameters. Checks stop words only in English.
 
     Unlike FineWeb, checks quality first, because checking repetition is slower. Both orders keep the same documents.
     """
@@ -90,7 +91,7 @@ def parse_filter(text: str) -> CleaningStage:
         if parameter not in fields:
             problems.append(f"--filter {text}: {name} has no parameter {parameter!r}{did_you_mean(parameter, fields)}")
         elif parameter in values:
-            problems.append(f"--filter {text}: {parameter} given twice; use it once")
+            problems.append(f"--filter {text}: {parameter} is specified twice; remove one of them")
         else:
             values[parameter] = problems.attempt(
                 _value, f"--filter {text}: {parameter}", value, fields[parameter].type
@@ -184,8 +185,8 @@ class UserFunction:
                 return answer.encode()
         except Exception as error:  # user code may raise anything
             raise InputError(
-                f"--filter {self.path}:{self.function}: {type(error).__name__}: {one_line(error)}, for the text "
-                f"{text[:80]!r}; fix the function, then run the same command with a new output folder"
+                f"--filter {self.path}:{self.function}: failed with {type(error).__name__}: {one_line(error)} for the "
+                f"text {text[:80]!r}; fix the function, then run the same command with a new output folder"
             ) from None
         if type(answer).__name__ != "bool":  # Python's or numpy's
             raise InputError(
@@ -197,7 +198,7 @@ class UserFunction:
 
 @cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Loads a function from a Python file. sha256: hash of the file; part of the cache key."""
+    """Loads a function from a Python file. sha256: hash of the file, which is part of the cache key."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:

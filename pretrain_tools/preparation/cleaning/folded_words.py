@@ -1,7 +1,7 @@
 """Normalizes text to compare documents with each other and with benchmark items.
 
-Folded words consist of letters and digits, without case, accents, ligatures and character width. In scripts without
-spaces, each character is a word.
+Folded words consist of letters and digits. Differences in case, accents, ligatures and character width are removed. In
+scripts without spaces, each character is a word.
 """
 
 import re
@@ -47,7 +47,7 @@ class _FoldedCharacters(dict):
         elif category == "Cf" or character in APOSTROPHES + TATWEEL:
             folded = None
         elif category[0] in "LNM":
-            # Marks are dropped, except the iota subscript in Greek, which folds to a letter.
+            # Marks are dropped, except the Greek iota subscript, which folds to a letter.
             letters = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
             folded = "".join(filter(str.isalnum, letters)) or None
             if folded and any(code in script for script in SCRIPTS_WITHOUT_SPACES):

@@ -1,4 +1,4 @@
-"""Computes statistics of documents' lines, and detects each document's type, which determines the rules that apply.
+"""Computes line statistics, and detects each document's type, which determines the rules that apply.
 
 The published rules assume that each line is a paragraph, as on web pages. In books, verse and plays, line breaks can
 be anywhere in a sentence. Code and tables have no sentences.
@@ -47,7 +47,7 @@ class Lines:
         """(documents,) number of lines per document."""
 
     def totals(self, values: np.ndarray | str) -> np.ndarray:
-        """Sums (lines,) values, or a field of LINE, per document: (documents,)."""
+        """Sums (lines,) values, or a field of LINE, per document. Returns (documents,)."""
         by_line = self.table[values] if isinstance(values, str) else values
         return np.diff(np.append(0, np.cumsum(by_line, dtype=np.int64))[self.bounds])
 
@@ -67,7 +67,7 @@ class Lines:
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
-        # Skip tabs outside the stripped lines.
+        # Ignore tabs outside the stripped lines.
         is_within = (line >= 0) & (places < self.table["stop"].take(line, mode="clip"))
         found = line[is_within] * len(SIGNS) + kinds[places[is_within]] - 1
         return np.bincount(found, minlength=len(self.table) * len(SIGNS)).reshape(-1, len(SIGNS))
@@ -98,7 +98,7 @@ class Lines:
 
     @cached_property
     def blocks(self) -> "Lines":
-        """The blocks between blank lines, such as paragraphs, each as a single line.
+        """Blocks of text between blank lines, such as paragraphs. Each is represented by a single line.
 
         Only the fields `characters`, `digest` and `last_kind` refer to the whole block. `last_kind` combines the
         classes of all its lines.
@@ -123,7 +123,7 @@ class Lines:
 
 
 def forms_of(divided: DividedTexts, lines: Lines) -> np.ndarray:
-    """Detects each document's type: (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
+    """Detects each document's type. Returns (documents,) PARAGRAPHS, LINES, CODE or TABLE."""
     table = lines.table
     counts = np.maximum(lines.counts, 1)
     sizes = table["characters"]

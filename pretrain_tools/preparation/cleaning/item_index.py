@@ -18,7 +18,7 @@ FEWEST_BITS = 16
 
 
 def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
-    """Hashes the run of len(factors) words that begins at each place: (places,) uint64."""
+    """Hashes the run of len(factors) words that starts at each of `places`. Returns (places,) uint64."""
     return np.lib.stride_tricks.sliding_window_view(words, len(factors))[places] @ factors
 
 
@@ -37,7 +37,7 @@ class ItemIndex:
     seeds: np.ndarray
     """Sorted hashes of the first `seed_words` words in each run."""
     entries: np.ndarray
-    """(2^n,) bool, True for the highest n bits of each seed. Quickly rules out most positions in documents."""
+    """(2^n,) bool, True for the highest n bits of each seed. This quickly rules out most positions in documents."""
     shift: np.uint64
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:

@@ -30,13 +30,14 @@ LANGUAGES_OF = {
 PLACES = 5
 """Number of evenly spaced locations at which a document is sampled."""
 ALIKE = {"id": "id/ms", "ms": "id/ms"}
-"""Languages that are treated as one, because lingua labels half of Indonesian sentences as Malay."""
+"""Languages that are treated as one, because lingua labels half of all Indonesian sentences as Malay."""
 LEAST_WORDS = 20
 """Minimum number of words in a sample."""
 LOOKS = {600: [(0.12, 2, 4)], 4000: [(0.12, 2, 4), (0.06, 8, 8)], 20_000: [(0.06, 8, 10)]}
 """{sample size in bytes: alternative criteria (share, lead, different)}. A criterion is met if a language's function
 words make up `share` of all words, are `lead` times as frequent as those of the next language, include `different`
-distinct words, and reach half of `share` in most places. If no criterion is met, the next larger sample is used."""
+distinct words, and reach half of `share` in the majority of locations. If no criterion is met, the next larger sample
+is used."""
 IDEOGRAM = re.compile(rb"[\xe0\xe1\xe3-\xed]")
 """First UTF-8 bytes of letters in scripts that may omit spaces. Excludes 0xE2, which begins punctuation."""
 WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
@@ -48,8 +49,8 @@ CODE_OR_TABLE = "code or table"
 class LanguageFilter(NamedFilter):
     """Keeps documents in these languages (ISO 639-1 codes separated by +).
 
-    `minimum` is the minimum confidence, and `characters` the sample size for lingua. With `code`, code and tables are
-    kept in any language.
+    `minimum` is the minimum confidence, and `characters` the sample size for lingua. If `code` is True, code and
+    tables are kept in any language.
     """
 
     name: ClassVar[str] = "language"
@@ -96,7 +97,7 @@ class LanguageFilter(NamedFilter):
 
 
 def certain_language(text: bytes) -> str | None:
-    """Detects a document's language from its function words; None if they are unclear."""
+    """Detects a document's language from its function words. Returns None if they are unclear."""
     places = PLACES if len(text) > min(LOOKS) else 1
     for size, looks in LOOKS.items():
         each = min(size, len(text)) // places
@@ -128,8 +129,8 @@ def certain_language(text: bytes) -> str | None:
 
 
 def sample_of(text: bytes, characters: int) -> str:
-    """Samples about this many characters at evenly spaced locations. Returns shorter documents as a whole."""
-    # Avoid decoding long documents: sample at byte offsets instead of character offsets.
+    """Samples about this many characters at evenly spaced locations. Returns shorter documents in full."""
+    # Sample long documents at byte offsets, to avoid decoding them completely.
     units = text if len(text) > 16 * characters else text.decode()
     if len(units) <= characters:
         return " ".join(units.split())
@@ -159,7 +160,7 @@ def detect_by_lingua(sample: str) -> tuple[str, float]:
 def _lingua_detector() -> Any:
     from lingua import LanguageDetectorBuilder
 
-    # Low-accuracy mode only uses trigrams. The other models need 1.5 GB and only help with short texts.
+    # Low-accuracy mode uses only trigrams. The other models need 1.5 GB of memory and help only with short text.
     builder = LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode()
     return builder.with_preloaded_language_models().build()
 
@@ -169,5 +170,5 @@ def lingua_languages() -> set[str]:
     try:
         from lingua import Language
     except ImportError:
-        raise InputError("--filter language: requires lingua; pip install lingua-language-detector") from None
+        raise InputError("--filter language: requires lingua; run pip install lingua-language-detector") from None
     return {language.iso_code_639_1.name.lower() for language in Language.all()}

@@ -25,7 +25,7 @@ UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Prints the items of all tasks on the command line, a JSON list of names, patterns, .yaml files or folders."""
+    """Prints the items of all tasks. The argument is a JSON list of task names, patterns, .yaml files or folders."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # send the harness's own output to stderr
     for name in json.loads(sys.argv[1]):
@@ -62,8 +62,8 @@ def load_tasks(name: str) -> list[Any]:
 def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Returns the strings to search for: (strings that also match if they are short, strings that need a long match).
 
-    Questions are the item's fields that appear in the prompt, without the words of the prompt template. Answers are
-    combined with the end of the question, because short answers alone occur in many documents.
+    Questions are the item's fields that appear in the prompt, without the prompt template. Answers are combined with
+    the end of the question, because short answers alone occur in many documents.
     """
     prompt = task.doc_to_text(document)
     choices = answers_of(task, document)
@@ -85,7 +85,7 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
 
 
 def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question alone, and combined with each answer: after it, after a connector, or in its blank."""
+    """Returns the question alone, and with each answer appended, joined by a connector, or filled into its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
     texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
@@ -148,7 +148,7 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
     """Lists an item's answer choices, or its target answer."""
     try:
         choices = task.doc_to_choice(document) if getattr(task.config, "doc_to_choice", None) is not None else []
-    except Exception:  # the harness asserts if a task has no choices
+    except Exception:  # the harness raises AssertionError if a task has no choices
         choices = []
     target = task.doc_to_target(document)
     targets = [] if choices and isinstance(target, int) else target if isinstance(target, list) else [target]
@@ -157,7 +157,7 @@ def answers_of(task: Any, document: dict[str, Any]) -> list[str]:
 
 
 def strings_of(value: Any, name: str = "", least: int = 3) -> Iterator[tuple[str, str]]:
-    """Yields (top-level field name, string) for all strings in an item with at least `least` characters."""
+    """Yields (top-level field name, string) for all strings in an item that have at least `least` characters."""
     if isinstance(value, str):
         if len(value.strip()) >= least:
             yield name, value.strip()

@@ -26,10 +26,10 @@ DONORS = 8
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """Settings of the near-duplicate search.
+    """Settings for the near-duplicate search.
 
-    Two documents are compared only if their signatures are equal in at least one band. For similarity s, the
-    probability is 1 - (1 - s^rows)^bands.
+    Two documents are compared only if their signatures are equal in at least one band. For documents with similarity
+    s, the probability of this is 1 - (1 - s^rows)^bands.
     """
 
     threshold: float = 0.8
@@ -58,7 +58,7 @@ class NearDuplicates:
 
     @property
     def signature_bytes(self) -> int:
-        """Size of a signature in bytes."""
+        """Signature size in bytes."""
         return self.bands * self.rows
 
     def compared(self, similarity: float) -> float:
@@ -66,7 +66,7 @@ class NearDuplicates:
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     def words(self, texts: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (words, ends) of the documents; see folded_words."""
+        """Returns the documents' (words, ends); see folded_words."""
         from pretrain_tools.preparation.cleaning.folded_words import folded_words
 
         return folded_words(texts, self.shingle_words)
@@ -92,7 +92,7 @@ class NearDuplicates:
         return (len(sets[0]) + len(sets[1]) - len(either)) / len(either)
 
     def band_keys(self, signatures: np.ndarray, band: int) -> np.ndarray:
-        """Hashes one band of each signature: (documents,) uint64, below 2^40."""
+        """Hashes one band of each signature. Returns (documents,) uint64, below 2^40."""
         keys = np.zeros(len(signatures), np.uint64)
         for row in range(band * self.rows, (band + 1) * self.rows):
             keys ^= signatures[:, row]
@@ -103,7 +103,7 @@ class NearDuplicates:
 
 
 def shingle_hashes(words: np.ndarray, shingle_words: int) -> np.ndarray:
-    """Hashes all runs of `shingle_words` words: (words - shingle_words + 1,) uint32."""
+    """Hashes all runs of `shingle_words` words. Returns (words - shingle_words + 1,) uint32."""
     mixed = _mixed(words.copy())
     count = max(0, len(words) - shingle_words + 1)
     return _combined([mixed[place : place + count] for place in range(shingle_words)])

@@ -25,7 +25,7 @@ MAYBE_IP = re.compile(rb"\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]")
 VERSION_OR_FILE = re.compile(rb"v?[0-9]+\.[0-9xX*]|[0-9](?:\.[0-9]+)?x\.")
 """Matches the text after @ in lodash@4.17.21, checkout@v4.1.0 and icon@2x.png."""
 NO_DOMAINS = (b".service", b".socket", b".timer", b".mount", b".slice", b".png", b".jpg", b".jpeg", b".gif", b".svg")
-"""File and systemd unit suffixes, as in getty@tty1.service. None is a top-level domain."""
+"""File and systemd unit suffixes, as in getty@tty1.service. None of them is a top-level domain."""
 REPOSITORY = re.compile(rb":[A-Za-z0-9._~-]*/")
 """Matches the text after the host in git@github.com:owner/name."""
 VERSION_BEFORE = re.compile(

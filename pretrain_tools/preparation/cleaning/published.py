@@ -1,10 +1,10 @@
-"""Filters of Gopher, C4 and FineWeb, with their published parameters.
+"""Gopher, C4 and FineWeb filters, with their published parameters.
 
 Gopher: Rae et al. 2021, https://arxiv.org/abs/2112.11446, A.1.1. C4: Raffel et al. 2020,
 https://arxiv.org/abs/1910.10683, 2.2. FineWeb: Penedo et al. 2024, https://arxiv.org/abs/2406.17557, 3.6. Details that
 the papers don't specify follow datatrove, except that words are split at spaces.
 
-The rules were designed for web pages. With `by_form`, each rule only applies to the document types it is suited for.
+The rules were designed for web pages. If `by_form` is True, each rule applies only to suitable document types.
 """
 
 import re
@@ -85,12 +85,12 @@ def verdicts_of(rules: Sequence[Rule]) -> Verdicts:
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divides, with 0 / 0 = 0."""
+    """Divides elementwise, with 0 / 0 = 0."""
     return part / np.maximum(whole, 1)
 
 
 class Forms(NamedTuple):
-    """Types of the documents (see forms.py), as (documents,) bool arrays."""
+    """Document types (see forms.py) as (documents,) bool arrays."""
 
     page: np.ndarray
     set_in_lines: np.ndarray
@@ -113,7 +113,7 @@ def _forms(batch: TextBatch, by_form: bool) -> Forms:
 
 @dataclass(frozen=True)
 class GopherQuality(NamedFilter):
-    """Quality rules of Gopher. None turns a rule off."""
+    """Gopher's quality rules. None turns a rule off."""
 
     name: ClassVar[str] = "gopher_quality"
     min_words: int | None = 50
@@ -160,7 +160,7 @@ class GopherQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class GopherRepetition(NamedFilter):
-    """Repetition rules of Gopher. Each limit is a maximum share of lines, paragraphs or characters."""
+    """Gopher's repetition rules. Each limit is a maximum share of lines, paragraphs or characters."""
 
     name: ClassVar[str] = "gopher_repetition"
     duplicate_paragraphs: float | None = 0.3
@@ -214,7 +214,7 @@ class GopherRepetition(NamedFilter):
 
 @dataclass(frozen=True)
 class FineWebQuality(NamedFilter):
-    """Quality rules of FineWeb."""
+    """FineWeb's quality rules."""
 
     name: ClassVar[str] = "fineweb"
     min_ending_lines: float | None = 0.12
@@ -247,7 +247,7 @@ class FineWebQuality(NamedFilter):
 
 @dataclass(frozen=True)
 class C4Quality(NamedFilter):
-    """Rules of C4. They remove lines, citation marks such as [1], and whole documents.
+    """C4's rules, which remove lines, citation marks such as [1], and whole documents.
 
     `max_curly_brackets` is the maximum number of opening curly brackets per word.
     """
@@ -313,7 +313,7 @@ class C4Quality(NamedFilter):
 
 
 def phrases_in(lines: "Lines", looked_at: np.ndarray) -> dict[bytes, np.ndarray]:
-    """Counts PHRASES per line, ignoring case: {phrase: (lines,)}. looked_at: (lines,) bool, the lines to search."""
+    """Counts PHRASES per line, ignoring case. Returns {phrase: (lines,)}. looked_at: (lines,) bool, what to search."""
     lower = lines.text.tobytes().lower()
     found = {}
     for phrase in PHRASES:

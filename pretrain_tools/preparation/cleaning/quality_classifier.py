@@ -78,13 +78,13 @@ def read_classifier(folder: str) -> np.ndarray:
 
 
 def quality_scores(texts: Sequence[bytes], weights: np.ndarray) -> np.ndarray:
-    """Computes the probability that each document is good: (documents,)."""
+    """Returns (documents,), the probability that each document is good."""
     margins = features_of(texts) @ weights[:-1] + weights[-1]
     return 1.0 / (1.0 + np.exp(-margins.astype(np.float64)))
 
 
 def features_of(texts: Sequence[bytes]) -> Any:
-    """Counts hashed lowercase words and word pairs: (documents, BUCKETS), sparse, with rows normalized to length 1."""
+    """Counts hashed lowercase words and word pairs. Returns sparse (documents, BUCKETS) with rows of unit length."""
     from sklearn.feature_extraction.text import HashingVectorizer
 
     hashing = HashingVectorizer(n_features=BUCKETS, ngram_range=(1, 2), alternate_sign=False, token_pattern=r"[^\W_]+")
@@ -97,8 +97,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     Documents are held out by hash, so that duplicates are never split between training and held-out documents.
 
     Args:
-        good: glob of files with good documents.
-        other: glob of files with ordinary documents.
+        good: glob pattern for files with good documents.
+        other: glob pattern for files with ordinary documents.
     """
     if output.exists() and not (output / CLASSIFIER_FILE).is_file() and any(output.iterdir()):
         raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
@@ -106,8 +106,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     for pattern, found in zip((good, other), texts, strict=True):
         if len(found) < FEWEST_TEXTS:
             raise InputError(
-                f"--train_classifier {pattern}: found only {len(found)} documents; provide at least {FEWEST_TEXTS} of "
-                "each kind"
+                f"--train_classifier {pattern}: contains only {len(found)} documents, but at least "
+                f"{FEWEST_TEXTS} are required"
             )
     together = texts[0] + texts[1]
     labels = np.repeat([1.0, 0.0], [len(found) for found in texts])

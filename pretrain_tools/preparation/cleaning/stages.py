@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
 
 BATCH_BYTES = 1 << 20
-"""Batch size in bytes. Intermediate arrays of this size stay in the CPU cache."""
+"""Batch size in bytes. Intermediate arrays of this size fit in the CPU cache."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Verdicts:
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{histogram: value of each document}, such as its language. Use few distinct values."""
     found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: list entries found in it, without repetition}."""
+    """{document: list entries found in it, without duplicates}."""
 
 
 Judge = Callable[[TextBatch], Verdicts]

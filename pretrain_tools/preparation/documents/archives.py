@@ -1,4 +1,4 @@
-"""Reads tar archives, including webdataset. Each member is a document or a file with documents.
+"""Reads tar archives, including WebDataset. Each member is a document or a file with documents.
 
 Unlike Python's tarfile, it detects damaged headers and truncated archives.
 """
@@ -46,8 +46,8 @@ class _StrictMember(tarfile.TarInfo):
                 if zero_blocks:
                     raise tarfile.EOFHeaderError("end of file header") from None
                 reason = (
-                    "the two blocks of zeros at the end are missing, so it may be truncated; if it is complete, "
-                    "append them: truncate -s +1024 FILE"
+                    "the two zero blocks at the end are missing, so it may be truncated; if it is complete, "
+                    "append them with truncate -s +1024 FILE"
                 )
                 raise tarfile.ReadError(reason if archive.offset else "empty file") from None
             except tarfile.HeaderError as error:
@@ -61,7 +61,7 @@ class _StrictMember(tarfile.TarInfo):
 
 @dataclass
 class _Sample:
-    """Members with the same name up to the first dot, as in webdataset."""
+    """Members with the same name up to the first dot, as in WebDataset."""
 
     name: tuple[str, str]
     texts: list[tuple[str, bytes]] = field(default_factory=list)
@@ -69,7 +69,10 @@ class _Sample:
     """The .json members."""
 
     def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
-        """Yields the text members, with other fields from the .json member; without text, the JSON documents."""
+        """Yields the text members, with other fields from the .json member.
+
+        If there are no text members, yields the JSON documents.
+        """
         objects = {name.lower().rpartition("/")[2].partition(".")[2]: content for name, content in self.objects}
         for name, content in self.texts:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
@@ -87,8 +90,8 @@ class _Sample:
 def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads the documents in a tar archive. A text member is one document; other members may contain several.
 
-    If a text member has other fields, they come from the .json member with the same name up to the first dot. The last
-    record contains the number of members that aren't documents (`not_read`).
+    A text member's other fields come from the .json member with the same name up to the first dot. The last record
+    contains the number of members that aren't documents (`not_read`).
     """
     place = 0
     others = Counter()

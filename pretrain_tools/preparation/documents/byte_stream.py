@@ -88,7 +88,7 @@ class ByteStream(io.RawIOBase):
         if decompressor is not None:
             raise DamagedFileError(f"{compression} data is truncated")
         if self.consumed == 0:
-            raise DamagedFileError(f"empty file, must be {compression} data")
+            raise DamagedFileError(f"expected {compression} data, got an empty file")
 
 
 def decompression_of(compression: str) -> tuple[Callable[[], Any], type[Exception]]:

@@ -16,7 +16,7 @@ ROWS_AT_ONCE = 256
 
 
 def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """Opens a seekable file. Makes a temporary copy if it is compressed, in an archive, or not seekable.
+    """Opens a seekable file. Makes a temporary copy if the stream is compressed, in an archive, or not seekable.
 
     at_once: also copy remote files, for libraries that make many small reads.
     """
@@ -25,7 +25,7 @@ def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
         if file.seekable():
             return file
         file.close()
-    # The unnamed temporary file disappears with the process, even after a kill.
+    # The unnamed temporary file disappears with the process, even if it is killed.
     spooled = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
     for block in stream.blocks():
         spooled.write(block)
@@ -42,7 +42,7 @@ def _readable_as(kind: str, *errors: type[Exception]) -> Iterator[None]:
         raise
     except (OSError, *errors) as error:
         reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
-        raise DamagedFileError(f"not readable as {kind} ({reason})") from None
+        raise DamagedFileError(f"cannot be read as {kind} ({reason})") from None
 
 
 def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
@@ -54,7 +54,7 @@ def _readable_by_arrow(kind: str) -> AbstractContextManager[None]:
 @FORMATS.register("parquet")
 @file_format(".parquet", ".pq", place="row")
 def read_parquet(stream: ByteStream, reading: Reading, row_group: int | None = None) -> Iterator[Record]:
-    """Reads a parquet file, or one of its row groups, with a document per row.
+    """Reads a parquet file, or one of its row groups, with one document per row.
 
     Raises DamagedFileError with the number of remaining rows.
     """
@@ -102,7 +102,7 @@ def _columns_of(schema: Any, reading: Reading) -> list[str]:
 
 
 def _column_of(schema: Any, field: str) -> str:
-    """Returns the column that contains a field: the field itself, or the first step of a dotted path."""
+    """Returns the column that contains a field. Its name is the field's, or the first part of a dotted path."""
     for name in (field, field.split(".")[0]):
         if name in schema.names:
             return name
@@ -146,7 +146,7 @@ def _values(table: Any, field: str) -> list[Any]:
 @FORMATS.register("arrow")
 @file_format(".arrow", ".feather", ".ipc", place="row")
 def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads an Arrow IPC file or stream, with a document per row."""
+    """Reads an Arrow IPC file or stream, with one document per row."""
     import pyarrow as pa
 
     with seekable(stream) as file, _readable_by_arrow("arrow IPC"):
@@ -167,7 +167,7 @@ def read_arrow(stream: ByteStream, reading: Reading) -> Iterator[Record]:
 @FORMATS.register("hdf5")
 @file_format(".h5", ".hdf5", place="row")
 def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads an HDF5 file with a dataset of strings per field. Dots or slashes in a field name refer to groups."""
+    """Reads an HDF5 file with one string dataset per field. Dots or slashes in a field name refer to groups."""
     import h5py
 
     with (
@@ -194,7 +194,7 @@ def _string_dataset(content: Any, text_field: str) -> Any:
         raise DamagedFileError(f"no dataset {text_field!r} {others}", max(lengths, default=1))
     if found.ndim != 1 or (h5py.check_string_dtype(found.dtype) is None):
         raise DamagedFileError(
-            f"dataset {text_field!r} contains {found.dtype} of shape {found.shape}, must be one-dimensional strings; "
+            f"dataset {text_field!r} must contain one-dimensional strings, got {found.dtype} of shape {found.shape}; "
             "to train on token IDs, use the file itself in the recipe: {shards: FILE, tokenizer: NAME}"
         )
     return found

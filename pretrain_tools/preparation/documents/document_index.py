@@ -1,4 +1,4 @@
-"""Index of the documents in a shard: the end, source and location of each.
+"""Index of a shard's documents: each document's end, source and location.
 
 A .documents file contains one 24-byte record per document, without a header. Open it with `np.memmap(file, DOCUMENT)`.
 """
@@ -14,13 +14,13 @@ from pretrain.errors import InputError
 
 MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
-"""Used instead of a split name in slices and before near duplicates are removed, when both splits share the shards."""
+"""Replaces the split name in slices, and before near duplicates are removed. Shards then contain both splits."""
 HELD_OUT = np.uint64(1 << 63)
 """Flag added to `place` for validation documents in undivided shards."""
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
-"""end: token offset in the shard, after the end-of-document ID. place: line, row or number in the source, from 1.
-text_bytes: size of the text in UTF-8. source: index in the manifest's list of sources."""
+"""end: token offset in the shard, after the end-of-document ID. place: line, row or number in the source, starting at
+1. text_bytes: size of the text in UTF-8. source: index in the manifest's list of sources."""
 
 
 def index_path(shard: Path) -> Path:
@@ -45,14 +45,14 @@ def tokens_of(documents: np.ndarray) -> np.ndarray:
 
 
 def read_index(shard: Path, documents: int) -> np.ndarray | None:
-    """Memory-maps a shard's index; None if there is none. Raises InputError if it doesn't have `documents` records."""
+    """Memory-maps a shard's index. Returns None if there is none. Raises InputError if its size is wrong."""
     path = index_path(shard)
     if not path.is_file():
         return None
     if path.stat().st_size != documents * DOCUMENT.itemsize:
         raise InputError(
-            f"{path}: its size is {path.stat().st_size:,} bytes, must be {documents * DOCUMENT.itemsize:,} "
-            f"({documents:,} documents); restore the file, or prepare the folder again"
+            f"{path}: must have {documents * DOCUMENT.itemsize:,} bytes for {documents:,} documents, got "
+            f"{path.stat().st_size:,}; restore the file, or prepare the folder again"
         )
     return np.memmap(path, DOCUMENT, mode="r").view(np.ndarray) if documents else np.empty(0, DOCUMENT)
 
@@ -69,7 +69,7 @@ class InputOrder:
         self.documents = int(self._ends[-1]) if shards else 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each process maps the files again.
+        # Each process maps the files itself.
         return self.__dict__ | {"_maps": {}}
 
     def _index(self, path: Path) -> np.ndarray:
@@ -86,7 +86,7 @@ class InputOrder:
         return self._maps[path]
 
     def _by_shard(self, numbers: np.ndarray) -> Iterator[tuple[Path, np.ndarray]]:
-        """Converts ascending document indices to (shard, rows) pairs."""
+        """Yields (shard, rows) pairs for ascending document indices."""
         shards = np.searchsorted(self._ends, numbers, side="right")
         for shard in np.unique(shards).tolist():
             begin = int(self._ends[shard - 1]) if shard else 0

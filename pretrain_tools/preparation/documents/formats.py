@@ -43,7 +43,7 @@ Reader = Callable[[ByteStream, Reading], Iterator[Record]]
 def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
     """Returns a decorator for a file format's reader. Use it together with `registry.FORMATS.register`.
 
-    Raises InputError if another format already has one of the suffixes.
+    Raises InputError if another format already uses one of the suffixes.
 
     Args:
         place: unit of a record's place, such as "line", for messages.
@@ -52,7 +52,7 @@ def file_format(*suffixes: str, place: str) -> Callable[[Reader], Reader]:
 
     def decorated(read: Reader) -> Reader:
         if both := [suffix for suffix in suffixes if suffix in taken]:
-            raise InputError(f"{both[0]} is already a suffix of the format {taken[both[0]]}; choose another")
+            raise InputError(f"suffix {both[0]} is already used by the format {taken[both[0]]}; use another suffix")
         read.suffixes = suffixes
         read.place = place
         return read
@@ -94,7 +94,7 @@ def whole_lines(stream: ByteStream) -> Iterator[tuple[int, bytes]]:
                 pending = [tail]
                 size = len(tail)
             elif size > MAXIMUM_DOCUMENT_BYTES + PART_BYTES:
-                raise DamagedFileError(f"line {line} or a later one is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
+                raise DamagedFileError(f"line {line} or a later line is longer than {MAXIMUM_DOCUMENT_BYTES:,} bytes")
     except DamagedFileError:
         content = b"".join(pending)
         if whole := content[: content.rfind(b"\n") + 1]:
@@ -178,7 +178,7 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads JSON: a list of objects, an object that contains one list, or several concatenated objects."""
     try:
-        text = read_whole(stream, "convert it to JSON lines").removeprefix(BYTE_ORDER_MARK).decode()
+        text = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
         raise DamagedFileError(not_utf8(error)) from None
     position = SPACE.match(text).end()
@@ -211,7 +211,7 @@ def _elements(value: Any, text_field: str) -> list[Any]:
 def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads comma- or tab-separated values with a header row. A record's place is the last line of its row."""
     csv.field_size_limit(MAXIMUM_DOCUMENT_BYTES)
-    # Decode invalid UTF-8 to lone surrogates, so that it only affects the row that contains it.
+    # Decode invalid UTF-8 to lone surrogates, so that it affects only the row that contains it.
     lines = io.TextIOWrapper(io.BufferedReader(stream), "utf-8", errors="surrogateescape", newline="")
     is_tab_separated = ".tsv" in PurePath(shown(stream.path).lower()).suffixes
     rows = csv.reader(lines, delimiter="\t" if is_tab_separated else ",", strict=True)

@@ -26,7 +26,8 @@ ARTICLE_HEADING = re.compile(rb"\s= [^=].* =\s*")
 class Preset:
     """A Hub dataset. `streams` is True for large datasets, which are streamed by default.
 
-    If `document_start` is set, rows are lines, and a matching line begins a document. Otherwise, rows are documents.
+    If `document_start` is set, each row is a line, and a matching line starts a document. Otherwise, each row is a
+    document.
     """
 
     path: str
@@ -80,7 +81,7 @@ class HubDataset:
 
     @property
     def total_bytes(self) -> int | None:
-        """Size of the rows to read, in bytes of memory; None for a stream."""
+        """Size in memory of the rows to read, in bytes; None for a stream."""
         return None if self.streaming else self.rows_of.data.nbytes * self._rows_to_read // max(1, self.rows)
 
     expected_text_bytes = total_bytes
@@ -101,7 +102,7 @@ class HubDataset:
         return [self.name] if files == 1 else [f"{self.name}/{self.split}/{number:05d}" for number in range(files)]
 
     def description(self) -> list[dict[str, Any]]:
-        """Returns the manifest's list of sources, with the commit or a hash of some rows as fingerprint."""
+        """Returns the manifest's list of sources. The fingerprint is the commit or a hash of some rows."""
         asked = {"subset": self.subset, "split": self.split, "examples": self.maximum_examples}
         if self.document_start is not None:
             asked["document_start"] = self.document_start.pattern.decode()
@@ -140,7 +141,10 @@ class HubDataset:
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
     def _tables(self, file: int, first: int, rows_before: int) -> Iterator[Any]:
-        """Yields ROWS_PER_PART rows at a time, from part `first` of a file. rows_before: number of rows before it."""
+        """Yields ROWS_PER_PART rows at a time, starting at part `first` of a file.
+
+        rows_before: number of earlier rows.
+        """
         first_row = first * ROWS_PER_PART
         if not self.streaming:
             stop = self._rows_to_read
@@ -167,14 +171,14 @@ class HubDataset:
             try:
                 records = list(table_records(table, reading, rows_before))
             except DamagedFileError as error:
-                raise InputError(f"--dataset {self.name}: {error}; select the field with --text_field") from None
+                raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
             rows_before += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
 
     def _joined(
         self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
     ) -> Iterator[tuple[int, list[Record], int]]:
-        """Joins rows to documents. Yields (part, documents, bytes). A document belongs to its first row's part."""
+        """Joins rows into documents. Yields (part, documents, bytes). A document belongs to its first row's part."""
         documents = joined_documents(tables, self.document_start, starts_inside)
         for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
             found, sizes = zip(*group, strict=True)
@@ -184,9 +188,9 @@ class HubDataset:
 def joined_documents(
     tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
 ) -> Iterator[tuple[Record, int]]:
-    """Joins rows with one line each to documents. Yields (document, bytes read since the previous document).
+    """Joins rows, which contain one line each, into documents. Yields (document, bytes read since the previous one).
 
-    A row that matches `start` begins a document. The document's place is its first row. starts_inside: skip the rows
+    A row that matches `start` starts a document. The document's place is its first row. starts_inside: skip the rows
     before the first match.
     """
     lines: list[bytes] = []
@@ -232,7 +236,7 @@ def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         where = "" if is_local else _where(name, preset)
         raise InputError(
-            f"--dataset {name}{where}: cannot be loaded as subset {subset or 'default'}, "
+            f"--dataset {name}{where}: cannot load subset {subset or 'default'}, "
             f"split {split}: {' '.join(lines)[:500]}"
         ) from None
     shown = Path(name).resolve().name if is_local else preset.path

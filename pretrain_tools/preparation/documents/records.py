@@ -17,7 +17,7 @@ MISSING = object()
 
 
 class Record(NamedTuple):
-    """A document. `place` is its location in the file, such as a line number, from 1.
+    """A document. `place` is its location in the file, such as a line number, starting at 1.
 
     If the record is unusable, `problem` is set. If it was filtered out, `text` and `problem` are both None.
     """
@@ -54,7 +54,7 @@ class Reading:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if no field except the text is needed."""
+        """True if only the text field is needed."""
         return self.template is None and not self.only and self.url_field is None and self.split_field is None
 
     @cached_property
@@ -66,7 +66,7 @@ class Reading:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """All needed fields, each once."""
+        """All needed fields, without duplicates."""
         names = [name for _, name in self.pieces if name is not None]
         names += [name for name, _ in self.only]
         return tuple(dict.fromkeys(names + [name for name in (self.url_field, self.split_field) if name]))
@@ -84,12 +84,12 @@ def template_problem(template: str) -> str | None:
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
-        return f"{error}; write {{{{ and }}}} for literal braces"
+        return f"{error}; use {{{{ and }}}} for literal braces"
     if any(spec or conversion for _, _, spec, conversion in pieces):
         return "fields must not contain ! or :"
     if any(name is not None and not re.fullmatch(r"[^{}\[\]\s]+", name) for _, name, _, _ in pieces):
         return "a field must be a name in braces, such as {title} or {meta.title}"
-    return None if any(name for _, name, _, _ in pieces) else "contains no field"
+    return None if any(name for _, name, _, _ in pieces) else "must contain a field"
 
 
 def find_field(value: Any, name: str) -> Any:
@@ -105,7 +105,7 @@ def find_field(value: Any, name: str) -> Any:
 def object_record(place: int, value: Any, reading: Reading) -> Record:
     """Builds a record from a JSON object."""
     if not isinstance(value, dict):
-        return Record(place, None, f"is {kind_of(value)}, must be an object with the field {reading.fields[0]!r}")
+        return Record(place, None, f"must be an object with the field {reading.fields[0]!r}, got {kind_of(value)}")
     values = {name: find_field(value, name) for name in reading.fields}
     return fields_record(place, values, reading, list(value))
 
@@ -149,7 +149,7 @@ def _filled(place: int, values: dict[str, Any], reading: Reading) -> Record:
                 return record
         text = as_text(value)
         if text is None:
-            return Record(place, None, f"field {name!r} is {kind_of(value)}, must be text or a number")
+            return Record(place, None, f"field {name!r} must be text or a number, got {kind_of(value)}")
         parts += [literal, text]
     return text_record(place, "".join(parts), "template")
 
@@ -170,7 +170,7 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
     if isinstance(value, bytes):
         return checked(place, value)
     if not isinstance(value, str):
-        return Record(place, None, f"field {text_field!r} is {kind_of(value)}, must be text")
+        return Record(place, None, f"field {text_field!r} must be text, got {kind_of(value)}")
     try:
         return Record(place, value.encode())
     except UnicodeEncodeError as error:
@@ -178,9 +178,9 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
 
 
 def checked(place: int, text: bytes) -> Record:
-    """Builds a record from UTF-8 text. Invalid UTF-8 and text that is too long give a record with a problem."""
+    """Builds a record from UTF-8 text. If the text is invalid or too long, the record has a problem instead."""
     if len(text) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"document of {len(text):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
+        return Record(place, None, f"document has {len(text):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -192,14 +192,14 @@ def not_utf8(error: UnicodeDecodeError) -> str:
     """Describes a decoding error."""
     reason = f"not UTF-8 (0x{error.object[error.start]:02x} at byte {error.start + 1:,})"
     if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return f"{reason} but UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
+        return f"{reason} but UTF-16; convert it with iconv -f UTF-16 -t UTF-8"
     return reason
 
 
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
-    """Builds a record from a line with a JSON object."""
+    """Builds a record from a line that contains a JSON object."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"line of {len(line):,} bytes; the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
+        return Record(place, None, f"line has {len(line):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
         # Decode explicitly, because json.loads accepts encoded surrogates in bytes.
         value = JSON.decode(line.decode())

@@ -1,6 +1,6 @@
 """Finds input files, detects their formats, and splits them into parts for workers.
 
-Documents are in order of file path and location in the file. A preparation resumes at the position of a part.
+Documents are ordered by file path, then by location in the file. Preparation resumes at a part boundary.
 """
 
 import collections
@@ -95,7 +95,7 @@ def find_sources(
             if os.path.isdir(pattern):
                 remedy = f"is a folder; specify its files, such as '{pattern}/**/*.jsonl'"
             elif os.path.exists(pattern):
-                remedy = "is a pipe or a device; write its content to a file"
+                remedy = "is a pipe or a device; save its content to a file"
             problems.append(f"{option} {shown(pattern)}: {remedy}")
         paths.update(found)
     kept = _each_once([path for path in paths if not any(fnmatch.fnmatch(path, pattern) for pattern in exclude)])
@@ -106,7 +106,7 @@ def find_sources(
     named = zip(kept, _names_below(kept), strict=True)
     sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
-    problems += [f"--input: two files are called {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
+    problems += [f"--input: two files have the name {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
     return sources
 
@@ -152,7 +152,7 @@ def _folders_below(starts: Sequence[str]) -> Iterator[str]:
 
 
 def _each_once(paths: Collection[str]) -> list[str]:
-    """Sorts paths and removes duplicates. If several paths lead to the same file, prefers its real path."""
+    """Sorts paths and removes duplicates. If several paths refer to the same file, prefers its real path."""
     by_file: dict[str, str] = {}
     for path in sorted(paths):
         real = path if is_url(path) else os.path.realpath(path)
@@ -175,7 +175,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
     found = format_name or format_by_name(path)
     if found is None:
         known = " ".join(suffix for found in FORMATS.values() for suffix in found.suffixes)
-        given = suffix or "without a suffix"
+        given = suffix or "(no suffix)"
         raise InputError(
             f"{shown(path)}: unknown format {given}; use {known}, optionally with .gz or .zst, or set --input_format"
         )
@@ -185,7 +185,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
         size = size_of(path)
     except OSError as error:
         raise InputError(
-            f"{shown(path)}: cannot be read: {error.strerror}; make it readable or --exclude it"
+            f"{shown(path)}: cannot be read: {error.strerror}; make it readable, or use --exclude to skip it"
         ) from None
     source = InputFile(path, name, found, compression, size)
     if found == "json" and format_name is None and _holds_lines(source):
@@ -194,7 +194,7 @@ def _source(path: str, name: str, format_name: str | None) -> InputFile:
 
 
 def _holds_lines(source: InputFile) -> bool:
-    """Returns True if a .json file contains JSON lines, as in C4 and Dolma. Only reads the beginning."""
+    """Returns True if a .json file contains JSON Lines, as in C4 and Dolma. Reads only the beginning."""
     try:
         with source.open() as stream:
             block = next(stream.blocks(), b"").removeprefix(formats.BYTE_ORDER_MARK)
@@ -253,7 +253,7 @@ class LargeFile:
     offset: int
     """Expected size of all earlier sources in bytes."""
     taken: range
-    """Range of byte offsets, across all sources. Only parts that begin in it are yielded."""
+    """Range of byte offsets, across all sources. Only parts that begin in this range are yielded."""
     reading: Reading
 
     def parts(self) -> Iterator[Part]:
@@ -330,7 +330,7 @@ class Files:
             following = self.sources[number : number + MOST_FILES_PER_PART]
             group = list(itertools.takewhile(lambda source: _is_small(source, reading), following))
             if group:
-                # Never group by the number of workers, because positions must stay valid if it changes.
+                # Grouping must not depend on the number of workers, because positions must stay valid if it changes.
                 sizes = itertools.accumulate(expected_bytes(source) for source in group)
                 group = group[: max(1, sum(1 for size in sizes if size <= PART_BYTES))]
                 number += len(group)

@@ -102,11 +102,11 @@ def test_workers_and_slices_change_no_byte(planted, tmp_path, run):
 def test_changed_benchmarks_are_rejected(planted, tmp_path, run):
     run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     write_jsonl(tmp_path / "long.jsonl", [*LONG[:-1], sentence(20)])
-    with pytest.raises(InputError, match=r"finished from a different request: options\.cleaning.*") as caught:
+    with pytest.raises(InputError, match=r"finished with different options or input: options\.cleaning.*") as caught:
         run(*planted[0], "--output", tmp_path / "out", "--workers", 1)
     name = r"options\.cleaning\.decontamination\.benchmarks\.long\.jsonl\.sha256"
     # The message must show only the difference, not both lists.
-    assert re.search(rf"a different request: {name} was '\w+', is now '\w+'; use another", str(caught.value))
+    assert re.search(rf"different options or input: {name} was '\w+' but is now '\w+'; use a new", str(caught.value))
 
 
 TASKS = {

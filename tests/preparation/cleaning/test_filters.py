@@ -27,7 +27,7 @@ def test_parameters_are_named_or_set_the_first_one(given, expected):
         ("gopher_qualty", "no such filter; did you mean gopher_quality"),
         ("gopher_quality(min_word=3)", "no parameter 'min_word'; did you mean min_words"),
         ("gopher_quality(min_words=many)", "min_words=many: must be a whole number or off"),
-        ("gopher_quality(min_words=1, min_words=2)", "min_words given twice"),
+        ("gopher_quality(min_words=1, min_words=2)", "min_words is specified twice"),
         ("fineweb(short_line_characters=off)", "cannot be turned off"),
         ("c4(endings=maybe)", "must be on or off"),
         ("language", "requires languages=..."),
@@ -47,7 +47,7 @@ def test_all_problems_are_reported_together(tmp_path):
     with pytest.raises(InputError) as refused:
         read_cleaning(["c5", "c4", "c4", f"{tmp_path}/urls.py:keep"], languages="xx", has_urls=False)
     assert len(refused.value.problems) == 4
-    assert any("--filter c4: given twice" in problem for problem in refused.value.problems)
+    assert any("--filter c4: specified twice" in problem for problem in refused.value.problems)
     assert any("requires --url_field" in problem for problem in refused.value.problems)
 
 

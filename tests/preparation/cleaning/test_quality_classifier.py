@@ -63,7 +63,7 @@ def test_a_classifier_separates_good_texts_and_training_is_deterministic(example
 
 def test_too_few_texts_and_foreign_folders_are_rejected(examples, tmp_path):
     write_jsonl(tmp_path / "few.jsonl", ["text"] * 3)
-    with pytest.raises(InputError, match=r"few\.jsonl: found only 3 documents; provide at least 50"):
+    with pytest.raises(InputError, match=r"few\.jsonl: contains only 3 documents, but at least 50"):
         train_classifier(str(examples / "good.jsonl"), f"{tmp_path}/few.jsonl", Reading(), tmp_path / "out")
     with pytest.raises(InputError, match=r"--train_classifier .*none\.jsonl: no such file"):
         train_classifier(f"{tmp_path}/none.jsonl", str(examples / "other.jsonl"), Reading(), tmp_path / "out")

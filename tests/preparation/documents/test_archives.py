@@ -50,10 +50,10 @@ def flipped(content, place):
 
 ARCHIVE, STARTS = tar_of({f"{n}.txt": text.encode() for n, text in enumerate(TEXTS)})
 DAMAGED = {
-    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "the two blocks of zeros at the end are missing"),
+    "cut at a member's end": (ARCHIVE[: STARTS[5]], 5, "the two zero blocks at the end are missing"),
     "cut within a header": (ARCHIVE[: STARTS[5] + 100], 5, "no valid header at byte"),
     "cut within a member": (ARCHIVE[: STARTS[5] - 800], 4, "unexpected end of data"),
-    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "the two blocks of zeros at the end"),
+    "cut after the last member": (ARCHIVE[: STARTS[9] + 2 * BLOCK + BLOCK], 10, "the two zero blocks at the end"),
     "a bit of a header": (flipped(ARCHIVE, STARTS[5] + 3), 5, "no valid header at byte .*: bad checksum"),
     "a bit of a size": (flipped(ARCHIVE, STARTS[5] + 130), 5, "no valid header at byte .*: bad checksum"),
     "a zeroed header": (

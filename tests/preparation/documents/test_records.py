@@ -101,7 +101,7 @@ def test_missing_and_unprintable_fields_are_named(tmp_path):
     (source,) = find_sources([str(tmp_path / "a.jsonl")])
     problems = [record.problem for record in records_of(source, Reading(template="{title} {text}"))]
     assert problems[0] == "no field 'title' (fields: text)"
-    assert problems[1] == "field 'title' is a list, must be text or a number"
+    assert problems[1] == "field 'title' must be text or a number, got a list"
     assert problems[2].startswith("not valid Unicode (lone surrogate")
     problems = [record.problem for record in records_of(source, Reading(only=(("title", ("a",)),)))]
     assert problems == ["no field 'title' (fields: text)", None, None]
@@ -117,11 +117,11 @@ def test_plain_text_has_no_fields(tmp_path):
 def test_invalid_templates_are_rejected():
     assert template_problem("{title}\n{meta.text} {{as it is}}") is None
     for template, problem in {
-        "no field": "contains no field",
+        "no field": "must contain a field",
         "{}": "a field must be a name in braces",
         "{a!r}": "must not contain ! or :",
         "{a:>3}": "must not contain ! or :",
-        "{a": "write {{ and }}",
+        "{a": "use {{ and }}",
     }.items():
         assert problem in template_problem(template)
 

@@ -208,9 +208,9 @@ def test_nested_fields(tmp_path):
 BAD_LINES = [
     (b'{"text": "cut', r"invalid JSON \(Unterminated string .* column 10\)"),
     (b'{"id": 1}', r"no field 'text' \(fields: id\)"),
-    (b'{"text": null}', "field 'text' is null, must be text"),
-    (b'{"text": ["a"]}', "field 'text' is a list, must be text"),
-    (b'["a"]', "is a list, must be an object with the field 'text'"),
+    (b'{"text": null}', "field 'text' must be text, got null"),
+    (b'{"text": ["a"]}', "field 'text' must be text, got a list"),
+    (b'["a"]', "must be an object with the field 'text', got a list"),
     (b'{"text": "\xff"}', r"not UTF-8 \(0xff at byte 11\)"),
     (b'{"text": "\xed\xa0\x80"}', "not UTF-8"),
     (b'{"text": "\\ud800"}', "lone surrogate"),
@@ -246,17 +246,17 @@ def test_a_truncated_file_keeps_its_whole_lines_and_is_named(tmp_path, name):
     [
         ("a.jsonl.gz", b"plain text", "damaged gz data"),
         ("a.jsonl.zst", b"plain text", "damaged zst data"),
-        ("a.jsonl.gz", b"", "empty file, must be gz data"),
-        ("a.parquet", b"PAR1 cut", "not readable as parquet"),
-        ("a.arrow", b"ARROW1 cut", "not readable as arrow IPC"),
-        ("a.h5", b"\x89HDF cut", "not readable as HDF5"),
+        ("a.jsonl.gz", b"", "expected gz data, got an empty file"),
+        ("a.parquet", b"PAR1 cut", "cannot be read as parquet"),
+        ("a.arrow", b"ARROW1 cut", "cannot be read as arrow IPC"),
+        ("a.h5", b"\x89HDF cut", "cannot be read as HDF5"),
         ("a.tar", b"no archive at all" * 99, "damaged tar archive"),
         ("a.json", b'[{"text": "a"}, {"text', "invalid JSON"),
         ("a.json", b'{"text": "a\xff"}', "not UTF-8"),
         ("a.csv", b"id,body\n1,x\n", r"no column 'text' \(columns: id, body\)"),
         ("a.csv", b'text\n"never closed\n', "malformed row"),
         ("a.txt", b"caf\xe9", r"not UTF-8 \(0xe9 at byte 4\)$"),
-        ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it: iconv"),
+        ("a.txt", "text".encode("utf-16"), "not UTF-8 .* but UTF-16; convert it with iconv"),
         ("a.csv", "text\nrow\n".encode("utf-16"), "the header is not UTF-8 .* but UTF-16"),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_parquet_file_without_the_column_and_with_nulls(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "a.parquet")
-    assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' is null, must be text"
+    assert records_of_parts([tmp_path / "a.parquet"])[1].problem == "field 'text' must be text, got null"
     (last,) = records_of_parts([tmp_path / "a.parquet"], Reading(text_field="body"))
     assert "no column 'body' (columns: text); the rest of the file was not read (2 records)" in last.problem
 
@@ -310,7 +310,7 @@ def test_token_ids_in_hdf5_are_not_text(tmp_path):
     with h5py.File(tmp_path / "pile.h5", "w") as file:
         file["tokens"] = [[1, 2], [3, 4]]
     (record,) = records_of_parts([tmp_path / "pile.h5"], Reading(text_field="tokens"))
-    assert "contains int64 of shape (2, 2), must be one-dimensional strings; to train on token IDs" in record.problem
+    assert "must contain one-dimensional strings, got int64 of shape (2, 2); to train on token IDs" in record.problem
     (record,) = records_of_parts([tmp_path / "pile.h5"])
     assert "no dataset 'text' (at the top level: tokens)" in record.problem
 
@@ -332,7 +332,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
     assert (first.text, bad.place, last.text) == (b"a", 2, b"c")
-    assert "line of 1,121 bytes; the maximum is 1,000" in bad.problem
+    assert "line has 1,121 bytes, but the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
     assert "larger than 1,000 bytes; use --documents line or paragraph" in record.problem
@@ -403,11 +403,11 @@ def test_all_problems_with_the_input_are_reported_together(tmp_path):
     with pytest.raises(InputError) as caught:
         find_sources(patterns)
     missing, folder, pipe, unknown, nameless = caught.value.problems
-    assert "pipe.txt: is a pipe or a device; write its content to a file" in pipe
+    assert "pipe.txt: is a pipe or a device; save its content to a file" in pipe
     assert "no such file; quote patterns" in missing
     assert "is a folder; specify its files, such as" in folder
     assert "unknown format .doc; use .jsonl" in unknown
-    assert "unknown format without a suffix" in nameless
+    assert "unknown format (no suffix)" in nameless
     with pytest.raises(InputError, match="--input_format jsnol: no such format; did you mean jsonl"):
         find_sources([f"{tmp_path}/a.doc"], format_name="jsnol")
     with pytest.raises(InputError, match="excludes all 2 input files"):
