@@ -74,7 +74,7 @@ class RunBudget:
 
     def speed(self, shape: Shape) -> Speed:
         if self.mfu:
-            return Speed(self.mfu, "stated")
+            return Speed(self.mfu, "as requested")
         return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:

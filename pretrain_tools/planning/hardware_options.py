@@ -41,7 +41,8 @@ def option_problems(options: argparse.Namespace) -> Problems:
     for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
         value = getattr(options, name)
         if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
-            problems.append(f"--{name} {value}: must be above 0")
+            least = "at least 0" if name == "price_per_gpu_hour" else "above 0"
+            problems.append(f"--{name} {value}: must be {least}")
     return problems
 
 

@@ -106,7 +106,7 @@ def build_plan(
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    speed = Speed(mfu, "stated") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
+    speed = Speed(mfu, "as requested") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
     case = Case(
         PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),
         work,

@@ -157,9 +157,9 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
     ) as process:
         printed = ""
         for line in process.stdout:
-            printed += line
-            if line.startswith("step 10/"):
+            if line.startswith("step ") and "\nstep " not in printed:  # on a busy machine, the time is up soon after
                 process.send_signal(signal.SIGINT)
+            printed += line
         assert process.wait(300) == 130, printed
     assert "vocabulary  600 IDs" in printed, "the interrupted command's vocabulary size must be kept"
     assert "tokenizers/novel: already complete" in printed

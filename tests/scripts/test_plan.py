@@ -382,6 +382,7 @@ def test_a_gpu_is_found_by_the_name_that_torch_gives_it(device_name, gpu):
         (["--gpus", "12"], "--gpus 12: must be a multiple of 8, the default per machine; otherwise, set --machines"),
         (["--gpus", "8", "--machines", "3"], "--machines 3: must divide the number of GPUs (8)"),
         (["--mfu", "40"], "--mfu 40.0: must be above 0 and at most 1; write 40% as 0.4"),
+        (["--price_per_gpu_hour", "-1"], "--price_per_gpu_hour -1.0: must be at least 0"),
         (["--gpu_memory", "lots"], "--gpu_memory lots: must be a size, such as 80GB"),
         (["--optim.learning_rat", "1"], "--optim.learning_rat: unknown key; did you mean learning_rate?"),
     ],
