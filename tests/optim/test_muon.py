@@ -205,5 +205,5 @@ def test_a_gradient_of_zeros_gives_no_update():
 
 
 def test_parameters_that_are_not_matrices_are_rejected():
-    with pytest.raises(ValueError, match=r"matrices, not parameters of shape \(4, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"only matrices, got parameters of shape \(4, 2, 3\)"):
         Muon([nn.Parameter(torch.empty(4, 2, 3))], lr=0.1)

@@ -39,7 +39,7 @@ def test_a_second_process_is_rejected_with_the_name_of_the_first(tmp_path, token
     state.mkdir(parents=True)
     with (
         folder_lock(state / "lock"),
-        pytest.raises(InputError, match=rf"process {os.getpid()} on {socket.gethostname()} is using it"),
+        pytest.raises(InputError, match=rf"in use by process {os.getpid()} on {socket.gethostname()}"),
     ):
         prepare_files(tmp_path, tokenizer)
     (state / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
