@@ -84,7 +84,7 @@ def test_other_models_are_rejected_by_name(model_type):
 
 def test_transformers_own_attention_is_rejected():
     model = build_meta_model(AutoConfig.for_model(**TINY_LLAMA), attention="sdpa")
-    with pytest.raises(InputError, match="only with transformers' own sdpa attention, which would treat part"):
+    with pytest.raises(InputError, match="only works with transformers' sdpa attention, which would treat each chunk"):
         exchange_heads(model, 2, "0")
 
 
