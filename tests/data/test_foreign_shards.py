@@ -98,8 +98,8 @@ def test_hdf5_without_a_1d_id_array_is_rejected(tmp_path, tokenizer):
     assert "contains ids, more; the token IDs must be its only dataset or be named tokens" in problem(
         ids=[1], more=[1]
     )
-    assert "is float64 of shape (1,), must be a 1-D integer array" in problem(tokens=[1.0], more=[1])
-    assert "is int64 of shape (1, 2), must be a 1-D integer array" in problem(ids=[[1, 2]])
+    assert "has type float64 and shape (1,), must be a 1-D integer array" in problem(tokens=[1.0], more=[1])
+    assert "has type int64 and shape (1, 2), must be a 1-D integer array" in problem(ids=[[1, 2]])
     assert "contains token ID -1, but the tokenizer's IDs are 0 to 511" in problem(ids=[5, -1])
     assert "contains token ID 512, but the tokenizer's IDs are 0 to 511" in problem(ids=[5, 512])
 

@@ -144,7 +144,7 @@ def test_missing_and_nonfinite_gradients_are_rejected(monkeypatch):
         found_of_llama()
     told = str(refused.value)
     assert " parameters get no gradient: model.layers.*.self_attn.q_proj.weight, " in told
-    assert " more; in your own class" in told
+    assert " more. In your own class" in told
 
     def infinite(self, *args, **kwargs):
         output = forward(self, *args, **kwargs)
