@@ -156,9 +156,7 @@ def require_run(folder: Path) -> Path:
     if owner is not None:
         raise InputError(f"{folder}: is a folder inside the run {owner}; use {owner}")
     if (folder / "config.yaml").is_file():
-        raise InputError(
-            f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output"
-        )
+        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output")
     raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; use a folder created by train.py")
 
 
