@@ -85,7 +85,7 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
     assert sorted(trained) == [f"train={number:03d}" for number in range(6)]
     assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, "all is found done"
     for count, more, problem in (
-        (5, [], "too few to fit 2 sources; use at least 6"),
+        (5, [], "isn't enough to fit 2 sources; use at least 6"),
         (7, [], "--vary data.train"),
         (6, ["--data.train", f"[{{shards: {other}}}]"], "a mixture needs at least two sources, got 1"),
     ):

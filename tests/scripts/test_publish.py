@@ -95,7 +95,7 @@ def test_final_and_milestones_go_up_and_come_back(run, hub, home, tmp_path):
     for revision in ("main", "step-4", "step-8"):
         assert set(hub.files("me/tiny", revision)) == WENT_UP | {".gitattributes"}
     assert TOKEN not in out.stdout + out.stderr
-    assert f"main is at {hub.url}/me/tiny/tree/main" in out.stdout
+    assert f"main: uploaded to {hub.url}/me/tiny/tree/main" in out.stdout
     assert fingerprint(run) == before and not list((run / "publish").iterdir())
 
     # What the world gets: the logits of the weights that were trained, rounded to bf16 as the recipe says.
