@@ -540,7 +540,7 @@ class Guard(Section):
     on_divergence: Literal["warn", "stop"] = "warn"
     """stop: exit with status 16."""
     throughput_drop: PositiveFraction = 0.3
-    """Report when throughput is this fraction below the run's median."""
+    """Report if throughput is this fraction below the run's median."""
     step_timeout_seconds: PositiveFloat = 300.0
     """A micro-step or update that takes longer counts as a hang. The run writes the stack traces of all processes
     and exits so that it can be restarted."""
@@ -674,7 +674,7 @@ class RunConfig(Section):
     """Use only deterministic kernels, which make GPU runs bitwise reproducible but somewhat slower. If torch lacks
     one, the first step fails with an error that shows the operator. CPU kernels are always deterministic."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Precision of the forward and backward pass. Weights and optimizer state stay in fp32. auto: bf16 if the device
+    """Precision of the forward and backward passes. Weights and optimizer state stay in fp32. auto: bf16 if the device
     supports it, otherwise fp32, or fp16 with single and ddp on GPUs with fp16 tensor cores."""
     data: Data
     budget: Budget = Budget(tokens_per_parameter=20)
@@ -693,8 +693,8 @@ class RunConfig(Section):
     activation_checkpointing: Checkpointing = "none"
     """full: keep only each layer's input and recompute the rest in the backward pass. A share, such as 50% or 0.5:
     recompute this share of the layers, spread evenly. Each recomputed layer takes a third more time.
-    {memory_budget: 0.5}: keep about half of the activations in every compiled layer. The compiler chooses
-    the cheapest operations to recompute."""
+    {memory_budget: 0.5}: keep about half of the activations in every compiled layer. The compiler
+    recomputes the cheapest operations first."""
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     samples: Samples = Samples()

@@ -23,7 +23,7 @@ ROOT = PACKAGES if IS_CHECKOUT else PACKAGES / "groundwork_files"
 
 
 def or_shipped(path: str | Path) -> Path:
-    """Returns the path, or the project's own file with this path if only that one exists."""
+    """Returns the path, or the project's own file at this path if only that file exists."""
     shipped = ROOT / path
     return shipped if not Path(path).exists() and shipped.is_file() else Path(path)
 

@@ -56,7 +56,7 @@ def missing_bf16(device_type: str) -> str | None:
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Measures how much slower emulated bf16 is than fp32, and describes it. Takes 0.2 s.
+    """Measures how much slower emulated bf16 is than fp32, and describes the result. Takes 0.2 s.
 
     Returns None if bf16 is native or isn't slower. Uses small matrices on a CPU, because an emulated (1024, 1024)
     matmul takes seconds.

@@ -12,7 +12,7 @@ from pretrain.urls import file_system, patiently
 _Value = TypeVar("_Value")
 TRIES = 10
 FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try. The pause doubles each time. All pauses add up to 51 s."""
+"""Pause before the second try. It doubles each time, for a total of 51 s."""
 PATIENCE_SECONDS = 120.0
 """Maximum time without a response from the server, well below guard.step_timeout_seconds."""
 LAST_TRY_SECONDS = 5.0

@@ -129,13 +129,16 @@ def test_resuming_with_a_changed_file_gives_a_warning(extended, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--optim.name", "my_sg"), "--optim.name: 'my_sg' is not an optimizer; did you mean my_sgd?"),
-        (("--optim.options.momentun", "1"), "my_sgd has no momentun; did you mean momentum?"),
+        (
+            ("--optim.name", "my_sg"),
+            "--optim.name: 'my_sg' is not an optimizer, and no extension adds it; did you mean my_sgd?",
+        ),
+        (("--optim.options.momentun", "1"), "my_sgd has no option momentun; did you mean momentum?"),
         (("--optim.options.momentum", "much"), "momentum: Input should be a valid number, unable to parse"),
         (("--optim.name", "adamw"), "adamw takes no options (got momentum)"),
-        (("--optim.schedule", "stair"), "'stair' is not a schedule; did you mean stairs?"),
+        (("--optim.schedule", "stair"), "'stair' is not a schedule, and no extension adds it; did you mean stairs?"),
         (("--loss.terms.some_token.coefficient", "1"), "did you mean some_tokens?"),
-        (("--loss.terms.some_tokens.powr", "1"), "terms.some_tokens has no powr; did you mean power?"),
+        (("--loss.terms.some_tokens.powr", "1"), "terms.some_tokens has no option powr; did you mean power?"),
         (("--extensions", "nowhere.py"), "extensions: nowhere.py: no such Python file"),
         (("--compile", "full"), "loss.terms: not supported with compile: full"),
     ],
@@ -151,7 +154,7 @@ def test_mistakes_in_the_recipe_are_named(extended, arguments, said):
         ("import torch\n", "import torch as\n", "ideas.py, line 2: SyntaxError"),
         ("return 0.5**step\n", "return 0.5**step\n\n\nnowhere()\n", "line 29: NameError: name 'nowhere'"),
         ('"my_sgd"', '"adamw"', "ideas.py: an optimizer adamw already exists"),
-        ("def state_shapes", "def shapes", "line 9: TypeError: MySGD, an optimizer, needs state_shapes"),
+        ("def state_shapes", "def shapes", "line 9: TypeError: MySGD is an optimizer and must define state_shapes"),
     ],
 )
 def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there, instead, said):

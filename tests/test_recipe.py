@@ -289,7 +289,7 @@ def test_help_shows_defaults_that_need_their_section(capsys):
     }
     assert left_out == SECTIONS_LEFT_OUT
     text, _ = help_of("--help", "batch", capsys=capsys)
-    assert "--batch.ramp.from  [null; 0.25 if batch.ramp is given]" in text
+    assert "--batch.ramp.from  [null; 0.25 if batch.ramp is set]" in text
 
 
 def test_help_of_one_section(capsys):

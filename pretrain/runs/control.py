@@ -66,7 +66,7 @@ class Control:
         return request["command"]
 
     def acknowledge(self, step: int) -> None:
-        """Answers the last command returned by `poll`, if any. `step` is when the run executed it."""
+        """Answers the last command returned by `poll`, if any. step: the step at which the run executed it."""
         if self.asked:
             answer = {"id": self.asked["id"], "command": self.asked["command"], "step": step}
             write_durably(self._answer, json.dumps(answer))

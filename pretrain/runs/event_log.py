@@ -51,7 +51,7 @@ def first_start_of(run: Path) -> Event:
 
 
 def last_position(run: Path) -> dict[str, int]:
-    """Returns {step, tokens} of the newest event that has both, or zeros. Reads only the end of the log."""
+    """Returns {step, tokens} of the newest event that contains both, or zeros. Reads only the end of the log."""
     with open(run / METRICS_FILE, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
         known = [event for event in parse_lines(file) if {"step", "tokens"} <= event.keys()]

@@ -24,7 +24,7 @@ MIRROR_STATUS = "mirror/status.json"
 EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
-"""Subfolder of a run for a profile. The report is written last."""
+"""Subfolder of a run with its profile. The report is written last."""
 LONGEST_NAME = 255
 LONGEST_PATH = 3500
 """Maximum length of a run's path in bytes: Linux's limit of 4,096, minus the longest path inside a run folder."""

@@ -127,7 +127,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
         runs += found
     problems.stop_if_any()
     points = []
-    # Deduplicate: a run may be given both directly and as part of a sweep.
+    # Deduplicate: a run may be passed both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
         shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
         history = problems.attempt(read_history, shown)

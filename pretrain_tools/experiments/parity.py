@@ -75,7 +75,7 @@ def sizes_called(name: str) -> Sizes | None:
 
 
 def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str]:
-    """Resolves --mesh to the names of all meshes for this number of processes, or of a single one.
+    """Resolves --mesh to the names of all meshes for this number of processes, or to a single name.
 
     dp_shard defaults to the remaining factor, as in accelerate_configs/mesh.yaml. Raises InputError for invalid sizes.
     """
@@ -141,7 +141,7 @@ def compare_strategies(
     ]
     if problems:
         raise InputError(*problems)
-    # Otherwise each launch would resolve `auto` for its own number of processes.
+    # Otherwise, each launch would resolve `auto` for its own number of processes.
     changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
     overrides = run_overrides(recipe, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
@@ -328,7 +328,7 @@ def read_curve(run: Path) -> Curve:
 
 
 def distance(found: float, expected: float, relative: bool) -> float:
-    """Computes |found - expected|, divided by |expected| if relative: 0 for two NaNs, and inf for one NaN."""
+    """Computes |found - expected|, divided by |expected| if relative. Returns 0 for two NaNs, and inf for one."""
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     difference = abs(found - expected) / (abs(expected) if relative else 1.0)

@@ -234,7 +234,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: manifest data recorded by the run}. For missing folders, reads the manifest itself.
+    records: {folder: manifest data recorded by the run}. For unrecorded folders, reads the manifest.
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.1
 def steer(run: Path, command: str, *, timeout: float) -> int:
     """Sends a command to a live run and prints the answer. Returns the exit status (EXIT_INTERRUPTED after Ctrl-C).
 
-    timeout: in seconds. Raises InputError if a step fails; see `new_request`, `send` and `wait_for_answer`.
+    timeout: in seconds. Raises InputError if the run doesn't answer; see `new_request`, `send` and `wait_for_answer`.
     """
     request = new_request(run, command)  # outside `try`, because only a sent request can be withdrawn
     try:

@@ -114,7 +114,7 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
 
 
 def comparison_text(folders: list[Path]) -> str:
-    """Formats differing settings, and results, with one column per run.
+    """Formats the results and all settings that differ, with one column per run.
 
     Raises InputError for fewer than two runs, or if a folder isn't a run.
     """

@@ -132,4 +132,4 @@ def test_a_run_trains_on_transformed_windows_and_validates_on_the_text(recipe, s
     told = run_script(*again, "--budget.steps", "3").stdout
     assert "data.transformations: {'fill_in_the_middle': {'rate': 1}} until now" in told
     refused = run_script(*again, "--check", "--data.transformations", f"{{{NAME}: {{rat: 1}}}}", check=False)
-    assert refused.returncode == 2 and "transformations.fill_in_the_middle has no rat" in refused.stderr
+    assert refused.returncode == 2 and "transformations.fill_in_the_middle has no option rat" in refused.stderr

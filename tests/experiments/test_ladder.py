@@ -118,5 +118,5 @@ def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
     first, second = (round(tokens / batch) for (_, tokens), batch in zip(sizes, (256, 1024), strict=False))
     report_ladder([tmp_path / "runs"], predict=[], count="matrix", output=None)
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "steps of" in line]
-    assert f"for {second:,} steps of 1,024 tokens, " in said
-    assert f"{first:,} steps of 256. This distorts the scaling law" in said
+    assert f"for only {second:,} steps of 1,024 tokens, " in said
+    assert f"{first:,} steps of 256 tokens. This distorts the scaling law" in said

@@ -87,7 +87,7 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
         "a second call must not train again"
     )
     for count, more, problem in (
-        (5, [], "too few to fit 2 sources; use at least 6"),
+        (5, [], "isn't enough to fit 2 sources; use at least 6"),
         (7, [], "--vary data.train"),
         (6, ["--data.train", f"[{{shards: {other}}}]"], "a mixture needs at least two sources, got 1"),
     ):

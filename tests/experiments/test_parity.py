@@ -119,7 +119,7 @@ def test_bad_requests_are_refused_at_once(tmp_path):
     )  # fmt: skip
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "zero4 is unknown; did you mean zero" in refused.stderr
-    assert f"{tmp_path / 'ddp'} exists" in refused.stderr
+    assert f"{tmp_path / 'ddp'} already exists" in refused.stderr
 
 
 def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_path):

@@ -119,7 +119,7 @@ def test_an_invalid_request_is_ignored_with_a_warning(run, content):
     (run / REQUEST_FILE).write_text(content)
     control = Control(run, START, warn=said.append)
     assert control.poll() is None and control.poll() is None
-    assert len(said) == 1 and "send save, stop, abort, anneal with runs.py" in said[0]
+    assert len(said) == 1 and "use runs.py to send save, stop, abort, anneal" in said[0]
     send(run, "save")
     assert control.poll() == "save"
 
@@ -168,7 +168,7 @@ def test_no_reader_sees_half_a_file(tmp_path):
 
 
 def test_without_an_answer_the_request_is_canceled(run):
-    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save is canceled.*--timeout"):
+    with pytest.raises(InputError, match=r"no answer within 0.3 s, so save was canceled.*--timeout"):
         ask(run, timeout_seconds=0.3)
     assert not (run / REQUEST_FILE).exists()
 

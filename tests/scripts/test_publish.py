@@ -95,7 +95,7 @@ def test_final_and_milestones_are_uploaded_and_load_again(run, hub, home, tmp_pa
     for revision in ("main", "step-4", "step-8"):
         assert set(hub.files("me/tiny", revision)) == WENT_UP | {".gitattributes"}
     assert TOKEN not in out.stdout + out.stderr
-    assert f"main is at {hub.url}/me/tiny/tree/main" in out.stdout
+    assert f"main: uploaded to {hub.url}/me/tiny/tree/main" in out.stdout
     assert fingerprint(run) == before and not list((run / "publish").iterdir())
 
     # The published logits equal those of the trained weights, rounded to bf16 as in the recipe.
