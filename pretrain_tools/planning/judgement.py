@@ -74,7 +74,9 @@ def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]
     precision = resolve_precision(config.precision)
     assumed = assumed_vocabulary(config.model, config.data, model.model_config)
     vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
-    rows = rows_of_model(config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} IDs (from the recipe)")
+    rows = rows_of_model(
+        config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} IDs (from the recipe)"
+    )
     memory = memory_shortage(config, model, precision, torch.device(device_type()))
     return [
         in_rows(rows),

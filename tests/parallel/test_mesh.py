@@ -203,7 +203,7 @@ def test_sizes_that_cannot_be_read_from_the_launcher_file_are_rejected(sizes, re
     sizes(2, cp="2")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # as accelerate's launcher does
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
-    assert "cannot be read" in problem and "set PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_EP_SIZE" in problem
+    assert "cannot read" in problem and "set PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_EP_SIZE" in problem
 
 
 def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
