@@ -178,7 +178,7 @@ def test_a_read_error_fails_on_all_ranks_and_the_next_batch_is_correct(dispatche
     first, other = [dispatcher.take(1, fail) for dispatcher in dispatchers]
     with pytest.raises(type(error), match=str(error)):
         first.result()
-    with pytest.raises(of_the_other, match="see its message"):
+    with pytest.raises(of_the_other, match="see its error message"):
         other.result()
     futures = [dispatcher.take(2, lambda rank: np.array([rank], np.uint16)) for dispatcher in dispatchers]
     assert [future.result().tolist() for future in futures] == [[0], [1]]

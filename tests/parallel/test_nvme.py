@@ -62,8 +62,8 @@ def test_nvme_matches_one_process_and_resumes_exactly(recipe, on_disk, tmp_path)
         ("cpu", True, None, None),
         ("cpu", False, None, "libaio"),
         ("cuda", False, None, "libaio"),
-        ("cuda", True, None, "the CUDA toolkit"),
-        ("cuda", True, "without nvcc", "the CUDA toolkit"),
+        ("cuda", True, None, "the toolkit for CUDA"),
+        ("cuda", True, "without nvcc", "the toolkit for CUDA"),
         ("cuda", True, "whole", None),
     ],
 )
