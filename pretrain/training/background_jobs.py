@@ -294,7 +294,9 @@ class MirrorCopies:
         if cured := [name for name in self._damaged if name not in left]:
             self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
-            what_now = f"The next copy replaces files that exist in {self.run}; restore or remove the others there."
+            what_now = (
+                f"The next copy replaces files that exist in {self.run}; on the mirror, restore or remove the others."
+            )
             self._warn(f"still damaged on the mirror: {named(left)}. {what_now}")
         if self._copier.is_settled:
             return

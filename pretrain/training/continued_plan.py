@@ -336,9 +336,9 @@ def no_stable_checkpoint(planned: Mapping[str, Any]) -> InputError:
     """Returns the error for extending a run that has no checkpoint from before its final decay."""
     return InputError(
         f"budget: the run of {planned['total_steps']:,} steps has been decaying its learning rate since step "
-        f"{planned['stable_until']:,}, but no earlier checkpoint is left; keep one with "
-        "checkpoint.keep_every, or continue from the decayed model with a different schedule, such as "
-        "--optim.schedule constant"
+        f"{planned['stable_until']:,}, but no earlier checkpoint is left; continue from the "
+        "decayed model with a different schedule, such as --optim.schedule constant. For future runs, set "
+        "checkpoint.keep_every"
     )
 
 

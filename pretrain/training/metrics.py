@@ -61,7 +61,7 @@ SHOWN: dict[str, Parts] = {
     "fetch": ((ALWAYS, "{path} fetched from the mirror {mirror}: {bytes_text} in {seconds:.1f} s"),),
     "resume": ((ALWAYS, "resumed from {path} at step {step:,}"),),
     "sample": ((ALWAYS, "step {step:,} · sample:\n{sample_text}"),),
-    "branch": ((ALWAYS, "branched from {path} of {run}; the learning rate decays from here"),),
+    "branch": ((ALWAYS, "branched from {path} of {run}"),),
     "skip": ((ALWAYS, "step {step:,} · skipped: non-finite gradient"),),
     "spike": ((ALWAYS, "step {step:,} · SPIKE: {message}"),),
     "divergence": ((ALWAYS, "step {step:,} · DIVERGENCE: {message}"),),

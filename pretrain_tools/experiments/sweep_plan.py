@@ -330,7 +330,7 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
             "which also affects the losses; set --budget.tokens to train all runs on the same number"
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
-        said.append("the varied settings also change the validation sequence length, so losses aren't comparable")
+        said.append("the varied settings also change the validation loss itself, so losses aren't comparable")
     needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
     if needed > (free := shutil.disk_usage(request.output).free):
         said.append(

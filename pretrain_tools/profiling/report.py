@@ -32,7 +32,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
         "waiting for data": evidence.median("data"),
         "communication": evidence.communication,
         "waiting for other ranks": statistics.median(map(evidence.waiting, evidence.ranks)),
-        "neither": evidence.median("idle"),
+        "idle": evidence.median("idle"),
     }
     said = ", ".join(f"{name} {seconds / evidence.seconds:.0%}" for name, seconds in shares.items())
     return f"Nothing is wrong. A step takes {milliseconds(evidence.seconds)}: {said}"

@@ -23,6 +23,7 @@ from pretrain.model.model_config import config_differences, load_model_config, r
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
+from pretrain.units import counted
 from pretrain_tools.runs.addresses import ModelAddress, find_models
 
 MERGE_FILE = "merge.json"
@@ -132,7 +133,9 @@ def mean_of(
     for name, config, ours in zip(names[1:], configs[1:], others, strict=True):
         different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
         if type(config) is not type(configs[0]) or different:
-            what = f"{len(different)} tensors differ, such as {different[0]}; " if different else ""
+            what = (
+                f"{counted(len(different), 'tensor')} with other shapes, such as {different[0]}; " if different else ""
+            )
             problems.append(
                 f"merge {names[0]} {name}: have different architectures ({what}"
                 f"{config_differences(configs[0], config)}); merge only models with the same architecture"

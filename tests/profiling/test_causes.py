@@ -50,7 +50,7 @@ def test_nothing_is_wrong(on_device):
     text = report_text(Evidence(ranks, 2, on_device), [], "title")
     assert (
         "Nothing is wrong. A step takes 101 ms: computing 89%, waiting for data 1%, communication 4%, waiting for "
-        "other ranks 0%, neither 6%"
+        "other ranks 0%, idle 6%"
     ) in text
     assert "matmuls 70.0 69%" in " ".join(text.split())
     assert found(rank(0)) == {}, "a single process must have no cause"
