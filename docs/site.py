@@ -66,7 +66,7 @@ RUN_FILES = {
     "config.yaml": "all settings, with automatic values resolved",
     "model.json": "model config",
     "metrics.jsonl": "the [event log](events.md)",
-    "train.log": "console output, without the live line",
+    "train.log": "console output, without the progress line",
     "data.json": "data manifests: tokens, tokenizer, filters",
     "strategy.json": "the strategy and its sizes",
     "environment.json": "machine, packages, commit",

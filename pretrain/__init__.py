@@ -12,12 +12,12 @@ from earlier ones (tests/test_structure.py checks this).
     errors: input errors and exit statuses
     mesh_sizes: sizes of the parallel dimensions, read from the launcher's environment
     launch: a wrapper around accelerate launch, for terminals and schedulers
-    terminal: stage messages, the live line, colors and widths
-    files, urls, remote: atomic writes, local and remote files, objects below a URL
+    terminal: stage messages, the progress line, colors and widths
+    files, urls, remote: atomic writes, local and remote files, objects under a URL
     commands: commands installed by `pip install .`
     processes: locks, and checks for live processes
     deepspeed_build: DeepSpeed's build folder
-    units: formatting of counts, bytes, durations and energies
+    units: formats counts, bytes, durations and energy
 """
 
 import sys

@@ -20,13 +20,13 @@ WATTS_PER_THREAD = 4.0
 """Watts assumed per CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
 Reader = Callable[[], float]
-"""Function that returns the joules since a fixed time. Raises OSError if reading fails."""
+"""Function that returns the joules used since a fixed point in time. Raises OSError if reading fails."""
 
 
 class EnergyMeter:
     """Measures the energy used by a run's machines between two readings.
 
-    Reads only the counters on the main process's machine, which also count other programs. Assumes that the other
+    Reads only the counters on the main process's machine. They include other programs' energy. Assumes that the other
     machines use the same amount of energy.
 
     Args:

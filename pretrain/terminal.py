@@ -1,7 +1,7 @@
-"""Prints a script's stages, and a live line at the bottom of the terminal. Supports colors and line wrapping.
+"""Prints a script's stages, and a progress line at the bottom of the terminal. Supports colors and line wrapping.
 
-Output to a file or pipe is plain, without the live line. This module imports nothing slow, so that a script can print
-"Loading" before its own slow imports.
+Output to a file or pipe is plain, without the progress line. This module imports nothing slow, so that a script can
+print "Loading" before its own slow imports.
 """
 
 import io
@@ -123,11 +123,11 @@ class LiveLine:
 
 
 LIVE_LINE = LiveLine()
-"""This process's live line."""
+"""This process's progress line."""
 
 
 def say(text: str, stream: TextIO | None = None, color: str | None = None) -> None:
-    """Prints text above the live line, to stdout by default. Wraps and colors it if the stream is a terminal."""
+    """Prints text above the progress line, to stdout by default. Wraps and colors it if the stream is a terminal."""
     stream = stream or sys.stdout
     text = wrapped(text, width_of(stream))
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)

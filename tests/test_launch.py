@@ -33,7 +33,7 @@ def launched(strategy, processes, recipe):
 def test_control_c_ends_with_the_runs_last_output(strategy, processes, recipe, tmp_path):
     command = launched(strategy, processes, recipe) if strategy else ["train.py", recipe]
     with InTerminal(*command, *LONG) as typed:
-        typed.read_until("tok/s")  # printed in the live line; no step is logged
+        typed.read_until("tok/s")  # printed in the progress line; no step is logged
         typed.press(CONTROL_C)
         assert typed.finish() == 130, typed.output
     (end,) = events(tmp_path / "run", "end")

@@ -55,7 +55,7 @@ def test_messages_are_printed_above_the_live_line(monkeypatch):
     assert screen.getvalue() == f"\r\x1b[Kstep 1\r\r\x1b[K{cut}\r\r\x1b[Ka log line\n\r\x1b[K{cut}\r"
     line.clear()
     line.print_above("done", sys.stdout)
-    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "the live line must not be drawn again"
+    assert screen.getvalue().endswith("\r\r\x1b[Kdone\n"), "the progress line must not be drawn again"
 
 
 def test_another_librarys_print_begins_its_line_and_no_stream_is_replaced(monkeypatch):
@@ -89,7 +89,7 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
     ],
 )
 def test_scripts_print_a_line_before_importing_torch(arguments, tmp_path):
-    """The torch in this test can't be imported."""
+    """This test's torch module can't be imported."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     if arguments[0] == "plan.py":
         arguments = ["plan.py", "--config", "recipes/demo.yaml"]

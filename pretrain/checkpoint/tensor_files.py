@@ -40,7 +40,7 @@ class SavedTensors(Mapping[str, torch.Tensor]):
         """Returns {name: shape} without reading the tensors."""
         return shapes_in_files(self._file_of.values())
 
-    def __contains__(self, name: object) -> bool:  # Mapping's default loads the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's default implementation would load the tensor
         return name in self._file_of
 
     def __iter__(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Reads prepared tokens, from shards on disk to training windows.
+"""Reads shards from disk and builds training windows from them.
 
 A window is a pure function of (seed, step, micro-step, rank), computed in `batches`. Changing that function changes
 the data of every resumed run. docs/shards.md describes the on-disk format.

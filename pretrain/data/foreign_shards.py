@@ -8,7 +8,7 @@ order (NVIDIA Megatron-LM, megatron/core/datasets/indexed_dataset.py): 9 magic b
 code, uint64 number of sequences, uint64 number of documents + 1, int32 length of each sequence in tokens, int64 byte
 offset of each sequence, int64 index of each document's first sequence, and finally the number of sequences.
 
-An HDF5 file contains a 1-D dataset of integers. Known writers name it `tokens` and store int32
+An HDF5 file contains a 1-D dataset of integers. Existing tools call it `tokens` and store int32
 (FareedKhan-dev/train-llm-from-scratch, scripts/prepare_pretrain_data.py). Any name works if there is no other dataset.
 
 None of these formats records the tokenizer.
@@ -71,7 +71,7 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     Raises InputError if the files are damaged or contain IDs outside the vocabulary.
 
     Args:
-        tokenizer: folder or Hub ID. By default, the folder `tokenizer` next to the files.
+        tokenizer: folder or Hub ID. By default, the `tokenizer` folder next to the files.
     """
     from pretrain.data.tokenizer import load_tokenizer
 
@@ -184,7 +184,7 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
 
 
 def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
-    """Opens a file's IDs as a 1-D array that is read lazily. `dtype` is that of raw files; HDF5 records its own."""
+    """Opens a file's IDs as a 1-D array that is read lazily. `dtype` only applies to raw files."""
     return hdf5_ids(path) if path.suffix in HDF5_SUFFIXES else np.memmap(path, id_dtype(dtype), mode="r")
 
 

@@ -26,7 +26,10 @@ def planned_model_config(model: ModelSource, data: Data) -> PreTrainedConfig:
 
 
 def assumed_vocabulary(model: ModelSource, data: Data, model_config: PreTrainedConfig) -> list[str]:
-    """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet; [] if the model sets its size."""
+    """Lists notes on the vocabulary assumed in a plan whose shards don't exist yet.
+
+    Returns [] if the model config sets vocab_size.
+    """
     if vocabulary_of(data) is not None:
         return []
     if len({load_recipe_model_config(model, size).vocab_size for size in (64, 128)}) == 1:

@@ -9,7 +9,7 @@ register no mask functions, so transformers doesn't build a (B, 1, T, T) mask fr
 receive the segments as cumulative lengths instead, padded to a fixed size to avoid recompilation and device
 synchronization.
 
-Shapes: B windows, T positions, H query heads, G key heads, E head width, S segments.
+Shapes: B windows, T positions, H query heads, G key heads, E head dimension, S segments.
 """
 
 import importlib.util
@@ -189,7 +189,7 @@ def with_rows(attention: str, classes: Collection[str]) -> str:
 
 
 def classes_in_rows(attention: str) -> list[str]:
-    """Returns the mixer classes in a name from `with_rows`, or [] if there are none."""
+    """Returns the mixer classes in a name returned by `with_rows`, or [] if there are none."""
     classes = attention.partition("+rows(")[2]
     return classes.removesuffix(")").split(",") if classes else []
 
@@ -333,7 +333,7 @@ def sdpa(
         if has_flash and cu_seq_lens_q is not None:
             return _varlen(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling, window), None
     mask = attention_mask
-    # In generation, a single query attends to every key. is_causal requires as many queries as keys.
+    # During generation, a single query attends to every key. is_causal requires as many queries as keys.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
         mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1

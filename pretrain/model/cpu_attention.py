@@ -7,7 +7,7 @@ two cores without AMX, this takes about half as long as torch's flash kernel, wh
 precision. Long segments use the flash kernel, because the probabilities' memory is quadratic in the length. Short
 segments also use it, because call overhead would dominate.
 
-Shapes: B windows, T positions, H query heads, G key heads, E head width, N = rows x heads in one block.
+Shapes: B windows, T positions, H query heads, G key heads, E head dimension, N = rows x heads in one block.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Computes each head's largest attention logit in blocks of queries, without a (T, T) matrix.
 
 Shapes: B windows, R windows in a block, T positions, Q queries in a block, K keys, H query heads, G key heads, N
-query heads per key head, E head width.
+query heads per key head, E head dimension.
 """
 
 from typing import Any

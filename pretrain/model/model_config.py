@@ -83,9 +83,9 @@ def load_model_config(
 
     Args:
         changes: {key: new value}, validated like the keys in a .json file. Objects are merged.
-        vocabulary_size: number of token IDs in the data's vocabulary, or None without data. If the data determines
-            vocab_size (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`. Without
-            data, it's the file's value or the class's default.
+        vocabulary_size: number of token IDs in the data's vocabulary, or None if there are no shards. If the data
+            determines vocab_size (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`.
+            Without shards, it's the file's value or the class's default.
     """
     if ARCHITECTURES:
         from pretrain.model.own_code import register_extensions
@@ -145,7 +145,7 @@ def changed_config(where: str, config: PreTrainedConfig, changes: Mapping[str, A
 
 
 def rope_in_words(rope_parameters: Mapping[str, Any] | None) -> str:
-    """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default', or '' without rotary positions."""
+    """Formats rotary parameters, as in 'rope_theta 500,000, rope_type default'. Returns '' if there are none."""
     shown = {
         key: f"{value:,g}" if isinstance(value, float) else value for key, value in (rope_parameters or {}).items()
     }
@@ -337,7 +337,7 @@ def _unknown_keys(config_class: type[PreTrainedConfig], fields: dict, keys: dict
 
 @functools.cache
 def model_source(config_class: type[PreTrainedConfig]) -> str:
-    """Returns the source code of the module with the class's causal language model, or '' if it's unavailable."""
+    """Returns the source code of the module that defines the config class's causal LM, or '' if it's unavailable."""
     try:
         return inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[config_class]))
     except (ImportError, OSError, TypeError, ValueError, KeyError):
@@ -362,7 +362,7 @@ def first_line(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Formats an error in one line, with the file and line number if it was raised in custom code."""
+    """Formats an error on one line, with the file and line number if it was raised in custom code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = shortened(f"{type(error).__name__}: {' '.join(lines)}", 300)
     return f"{place}: {said}" if (place := place_of(error)) else said
@@ -426,7 +426,7 @@ def _type_problem(name: str, value: Any, fields: dict) -> str | None:
 
 
 def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]) -> list[str]:
-    """Returns error messages for sizes that don't fit together, such as hidden_size and num_attention_heads."""
+    """Returns error messages for incompatible sizes, such as hidden_size and num_attention_heads."""
     own_name = {name: config_class.attribute_map.get(name, name) for name in COUNT_FIELDS}
     count = {name: values.get(own_name[name]) for name in COUNT_FIELDS}
     count = {name: value for name, value in count.items() if isinstance(value, int)}
@@ -538,7 +538,7 @@ def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yields (dotted path, number) for every number in nested objects and lists. Lists don't extend the path."""
+    """Yields (dotted path, number) for every number in nested objects and lists. Paths omit list indices."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from _numbers(value, f"{path}.{key}" if path else str(key))

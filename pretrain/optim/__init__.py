@@ -8,7 +8,7 @@ register it in pretrain/registry.py (see docs/optimizers.md).
     matrix_exchange: gathers sharded matrices for the update
     tiles: index ranges of tensor shards
     learning_rate: learning-rate schedules
-    scaling_laws: values for settings that are `auto`
+    scaling_laws: values for `auto` settings
     batch_ramp: batch-size schedule
     averaging: weight averaging
 """

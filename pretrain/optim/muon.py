@@ -172,7 +172,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         of_muon = [group for group in self.param_groups if "ns_steps" in group]
         others = [group for group in self.param_groups if "ns_steps" not in group]
         for part, groups in ((self.muon, of_muon), (self.adamw, others)):
-            # Strategies and checkpoints may replace the combined optimizer's groups and state.
+            # A strategy, or loading a checkpoint, may replace the combined optimizer's groups and state.
             part.param_groups = groups
             part.state = self.state
             part.grad_scale = self.grad_scale
@@ -253,7 +253,7 @@ class MuonSpec(AdamWSpec):
     runs_from_disk = False
     shares_work = True
     relative_learning_rate = 2.0
-    min_batch_factor = 0.5  # measured in docs/quality.md
+    min_batch_factor = 0.5  # docs/quality.md has the measurements
     updates_in_bf16 = True
     clips_heads = True
 

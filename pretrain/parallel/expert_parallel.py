@@ -1,9 +1,9 @@
 """Expert parallelism: each rank holds some of each layer's experts, and tokens are sent to their experts' ranks.
 
-Each layer sorts its tokens by expert, sends them to the ranks with these experts, and receives the outputs (Lepikhin
-et al., arXiv 2006.16668). transformers implements this with two all-to-alls in the forward pass and two in the
-backward pass. Experts have no capacity limit, so no tokens are dropped. The CPU waits for the GPU once per layer and
-forward pass to find out how many rows to send. All other weights are sharded by the other dimensions.
+Each layer sorts its tokens by expert, sends them to the ranks that hold these experts, and receives the outputs
+(Lepikhin et al., arXiv 2006.16668). transformers implements this with two all-to-alls in the forward pass and two in
+the backward pass. Experts have no capacity limit, so no tokens are dropped. The CPU waits for the GPU once per layer
+and forward pass to find out how many rows to send. All other weights are sharded over the other mesh dimensions.
 """
 
 import importlib.util
@@ -103,7 +103,7 @@ def dimension_to_shard(ranks: int, parameter: nn.Parameter) -> Shard | None:
 
 
 def divide_experts(experts: nn.Module, mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-    """Keeps only this rank's experts in a layer, and makes the layer send tokens to the ranks with their experts.
+    """Keeps only this rank's experts in a layer, and routes tokens to the ranks that hold their experts.
 
     tp_mesh: ranks with the same tokens. Each rank sends a share of them.
     """

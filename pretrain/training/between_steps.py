@@ -57,7 +57,7 @@ def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
 
 
 def show_progress(run: Run, reports: list[StepReport]) -> None:
-    """Updates the live line without waiting for the device. On a GPU, the loss lags one step behind."""
+    """Updates the progress line without waiting for the device. On a GPU, the loss lags one step behind."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:

@@ -168,7 +168,7 @@ class Experts:
         """Factor for a microbatch's gradients, shared by all routers."""
         for router, size in zip(self.routers, self.sizes, strict=True):
             module = router.module
-            score = score_of(module)  # before the class changes
+            score = score_of(module)  # must run before __class__ is replaced
             module.__class__ = _followed(type(module))
             module.follow_top_k = experts_per_token(router, causal_lm.config)
             module.follow_share_E = torch.full((size,), module.follow_top_k / size, device=device)
@@ -204,7 +204,7 @@ class Experts:
             inside = set(running.modules())
             rows = [row for row, router in enumerate(self.routers) if router.module in inside]
             if rows:  # consecutive, because a pipeline stage has consecutive layers
-                # Outside compiled blocks, to avoid graph breaks, and outside recomputed blocks, which run twice.
+                # Outside compiled blocks, the hook doesn't break the graph. Recomputed blocks would run it twice.
                 count = functools.partial(self._count_in_training, slice(rows[0], rows[-1] + 1))
                 running.register_forward_hook(count)
 
@@ -301,7 +301,7 @@ class Experts:
     def figures(self) -> dict[str, float]:
         """Returns the last step's metrics over the global batch. Waits for the device.
 
-        An even load is 1. Entropies are normalized by log E.
+        A load of 1 means perfectly balanced. Entropies are normalized by log E.
         """
         if not self.routers:
             return {}

@@ -81,10 +81,10 @@ TRACKED = ("train", "validation")
 ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
 """Events shown in yellow on a terminal."""
 STEPS_OF_SPEED = 32
-"""Number of steps that the live line's speed is averaged over."""
+"""Number of steps that the progress line's speed is averaged over."""
 STEPS_OF_TREND = 96
 COLUMNS_OF_TREND = 8
-"""Width of the live line's loss curve for the last STEPS_OF_TREND steps."""
+"""Width of the progress line's loss curve for the last STEPS_OF_TREND steps."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
@@ -106,7 +106,7 @@ class Throughput:
         self._compiles = False
 
     def expect_compiling(self) -> None:
-        """Excludes the next step from the pace, because it compiles."""
+        """Excludes the next step from the speed, because it includes compilation."""
         self._ends.clear()
         self._compiles = True
 
@@ -153,7 +153,7 @@ class Throughput:
 
 @dataclass
 class LiveFigures:
-    """Values for the live line. All are on the CPU, so showing them doesn't wait for the device."""
+    """Values for the progress line. All are on the CPU, so showing them doesn't wait for the device."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
     step_seconds: float | None = None
@@ -161,7 +161,7 @@ class LiveFigures:
     mfu: float | None = None
 
     def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
-        """Returns the live line, shortened to `width` columns. See `Metrics.show` for the other arguments."""
+        """Returns the progress line, shortened to `width` columns. See `Metrics.show` for the other arguments."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
         if losses:
@@ -233,7 +233,7 @@ class Metrics:
             self._log = LineFile(run / "train.log")
 
     def begin(self, config: RunConfig, *, meter: "EnergyMeter | None" = None, facts: dict | None = None) -> None:
-        """Starts the live line and the trackers. `facts` about the run are sent to the trackers with the config."""
+        """Starts the progress line and the trackers, which receive `facts` about the run and the config."""
         self.began = True
         self._meter = meter
         if self.is_main and config.trackers:
@@ -243,18 +243,18 @@ class Metrics:
 
     @property
     def is_live(self) -> bool:
-        """True if this process shows a live line on a terminal."""
+        """True if this process shows a progress line on a terminal."""
         return self.is_main and self.began and not self._ended and is_terminal(sys.stderr)
 
     def expect(self, what: str) -> None:
-        """Announces a long wait, in the live line if there is one."""
+        """Announces a long wait, in the progress line if there is one."""
         if self.is_live:
             LIVE_LINE.show(f"{what} ...")
         elif self.is_main:
             say_stage(what)
 
     def show(self, figures: LiveFigures, step: int, next_save: int, seconds_left: float) -> None:
-        """Updates the live line, at most every SECONDS_BETWEEN_DRAWINGS.
+        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS.
 
         Args:
             next_save: step of the next checkpoint.
@@ -268,7 +268,7 @@ class Metrics:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Shows `what` in the live line within the context."""
+        """Shows `what` in the progress line within the context."""
         if not self.is_live:
             yield
             return

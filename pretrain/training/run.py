@@ -133,6 +133,6 @@ class Run:
 
     @contextmanager
     def pausing(self, work: str) -> Iterator[None]:
-        """Shows `work` in the live line and excludes its time from the throughput."""
+        """Shows `work` in the progress line and excludes its time from the throughput."""
         with self.throughput.paused(), self.log.doing(work):
             yield

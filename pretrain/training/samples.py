@@ -1,4 +1,4 @@
-"""Generates text with a loaded model, or with the model in training under any strategy."""
+"""Generates text with a loaded model, or with the model being trained, under any strategy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

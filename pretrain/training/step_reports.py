@@ -32,7 +32,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """This rank's metrics, in transfer from the device to the CPU."""
+    """This rank's metrics while they are being copied to the CPU."""
 
     step: int
     figures: torch.Tensor
@@ -43,7 +43,7 @@ class _Arriving:
 
 @dataclass(frozen=True)
 class _Sent:
-    """All ranks' metrics, in transfer between ranks."""
+    """All ranks' metrics while they are being exchanged."""
 
     step: int
     answers: list[torch.Tensor]

@@ -92,7 +92,7 @@ def watch_over(run: Run, start_id: str) -> None:
     """Creates the guard, control, clock and watch. A collective call.
 
     Args:
-        start_id: ID of this start, used by commands from runs.py.
+        start_id: ID of this launch, used by commands from runs.py.
     """
     ranks = run.strategy.ranks
     output = run.config.output
@@ -252,7 +252,7 @@ def rank_request(run: Run) -> Request:
 
 
 def poll_requests(run: Run) -> None:
-    """Updates the request during long work between steps. A collective call."""
+    """Checks for new requests during long work between steps. A collective call."""
     run.watch.beat()
     run.request = max(run.request, run.consensus.agree(rank_request(run)))
 
@@ -266,7 +266,7 @@ def poll_or_interrupt(run: Run) -> None:
 
 @contextmanager
 def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
-    """Runs work between steps that is interrupted if the run is stopping.
+    """Runs interruptible work between steps. A request to stop interrupts it.
 
     Yields a collective function to call regularly during the work.
     """

@@ -242,7 +242,7 @@ class Watch:
 
     def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # stderr may be closed
-            # Overwrites another process's live line.
+            # Overwrites another process's progress line.
             start = CLEAR_LINE if is_terminal(sys.stderr) else ""
             print(f"{start}rank {self.rank}: {text}", file=sys.stderr, flush=True)
 

@@ -142,7 +142,7 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # default: for paths
+    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str for paths
     write_durably(path, text + "\n")
 
 

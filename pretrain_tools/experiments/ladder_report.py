@@ -1,4 +1,4 @@
-"""Writes a ladder as text, JSON and a figure, and reads the JSON file for predictions."""
+"""Writes a fitted scaling law as text, JSON and a plot, and reads the JSON file for predictions."""
 
 import json
 import math

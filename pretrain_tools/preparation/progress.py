@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a live line on a terminal, otherwise a new line every 10 seconds."""
+"""Shows progress on stderr: a progress line on a terminal, otherwise a new line every 10 seconds."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ class DocumentProgress:
         say(line, sys.stderr)
 
     def close(self) -> None:
-        """Clears the live line."""
+        """Clears the progress line."""
         LIVE_LINE.clear()
 
     def update(self, tally: Tally) -> None:

@@ -1,4 +1,4 @@
-"""Writes shards so that an interrupted preparation can resume."""
+"""Writes shards so that prepare_data.py can resume after an interruption."""
 
 import os
 from dataclasses import asdict, dataclass, field

@@ -263,9 +263,12 @@ def recompilations(evidence: Evidence) -> Cause | None:
 
 
 def synchronizing_lines(evidence: Evidence) -> Cause | None:
-    """Finds lines that wait for the device in every micro-step. The report lists lines in the update separately."""
+    """Finds lines of code that wait for the device in every micro-step.
+
+    The report lists lines in the update separately.
+    """
     lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
-    # Fewer reads than micro-steps are normal, for example to log the loss.
+    # It's normal to read a value less often than once per micro-step, for example to log the loss.
     lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
     if not lines:
         return None
@@ -285,7 +288,7 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
 
 
 def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
-    """Returns {(place, call, phase): times per step} for lines that wait for the device, most frequent first."""
+    """Returns {(file and line, call, phase): waits per step} for lines that wait for the device, most waits first."""
     found: Counter[tuple[str, str, str]] = Counter()
     for rank in evidence.ranks:
         for line in rank.facts["sync_lines"]:
@@ -336,9 +339,9 @@ def full_memory(evidence: Evidence) -> Cause | None:
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:
-    """Returns {kind: (seconds per step, fraction of the step)}, medians over the ranks.
+    """Returns {kind: (seconds per step, fraction of the step)}, medians across ranks.
 
-    Only exposed communication counts.
+    Includes only exposed communication.
     """
     found = medians(rank.typical_parts("kernels") for rank in evidence.ranks)
     found[COMMUNICATION] = evidence.communication

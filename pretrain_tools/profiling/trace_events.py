@@ -1,7 +1,7 @@
-"""Breaks down steps into work, waiting time and kinds of kernels, using torch.profiler's events.
+"""Breaks down steps into work, waiting time and kernel types, using torch.profiler's events.
 
-On a GPU, work is the time in kernels. On a CPU, it is the time in the main thread's operators. Collectives count only
-while there is no other work.
+On a GPU, work is the time in kernels. On a CPU, it is the time in the main thread's operators. Collectives are only
+counted while nothing else runs.
 """
 
 import functools
@@ -16,13 +16,13 @@ import numpy as np
 
 MARK = "groundwork: "
 STEP = f"{MARK}step "
-"""Prefix of a whole step's mark."""
+"""Prefix of the marker for an entire step."""
 WAITING_FOR_DATA = "data"
 FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""Phase between micro-steps or steps. Tasks such as a save have separate phases."""
+"""Phase between micro-steps or steps. Tasks such as saving a checkpoint have their own phases."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -31,7 +31,7 @@ INHERITED = (
     ("attention", re.compile(r"attention|flash|fmha|flex_attn", re.IGNORECASE)),
     ("loss", re.compile(r"chunked_loss|softmax_less_target|cross_entropy|nll_loss", re.IGNORECASE)),
 )
-"""Operators that determine the kind of all their kernels, including matmuls."""
+"""Operators that determine the type of all their kernels, including matmuls."""
 KERNEL_NAMES = (
     (COMMUNICATION, re.compile(r"nccl|rccl|gloo:|c10d", re.IGNORECASE)),
     *INHERITED,
@@ -44,7 +44,7 @@ KERNEL_NAMES = (
     ("copies", re.compile(r"memcpy|memset|aten::(copy_|_to_copy|cat|clone|fill_|zero_)", re.IGNORECASE)),
 )
 KINDS = ("matmuls", "attention", "loss", OPTIMIZER, POINTWISE, "copies")
-"""Kinds of kernels, in the order of the report."""
+"""Kernel types, in report order."""
 COMPILED = ("## Call CompiledFxGraph", "Torch-Compiled Region")
 """Prefixes of torch's names for compiled code. Generated CPU kernels have no separate events."""
 NO_WORK = ("autograd::", "c10d::", "_c10d_functional", "profiler::")
@@ -121,28 +121,28 @@ class StepRecord:
     cpu: float = 0.0
     """CPU time of the main thread."""
     starved: float = 0.0
-    """Time in which the main thread was runnable but waited for a core."""
+    """Time the main thread was runnable but waiting for a core."""
     runnable: int = 0
     """Number of runnable processes and threads on the machine at the end of the step."""
 
     @property
     def unblocked(self) -> float:
-        """Step time without waiting for other ranks."""
+        """Step time, excluding the wait for other ranks."""
         return self.seconds - self.blocked
 
     @property
     def own(self) -> float:
-        """Step time without waiting for other ranks or data."""
+        """Step time, excluding the wait for other ranks or data."""
         return self.unblocked - self.data
 
     @property
     def own_with_core(self) -> float:
-        """`own` minus the time without a core."""
+        """`own` minus the time spent waiting for a core."""
         return max(0.0, self.own - self.starved)
 
     @property
     def idle_in_passes(self) -> float:
-        """Idle time in forward, backward and update, minus the time without a core."""
+        """Idle time in forward, backward and update, minus the time spent waiting for a core."""
         return sum(self.idle_in.get(phase, 0.0) for phase in (FORWARD, BACKWARD, UPDATE)) - self.starved
 
     @property
@@ -179,7 +179,7 @@ def kernel_kind(name: str) -> str:
 
 
 def is_work(name: str) -> bool:
-    """Returns True if an operator's own time is work, unlike that of autograd nodes and collectives."""
+    """Returns True if an operator's own time counts as work. Autograd nodes and collectives don't."""
     return name.startswith(COMPILED) or ("::" in name and not name.startswith(NO_WORK))
 
 
@@ -194,7 +194,7 @@ class _Open:
     waits: bool = False
     """True if its own time may be waiting time, because it is a DTensor operator that redispatches or communicates."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    """Spans of its own time, without the operators that it calls: (kind, (start, end))."""
+    """Spans of its own time, excluding operators that it calls: (kind, (start, end))."""
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:
@@ -285,7 +285,7 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             if not step.start <= mark.start < step.end:
                 continue
             name = mark.name.removeprefix(MARK)
-            micro_step += name == WAITING_FOR_DATA  # a micro-step starts with waiting for its data
+            micro_step += name == WAITING_FOR_DATA  # a micro-step starts by waiting for data
             within = mark.start, min(mark.end, step.end)
             seconds = (within[1] - within[0]) / 1e9
             worked = either.seconds(*within)

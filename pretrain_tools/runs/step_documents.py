@@ -20,7 +20,7 @@ from pretrain_tools.runs.history import read_history
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or its part within a sequence."""
+    """A document, or the part of it that is in a sequence."""
 
     number: int
     """1-based index of the document within the shard file in which the sequence begins."""

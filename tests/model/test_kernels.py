@@ -26,7 +26,7 @@ LLAMA = AutoConfig.for_model("llama", hidden_size=512, num_attention_heads=8)
 def gpu(monkeypatch):
     """Mocks an H100 on which only Triton is installed. Returns a dictionary that tests may change.
 
-    The kernels are CPU stand-ins: torch's varlen, and FlashAttention 3 after its activation.
+    The kernels are CPU stand-ins: torch's varlen, and FlashAttention 3 once it is activated.
     """
     here = {"capability": (9, 0), "modules": {"triton"}, "flash 3": None, "active": False}
 

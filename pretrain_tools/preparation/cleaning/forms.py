@@ -1,4 +1,4 @@
-"""Computes line statistics, and detects each document's type, which determines the rules that apply.
+"""Computes line statistics, and detects each document's type, which determines which cleaning rules apply.
 
 The published rules assume that each line is a paragraph, as on web pages. In books, verse and plays, line breaks can
 be anywhere in a sentence. Code and tables have no sentences.
@@ -63,7 +63,7 @@ class Lines:
 
     @cached_property
     def signs(self) -> np.ndarray:
-        """(lines, len(SIGNS)) number of occurrences of each of SIGNS per line."""
+        """(lines, len(SIGNS)) how often each character in SIGNS occurs in each line."""
         kinds = SIGN_KINDS[self.text]
         places = np.flatnonzero(kinds)
         line = np.searchsorted(self.table["start"], places, "right") - 1
@@ -89,7 +89,7 @@ class Lines:
         """(documents,) number of repeated lines, and (documents,) number of characters in them."""
         digest = self.table["digest"]
         document = self.table["document"]
-        # The sort is stable, so the first of several equal lines stays first and isn't counted.
+        # The sort is stable, so the first of several identical lines stays first and isn't counted.
         order = np.lexsort((digest, document))
         repeated = np.zeros(len(order), bool)
         is_same = (np.diff(digest[order]) == 0) & (np.diff(document[order]) == 0)

@@ -4,8 +4,8 @@ A document is represented by its set of shingles (runs of `shingle_words` folded
 duplicates if the Jaccard similarity of their sets is at least the threshold.
 
 Signatures use one-permutation hashing (Li et al. 2012) with optimal densification (Shrivastava 2017): each shingle is
-hashed into one bin, each bin stores one byte of its minimum hash, and empty bins are filled from other bins. The share
-of equal bins estimates the similarity.
+hashed into one bin, each bin stores one byte of its minimum hash, and empty bins are filled from other bins. The
+fraction of matching bins is an estimate of the similarity.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class NearDuplicates:
         return folded_words(texts, self.shingle_words)
 
     def signatures(self, words: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Computes (documents, signature_bytes) uint8 from the result of `words`."""
+        """Returns the signatures, (documents, signature_bytes) uint8, for the result of `words`."""
         bits = (self.signature_bytes - 1).bit_length()
         document = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         hashes = shingle_hashes(words, self.shingle_words)
