@@ -239,7 +239,7 @@ class Data(Section):
         lengths = [stage.sequence_length or self.sequence_length for stage in self.mixtures]
         if any(length % self.sequence_length for length in lengths):
             raise ValueError(
-                f"stages[].sequence_length must be multiples of sequence_length, {self.sequence_length:,} (got "
+                f"each stages[].sequence_length must be a multiple of sequence_length, {self.sequence_length:,} (got "
                 f"{lengths}); set data.sequence_length to the shortest length, or to a common divisor"
             )
         return self

@@ -72,7 +72,7 @@ def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Rea
     gpu = gpu_called(torch.cuda.get_device_name(device))
     if gpu is None:
         return [], None
-    return [_over_time(local * gpu.watts)], f"estimated: {gpu.watts:g} W for each GPU (rated power)"
+    return [_over_time(local * gpu.watts)], f"estimated: {gpu.watts:g} W per GPU (rated power)"
 
 
 def _over_time(watts: float) -> Reader:

@@ -150,7 +150,7 @@ def unusable_gpu() -> str | None:
     return (
         f"device: this machine has an NVIDIA GPU ({driver}), but torch can't use it. {built}. To run on the CPU "
         "anyway, set CUDA_VISIBLE_DEVICES to an empty string (CUDA_VISIBLE_DEVICES= python ...), or set "
-        "ACCELERATE_USE_CPU=true; accelerate launch --cpu does the latter for one process"
+        "ACCELERATE_USE_CPU=true, as accelerate launch --cpu does for a single process"
     )
 
 

@@ -437,8 +437,8 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
 
 
 MOVED = {
-    "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE}, "
-    "without head if it is tied"
+    "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE} "
+    "(omit head if it is tied)"
 }
 """{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}

@@ -166,7 +166,7 @@ def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Val
         try:
             return answer.result(max(0.1, deadline - time.monotonic()))
         except TimeoutError:
-            error = TimeoutError(f"no answer within {seconds:g} s")
+            error = TimeoutError(f"no response within {seconds:g} s")
         except Exception as found:
             error = found
         if not retry or time.monotonic() + pause > deadline:

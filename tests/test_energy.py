@@ -77,7 +77,7 @@ def test_gpu_energy_is_measured_or_estimated_from_ratings(tmp_path, monkeypatch)
 
     monkeypatch.setattr(energy.ctypes, "CDLL", none)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: 700 W for each GPU (rated power)"
+    assert EnergyMeter(torch.device("cuda"), 2, tmp_path).how == "estimated: 700 W per GPU (rated power)"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU of next year")
     unknown = EnergyMeter(torch.device("cuda"), 2, tmp_path)
     assert unknown.how is None and unknown.joules() is None

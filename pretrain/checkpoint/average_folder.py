@@ -13,7 +13,7 @@ def require_average(name: str, checkpoint: Path) -> None:
     """Raises InputError if a checkpoint has no averaged weights. name: checkpoint name for the error message."""
     if not any(checkpoint.glob("average*.safetensors")):
         raise InputError(
-            f"{name}: there is no average in {checkpoint}; runs with averaging.kind: ema or tail save one after "
+            f"{name}: no averaged weights in {checkpoint}; runs with averaging.kind: ema or tail save them once "
             "averaging has started. Use a later step (RUN@STEP) or --weights raw"
         )
 

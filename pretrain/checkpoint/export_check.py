@@ -134,7 +134,7 @@ def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:
         return None
     misplaced = {kind: sorted(map(str, info[f"{kind}_keys"])) for kind in ("missing", "unexpected", "mismatched")}
     check.problems += [
-        f"{folder} has {len(names)} {kind} weights, starting with {names[0]}"
+        f"{folder}: from_pretrained reports {len(names)} {kind} weights, starting with {names[0]}"
         for kind, names in misplaced.items()
         if names
     ]

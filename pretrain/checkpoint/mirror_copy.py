@@ -196,8 +196,8 @@ class MirrorCopier:
             newest = max(there, default=0)
             if newest > (latest_step(self.run) or 0) and is_ahead(self.run, self.store.state(newest)):
                 raise TakenOverError(
-                    f"the mirror contains step {newest:,}, which is later than this folder's checkpoints, but was "
-                    "unreachable at startup; to continue from that step, restart the run"
+                    f"the mirror, which was unreachable at startup, contains step {newest:,}, which is later than "
+                    "this folder's checkpoints; to continue from that step, restart the run"
                 )
         self.store.identify(own, self.start)
         claim |= {"claimed": self.store.address, "damaged": self.damaged}
@@ -247,7 +247,7 @@ class MirrorCopier:
             raise OSError(5, f"{IDENTITY_FILE} {identity.damage}; writing it again" if identity else gone)
         if identity.start != self.start:
             raise TakenOverError(
-                f"another process of this run ({identity.start}) now writes to the mirror; this one stopped copying"
+                f"another process of this run ({identity.start}) is writing to the mirror, so this one stopped copying"
             )
 
     def _drop_abandoned(self) -> bool:

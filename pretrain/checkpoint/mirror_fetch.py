@@ -161,7 +161,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
         except InputError:
             raise
         except Exception as error:  # the mirror may be read-only
-            claim["problem"] = f"could not be reached or written at startup ({one_line(error)})"
+            claim["problem"] = f"could not be reached or written to at startup ({one_line(error)})"
         identity, (sealed, _) = store.identity(), store.steps()  # the previous holder may have added checkpoints
         if sealed:
             require_same_run(run, id_of_run(run), identity, store)
@@ -185,7 +185,7 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
                 "checkpoint: starting from scratch could overwrite a run on the mirror; run the same command again "
                 "when the mirror is reachable, or set checkpoint.mirror: null to start a new run"
             ) from error
-        claim["problem"] = f"could not be reached or written at startup ({one_line(error)})"
+        claim["problem"] = f"could not be reached or written to at startup ({one_line(error)})"
     write_claim(run, claim)
     return lease
 

@@ -319,7 +319,7 @@ def damage_of_run_file(name: str, content: bytes) -> str | None:
             return "contains no events"
         elif any(fnmatchcase(name, pattern) for pattern in OBJECTS):
             values = json.loads(content) if name.endswith(".json") else yaml.safe_load(content)
-            return None if isinstance(values, dict) else f"contains no mapping: {content[:40]!r}"
+            return None if isinstance(values, dict) else f"is not a mapping: {content[:40]!r}"
     except (ValueError, yaml.YAMLError) as error:
         return f"cannot be read ({one_line(error)})"
     return None
@@ -356,8 +356,8 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
         return []
     if shown(mirror) != mirror.rstrip("?#"):
         return [
-            f"checkpoint.mirror: {shown(mirror)}: the URL contains secrets, which would be saved in config.yaml; set "
-            "them as environment variables, as for the store's own tools, and remove them from the URL"
+            f"checkpoint.mirror: {shown(mirror)}: the URL contains secrets, which would be saved in config.yaml; "
+            "remove them, and set the environment variables that the store's own tools use"
         ]
     from fsspec.registry import get_filesystem_class
 
@@ -400,7 +400,7 @@ def require_same_run(run: Path, own: str | None, identity: Identity | None, stor
     if identity.run not in (None, own):
         raise InputError(
             f"checkpoint.mirror: {store.address} belongs to a different run than {run}; choose another mirror or "
-            "--output, or remove the mirror's content"
+            "--output, or remove the mirror's contents"
         )
 
 

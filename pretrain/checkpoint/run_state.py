@@ -101,7 +101,7 @@ def recorded_rollbacks(run: Path) -> list[dict[str, Any]]:
         raise InputError(
             f"{path} is damaged ({error}); it lists the data that the run skips after rollbacks. Restore it from a "
             "copy, such as the mirror's, or remove it to use only the rollbacks in the newest checkpoint. Data "
-            "skipped by later rollbacks is then used again"
+            "skipped by later rollbacks will then be used again"
         ) from None
 
 

@@ -529,7 +529,7 @@ class Batches:
         tokens = self.window.sequence_length
         caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in sources)
         return (
-            f"data: the sources are used up ({caps}) at {sample * tokens:,} of {total * tokens:,} tokens; "
+            f"data: the sources are used up ({caps}) after {sample * tokens:,} of {total * tokens:,} tokens; "
             "raise max_epochs, add a source, or lower the budget"
         )
 

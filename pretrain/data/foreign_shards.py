@@ -80,8 +80,9 @@ def foreign_manifest(path: Path, tokenizer: str | None) -> Manifest:
     if tokenizer is None and not (folder / TOKENIZER_FOLDER).is_dir():
         raise InputError(
             f"{path}: these token IDs need a tokenizer; set it in the recipe, for example "
-            f"{{shards: {path}, tokenizer: gpt2}}, pass --tokenizer gpt2 to evaluate.py, or link the tokenizer's "
-            f"folder next to the file, for all commands: ln -s TOKENIZER_FOLDER {folder / TOKENIZER_FOLDER}"
+            f"{{shards: {path}, tokenizer: gpt2}}, pass --tokenizer gpt2 to evaluate.py, or, for all "
+            f"commands, link the tokenizer's folder next to the file: ln -s TOKENIZER_FOLDER "
+            f"{folder / TOKENIZER_FOLDER}"
         )
     given = tokenizer or str(folder / TOKENIZER_FOLDER)
     loaded = load_tokenizer(given)

@@ -67,7 +67,9 @@ def load_tokenizer(name_or_path: str | Path, end_of_document: str | None = None)
     try:
         name, content, files = _read(str(name_or_path))
     except OSError as error:
-        raise InputError(f"{name_or_path}: cannot be read: {error.strerror}; use a readable tokenizer") from None
+        raise InputError(
+            f"{name_or_path}: cannot be read: {error.strerror}; make it readable, or use another tokenizer"
+        ) from None
     backend = backend_of(content, str(name_or_path))
     vocabulary = backend.get_vocab(with_added_tokens=True)
     token = end_of_document or _eos_token(files) or USUAL_END_OF_DOCUMENT

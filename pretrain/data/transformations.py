@@ -58,8 +58,9 @@ class Transformations:
             changed = np.asarray(transformation(ids_T.copy(), key_of(self.seed, "transformation", name, sample)))
             if changed.shape != ids_T.shape or changed.dtype.kind not in "iu":
                 raise InputError(
-                    f"data.transformations: {name} returned {changed.dtype} of shape {changed.shape} for a window of "
-                    f"{len(ids_T):,} token IDs; it must return the same number of integers"
+                    f"data.transformations: {name} returned an array of type {changed.dtype} and shape "
+                    f"{changed.shape} for a window of {len(ids_T):,} token IDs; it must return the same number "
+                    "of integers"
                 )
             if changed.min() < 0 or changed.max() >= self.vocabulary_size:
                 raise InputError(

@@ -267,7 +267,7 @@ class MirrorCopies:
         if problem is None:
             self._warn_once(
                 "dropping",
-                f"the mirror {mirror} is slower than checkpoints are written: "
+                f"the mirror {mirror} cannot keep up with the checkpoints: "
                 f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} were skipped "
                 f"in favor of newer ones. {last} Copying {bytes_text(size or 0)} took {seconds or 0:.0f} s.",
                 holds=bool(status["dropped"]),
@@ -295,7 +295,8 @@ class MirrorCopies:
             self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
             what_now = (
-                f"The next copy replaces files that exist in {self.run}; on the mirror, restore or remove the others."
+                f"Files that exist in {self.run} will be replaced by the next copy; restore or remove the others on "
+                "the mirror."
             )
             self._warn(f"still damaged on the mirror: {named(left)}. {what_now}")
         if self._copier.is_settled:

@@ -91,7 +91,7 @@ def build_training(
 
         added = new_tokens(config, plan.model_config)
         if added:
-            say_stage(f"Initializing {len(added.parts):,} new tokens, each with the mean of its old tokens")
+            say_stage(f"Initializing {len(added.parts):,} new tokens, each as the mean of the old tokens it replaces")
         weights = replace(weights, pretrained=open_pretrained(config.model.config, added))
     if config.optim.mup_base_width:
         from pretrain.model.width_roles import initial_scales

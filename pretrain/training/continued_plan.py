@@ -91,9 +91,9 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ):
         return []
     return [
-        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version and lacks the data "
-        "for branching or for changing the budget, batch or schedule; continue the run unchanged until its next "
-        "checkpoint, then make the change"
+        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version of Groundwork and "
+        "lacks the data for branching or for changing the budget, batch or schedule; continue the run unchanged until "
+        "its next checkpoint, then make the change"
     ]
 
 
@@ -165,8 +165,8 @@ def continued(
         origin = contents.get("data")
         if origin is None:
             raise InputError(
-                "data: an earlier version wrote the checkpoint without recording how much of each source was read; "
-                "keep the same data until the next checkpoint, then change it"
+                "data: the checkpoint was written by an earlier version of Groundwork, which did not record how much "
+                "of each source was read; keep the same data until the next checkpoint, then change it"
             )
         if other_length:
             origin = {**origin, "sample": sample}
@@ -313,7 +313,7 @@ def decay_problems(plan: RunPlan, contents: Mapping[str, Any], changes: Changes,
     is_shorter = plan.total_steps <= planned["total_steps"]
     if not changes.begins_branch and saved.get("anneal_from") is not None and changes.budget and is_shorter:
         return [
-            f"budget: the run has been in its final decay since step {saved['anneal_from']:,}, which ends at step "
+            f"budget: the run's final decay began at step {saved['anneal_from']:,} and ends at step "
             f"{planned['total_steps']:,}; keep the old budget, or raise it beyond that step"
         ]
     return []
@@ -481,7 +481,9 @@ def continuation_problems(
     changes = config_differences(earlier, plan.model_config)
     others = [problem for problem in problems if not problem.startswith("model: ")]
     if shape_changes(earlier, plan.model_config):
-        what_now = ", so the checkpoint's weights do not fit; restore the model config, or use another --output"
+        what_now = (
+            ", so the checkpoint's weights do not match the model; restore the model config, or use another --output"
+        )
     elif len(others) < len(problems):
         what_now = "; restore it, use another --output, or accept the change by setting it on the command line"
     else:
@@ -508,8 +510,8 @@ def identity_problems(
         named = any(is_named(each, overridden) for each in paths)
         if path == "optim.name":  # can't be confirmed, because the optimizer state doesn't fit
             problems.append(
-                f"{found}whose state {json.dumps(now.get(path))} cannot use; restore it, or use another --output "
-                "(add --init pretrained --model RUN/final to start from this run's weights)"
+                f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or use "
+                "another --output (add --init pretrained --model RUN/final to start from this run's weights)"
             )
         elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
             branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""

@@ -224,7 +224,9 @@ def _compare_documents(
         _, loss = LanguageModelLoss(model, from_hidden_states=is_projection(reference))(**inputs)
     expected = F.cross_entropy(alone_BTV.flatten(0, 1), window.ids_BT[:, 1:].flatten())
     if not abs(loss.cpu() - expected) <= tolerance * expected:
-        judgement.problems.append(f"its loss is {loss:.5f}, but the loss of the library's logits is {expected:.5f}")
+        judgement.problems.append(
+            f"its loss is {loss:.5f}, but the loss computed from the library's logits is {expected:.5f}"
+        )
         return
     judgement.leaks_documents = False
 

@@ -201,7 +201,10 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
     if unknown := [type(module).__name__ for module in observed if module not in places]:
         return f"optim.muon.qk_clip: {model_type}: no query and key weights found in {unknown[0]}; {advice}"
     if not observed or not heads:
-        return f"optim.muon.qk_clip: {model_type} has no supported attention, or layers with different heads; {advice}"
+        return (
+            f"optim.muon.qk_clip: {model_type} has no supported attention, or its layers have different numbers of "
+            f"heads; {advice}"
+        )
     parameters = dict(model.named_parameters())
     for module in list(observed):
         query, key = observed[module]  # from the last pass

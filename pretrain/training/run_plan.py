@@ -391,8 +391,8 @@ def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
     if not changes:
         return []
     return [
-        f"model: {source}: init: pretrained uses the weights of {source.config}, which do not fit ({changes}); "
-        "omit changes that affect shapes, or train from scratch with init: scratch"
+        f"model: {source}: init: pretrained uses the weights of {source.config}, but their shapes do not match "
+        f"the model ({changes}); omit changes that affect shapes, or train from scratch with init: scratch"
     ]
 
 
@@ -436,7 +436,7 @@ def rows_problems(config: RunConfig, model: ModelPlan) -> list[str]:
         problems.append(
             f"model: {model.model_config.model_type} does not work with {' and '.join(asked.keys() & {'pp', 'cp'})} "
             f"and data.document_mask: {how}, but these dimensions split micro-batches or sequences; use fsdp2, or "
-            "data.document_mask: false under pp"
+            "data.document_mask: false with pp"
         )
     return problems
 

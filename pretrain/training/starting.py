@@ -161,7 +161,7 @@ def refuse_crash_loop(run: Path, step: int, ranks: Ranks) -> None:
     if crashes > RESTARTS_WITHOUT_PROGRESS:
         raise CrashLoopError(
             f"started {crashes} times from step {step:,} without getting past step {furthest:,}; see the end of "
-            f"{run}/train.log and the stacks in {run} for the cause, fix it, and run the same command again"
+            f"{run}/train.log and the stack traces in {run} for the cause, fix it, and run the same command again"
         )
 
 
@@ -234,4 +234,4 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
             f"({told[-1] if told else type(error).__name__}). See {page}."
         )
     lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
-    return f"Out of memory. Try in this order; results stay the same up to rounding:\n{lines}\nSee {page}."
+    return f"Out of memory. Try these changes in order; results stay the same up to rounding:\n{lines}\nSee {page}."

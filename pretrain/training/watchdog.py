@@ -208,7 +208,7 @@ class Watch:
     def _end_hang(self, cause: str = "no progress") -> None:
         seconds = time.monotonic() - self._last_beat
         path = self.run / f"stacks-rank-{self.rank:05d}.txt"
-        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; stacks written to {path}"
+        reason = f"{cause}, {seconds:.0f} s after step {self.step:,}; stack traces written to {path}"
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self.rank}: {reason}\n")

@@ -133,8 +133,8 @@ def add_a_tensor(weights):
     [
         (swap_two_layers, "logits differ by up to"),
         (change_one_number, "logits differ by up to"),
-        (lose_a_tensor, "has 1 missing weights, starting with model.layers.1.mlp.up_proj.weight"),
-        (add_a_tensor, "has 1 unexpected weights, starting with model.layers.2"),
+        (lose_a_tensor, "reports 1 missing weights, starting with model.layers.1.mlp.up_proj.weight"),
+        (add_a_tensor, "reports 1 unexpected weights, starting with model.layers.2"),
     ],
 )
 def test_wrong_weights_are_detected(exported, mistake, words):

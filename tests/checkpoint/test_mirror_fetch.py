@@ -191,7 +191,7 @@ def test_an_unwritable_mirror_does_not_stop_a_run(lost, tmp_path, is_finished):
         write_run(run, (4, 8, 12))
     fetch_from_mirror(run, settings, Ranks())
     assert latest_step(run) == (12 if is_finished else 8)
-    assert "reached or written at startup (OSError: [Errno 30] Read-only" in claim_of(run)["problem"]
+    assert "reached or written to at startup (OSError: [Errno 30] Read-only" in claim_of(run)["problem"]
     copier = copier_of(run, settings.mirror)
     assert not copier.attempt(everything=True) and not copier.status["is_over"]
     (tmp_path / "mirror.faults").unlink()

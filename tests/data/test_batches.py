@@ -103,7 +103,7 @@ def test_after_max_epochs_only_other_sources_are_read(tmp_path):
 
 def test_data_that_runs_out_is_rejected_with_numbers(tmp_path):
     source = {"shards": write_shards(tmp_path / "a", 10 * LENGTH + 1), "max_epochs": 2}
-    with pytest.raises(InputError, match=r"used up .* at 320 of 6,400 tokens; raise max_epochs"):
+    with pytest.raises(InputError, match=r"used up .* after 320 of 6,400 tokens; raise max_epochs"):
         batches_of(source, steps=100)
 
 
@@ -291,5 +291,5 @@ def test_invalid_stages_are_rejected(tmp_path):
     with pytest.raises(InputError, match=r"48 training tokens, but one sequence needs 64 \+ 1; .* its stage's"):
         batches_of(stages=two_lengths(short))
     uneven = [{"until": 0.5, "train": [{"shards": folder}]}, {"train": [{"shards": folder}], "sequence_length": 40}]
-    with pytest.raises(ValueError, match=r"must be multiples of sequence_length, 16 \(got \[16, 40\]\)"):
+    with pytest.raises(ValueError, match=r"must be a multiple of sequence_length, 16 \(got \[16, 40\]\)"):
         batches_of(stages=uneven)

@@ -121,7 +121,9 @@ def test_out_of_memory_errors_suggest_settings(recipe, tmp_path):
     ended = launch_with_faults(tmp_path / "notes", "single", 1, "--config", recipe, "--output", run, faults=[fault])
     assert ended.code == 1
     assert "CUDA out of memory (injected)" in end_of(run)["reason"]
-    assert "Out of memory. Try in this order" in end_of(run)["reason"] and "\n  1. --" in end_of(run)["reason"]
+    assert (
+        "Out of memory. Try these changes in order" in end_of(run)["reason"] and "\n  1. --" in end_of(run)["reason"]
+    )
 
 
 @pytest.mark.skipif(not EVERYTHING, reason="four launches of two processes; in make test-faults")

@@ -115,7 +115,7 @@ def test_a_mirror_that_cannot_be_written_blocks_no_start(recipe, tmp_path):
     assert second.code == 0 and (run / "final/model.safetensors").exists(), second.output
     said = [event["message"] for event in events(run, "warning")]
     assert any(text.startswith("damaged on the mirror: run.json (cannot be read") for text in said)
-    assert any("could not be reached or written at startup (OSError: [Errno 30]" in text for text in said)
+    assert any("could not be reached or written to at startup (OSError: [Errno 30]" in text for text in said)
     assert any(text.startswith("could not copy step 12 and final/ to the mirror within 1 s") for text in said)
     assert any(text.startswith("still damaged on the mirror: run.json") for text in said)
     third = launch_with_faults(tmp_path / "third", "single", 1, *settings)

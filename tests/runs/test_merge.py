@@ -115,7 +115,7 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "config.yaml/x"}, "--output: {run}/config.yaml/x: "),
-        ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: there is no average in"),
+        ({"texts": ["{run}@4"], "weights": "average"}, "merge {run}@4: --weights average: no averaged weights in"),
         ({"texts": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},

@@ -167,7 +167,7 @@ def test_compiled_layers_are_recompiled_once_at_the_boundary(runs, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (("data.stages.1.sequence_length", "100"), "must be multiples of sequence_length, 64 (got [64, 100])"),
+        (("data.stages.1.sequence_length", "100"), "must be a multiple of sequence_length, 64 (got [64, 100])"),
         (("batch.tokens_per_step", "1152"), "tokens_per_step 1,152 is not a multiple of 256 tokens x 1 processes"),
         (("model.config", str(ROOT / "model_configs/gpt2_124m.json"), "data.stages.1.sequence_length", "2k",
           "batch.tokens_per_step", "4k", "data.stages.1.rope_parameters", "null"),
