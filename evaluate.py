@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--precision",
         default="auto",
-        help="auto, bf16, fp16 or fp32; auto uses the saved dtype for --tasks, the training precision for --data",
+        help="auto, bf16, fp16 or fp32; auto uses the saved dtype for --tasks and the training precision for --data",
     )
     add("--trust_remote_code", action="store_true", help="run Python code from the model folder (off by default)")
     add("--extensions", nargs="+", default=[], metavar="FILE", help="Python files with your own tasks and models")
@@ -68,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--batch_size",
         metavar="N",
-        help="sequences per forward pass, or auto [--tasks: auto on a GPU, else 1; --data: the run's, else 8]",
+        help="sequences per forward pass, or auto "
+        "[--tasks: auto on a GPU, otherwise 1; --data: from the run, otherwise 8]",
     )
     data = parser.add_argument_group("loss on prepared shards")
     add = data.add_argument
@@ -76,8 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="NAME", help="tokenizer (folder or Hub ID) for a .bin file made by another tool")
     add("--split", default="validation", help="validation or train [validation]")
     add("--sequences", metavar="N", help="evaluate N sequences spread across the split [all]")
-    add("--sequence_length", metavar="N", help="tokens per sequence [the run's; else the model's, at most 2048]")
-    add("--document_mask", metavar="on|off", help="attend only within each document [the run's; else on]")
+    add(
+        "--sequence_length",
+        metavar="N",
+        help="tokens per sequence [from the run; otherwise from the model, at most 2048]",
+    )
+    add("--document_mask", metavar="on|off", help="attend only within each document [from the run; otherwise on]")
     sample = parser.add_argument_group("text samples")
     add = sample.add_argument
     add("--interactive", action="store_true", help="continue text that you type; also works during training")

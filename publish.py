@@ -26,26 +26,26 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="RUN", help="run folder")
-    add("--repo", metavar="OWNER/NAME", help="Hub repository, created if it doesn't exist [the recipe's]")
+    add("--repo", metavar="OWNER/NAME", help="Hub repository, created if it doesn't exist [from the recipe]")
     add(
         "--checkpoint",
         nargs="+",
         default=[],
         metavar="STEP",
-        help="checkpoints to publish, each as revision step-STEP; or best",
+        help="steps of the checkpoints to publish (each as revision step-STEP), or best",
     )
     add("--milestones", action="store_true", help="publish all checkpoints kept by checkpoint.keep_every")
     add("--final", action="store_true", help="publish final/ as main (default)")
-    add("--private", action="store_true", help="make the repository private [the recipe's; else public]")
-    add("--license", metavar="ID", help="Hub license ID, such as apache-2.0 [the recipe's]")
+    add("--private", action="store_true", help="make the repository private [from the recipe; otherwise public]")
+    add("--license", metavar="ID", help="Hub license ID, such as apache-2.0 [from the recipe]")
     add(
         "--language",
         nargs="+",
         default=[],
         metavar="CODE",
-        help="languages of the training text, such as en [the recipe's]",
+        help="languages of the training text, such as en [from the recipe]",
     )
-    add("--message", metavar="TEXT", help="commit message [the step and tokens]")
+    add("--message", metavar="TEXT", help="commit message [step and token count]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
     text = "with FILE: write a GGUF file for llama.cpp and don't upload; without FILE: also publish a GGUF file"

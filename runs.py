@@ -172,7 +172,7 @@ def add_merge(commands: Commands) -> None:
     text = "average checkpoints or models into a model folder"
     command = add_command(commands, "merge", merge, text, models=models)
     command.add_argument("--last", type=natural, metavar="N", help="with a run: merge its N newest checkpoints")
-    text = "weights to merge: raw, or the averaged weights in checkpoints, even of a single model (default: raw)"
+    text = "raw, or average for the checkpoints' averaged weights; average also accepts a single model (default: raw)"
     command.add_argument("--weights", choices=["raw", "average"], default="raw", help=text)
     command.add_argument(
         "--output", type=Path, metavar="FOLDER", help="output folder (default: merged-FIRST-LAST in the run folder)"
@@ -191,7 +191,9 @@ def add_parity(commands: Commands) -> None:
     command.add_argument("--strategies", help=text)
     text = "also train combinations of mesh dimensions: all, or a single one such as dp_shard=2,tp=2"
     command.add_argument("--mesh", metavar="SIZES", help=text)
-    command.add_argument("--processes", type=int, default=2, help="processes per strategy, except single (default: 2)")
+    command.add_argument(
+        "--processes", type=int, default=2, help="processes per strategy; single always uses one (default: 2)"
+    )
     command.add_argument(
         "--precision",
         choices=["fp32", "bf16", "fp16", "fp8"],

@@ -15,7 +15,7 @@ from pretrain.errors import InputError, did_you_mean
 from pretrain.hardware import emulation_of_bf16
 from pretrain.training.samples import Sampling, encode_prompt, generation_arguments
 
-HELP = """Type some text and press Enter; \\n is a new line. The model continues your text like a document.
+HELP = """Type some text and press Enter; \\n is a new line. The model continues your text as if it were a document.
   :more     continue the last text        :again    sample another continuation of your text
   :reload   load the newest checkpoint    :help     show this help
   :quit     or Ctrl-D. Ctrl-C stops generation. See also --temperature, --top_k, --top_p and --max_new_tokens"""

@@ -222,7 +222,7 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     report = request.output / "mixture.json"
     recipe = request.output / "mixture.yaml"
     write_durably(report, json.dumps(values, indent=1) + "\n")
-    header = f"# {request.recipe} with the weights proposed by the mixtures in {request.output}\n"
+    header = f"# {request.recipe} with the weights proposed from the mixtures in {request.output}\n"
     write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))
     print(report, recipe, sep="\n")
     return 0

@@ -135,7 +135,7 @@ def compare_strategies(
     unknown = [name for name in names if name not in known and sizes_called(name) is None]
     problems = [f"--strategies: {name} is unknown{did_you_mean(name, known)}" for name in unknown]
     problems += [
-        f"{output / name} already exists; remove it, or use another --output"
+        f"{output / name} already exists; remove it, or use a different --output"
         for name in names
         if (output / name).exists()
     ]
@@ -376,7 +376,7 @@ def report_parity(
     refused = sum("refused" in result for result in results.values())
     ran = len(results) - refused
     bounds = f"loss within {loss_tolerance:g}" + (f", norm within {norm_tolerance:g}" if norm_tolerance else "")
-    end = f"; {refused} can't run it and weren't compared." if refused else "."
+    end = f"; {refused} can't run it." if refused else "."
     print(f"\n{same} of the {ran} strategies that can run this recipe here match {REFERENCE} ({bounds}){end}")
     if not ran:
         print("Nothing was compared.")

@@ -281,7 +281,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
         return
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
-        raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use another --output")
+        raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use a different --output")
     before = there["plan"]
     defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     # Settings added in a newer version are ignored if they have their default value.
@@ -294,7 +294,7 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     ]
     if lines:
         more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-        raise InputError(*lines[:MOST_DIFFERENCES], *more, "run the original command, or use another --output")
+        raise InputError(*lines[:MOST_DIFFERENCES], *more, "run the original command, or use a different --output")
 
 
 def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:

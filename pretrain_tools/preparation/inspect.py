@@ -149,7 +149,7 @@ def _near_duplicate_lines(path: Path) -> list[str]:
     examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
     lines = []
     for example in examples[:SAMPLED_DOCUMENTS]:
-        lines.append(f"  near duplicates with similarity {example['jaccard']:.2f} (removed, then kept):")
+        lines.append(f"  near duplicates with similarity {example['jaccard']:.2f} (the removed one, then the other):")
         lines += [*_quoted(example["removed"]["text"]), "    |", *_quoted(example["kept"]["text"])]
     return lines
 

@@ -252,7 +252,9 @@ class _Run:
                 f"{self.output}: the progress file is damaged ({error}); remove the folder and start over"
             ) from None
         if earlier.pop("layout", None) != PLAN_LAYOUT:
-            raise InputError(f"{self.output}: was started by another version; remove it and prepare it again")
+            raise InputError(
+                f"{self.output}: was started by a different version of Groundwork; remove it and prepare it again"
+            )
         refuse_differences(self.output, earlier, self.plan, "was started", free=("on_error", "max_errors"))
         return progress
 
@@ -290,7 +292,9 @@ class _Run:
     def _nothing_found(self, tally: Tally, is_first_too_long: bool) -> str:
         if is_first_too_long:
             limit = self.request.options.max_tokens
-            return f"the first document is longer than --max_tokens {limit:,}; nothing was written; raise --max_tokens"
+            return (
+                f"the first document is longer than --max_tokens {limit:,}, so nothing was written; raise --max_tokens"
+            )
         skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
         if tally.filtered_documents:
             skipped += f", {tally.filtered_documents:,} filtered out"

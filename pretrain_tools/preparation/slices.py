@@ -79,7 +79,9 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Pa
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
         problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
         if any(shard["split"] != UNDIVIDED for shard in made_from["shards"]):
-            problems.append(f"{folder}: was made by another version; remove it and prepare the slice again")
+            problems.append(
+                f"{folder}: was made by a different version of Groundwork; remove it and prepare the slice again"
+            )
         folders.append(folder)
     problems.stop_if_any()
     return folders

@@ -126,7 +126,7 @@ class PartEncoder:
         for array in arrays:
             if (array == end).any():
                 raise InputError(
-                    f"{self.tokenizer.name}: this tokenizer encodes ordinary text to its end-of-document token "
+                    f"{self.tokenizer.name}: this tokenizer encodes ordinary text as its end-of-document token "
                     f"{self.tokenizer.end_of_document!r}, so it cannot separate documents; use a different "
                     "--end_of_document"
                 )

@@ -51,14 +51,17 @@ def comparison_note(folder: Path, text: str, write: Callable[[Path], None]) -> s
     try:
         import llama_cpp
     except ImportError:
-        return "The two weren't compared, because llama.cpp isn't installed (`pip install llama-cpp-python`)."
+        return (
+            "llama.cpp and transformers weren't compared, because llama.cpp isn't installed "
+            "(`pip install llama-cpp-python`)."
+        )
     # Both programs load the weights in fp32.
     needed = 2 * sum(4 * math.prod(shape) for shape in SavedTensors(folder, "model").shapes().values())
     free = psutil.virtual_memory().available
     if needed > free:
         return (
-            f"The two weren't compared, because this requires {bytes_text(needed)} of memory, and only "
-            f"{bytes_text(free)} was free."
+            f"llama.cpp and transformers weren't compared, because this requires {bytes_text(needed)} of memory, but "
+            f"only {bytes_text(free)} was free."
         )
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as temporary:
         file = Path(temporary) / "fp32.gguf"

@@ -35,7 +35,7 @@ MEASURES = {
     "gradient_rms": "RMS of gradients, before clipping",
     "update_rms": "RMS of updates",
     "largest_logit": "Largest attention logit",
-    "units_off": "Share of inactive units",
+    "units_off": "Fraction of inactive units",
 }
 """{key of a diagnostics event: title}. The event contains one value per layer."""
 

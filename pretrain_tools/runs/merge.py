@@ -134,7 +134,9 @@ def mean_of(
         different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
         if type(config) is not type(configs[0]) or different:
             what = (
-                f"{counted(len(different), 'tensor')} with other shapes, such as {different[0]}; " if different else ""
+                f"{counted(len(different), 'tensor')} with different shapes, such as {different[0]}; "
+                if different
+                else ""
             )
             problems.append(
                 f"merge {names[0]} {name}: have different architectures ({what}"

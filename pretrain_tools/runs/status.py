@@ -262,7 +262,7 @@ def text_of(value: object, form: Callable[[Any], str]) -> str:
 def status_text(status: RunStatus) -> str:
     """Formats a run's status on one screen."""
     state = state_text(status) + (f", {status.where}" if status.where else "")
-    rows = {"run": str(status.folder), "state": f"{state}; last line {ago(status.logged)}"}
+    rows = {"run": str(status.folder), "state": f"{state}; last log line {ago(status.logged)}"}
     if status.progress is not None:
         filled = round(30 * min(status.progress, 1.0))
         tokens = f" · {count_text(status.tokens)} tokens" if status.tokens else ""

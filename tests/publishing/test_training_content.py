@@ -106,7 +106,10 @@ def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
     [
         (1e10, "8e+13 FLOP (as counted for MFU), or 8e-10 times 10^23. This is **below** the criterion"),
         (1.3e19, "1.04e+23 FLOP (as counted for MFU), or 1 times 10^23. This is **above** the criterion"),
-        (None, "5.13e+09 FLOP (estimated as 6 per parameter and token), or 5.1e-14 times 10^23. This is **below**"),
+        (
+            None,
+            "5.13e+09 FLOP (estimated as 6 FLOP per parameter per token), or 5.1e-14 times 10^23. This is **below**",
+        ),
     ],
 )
 def test_it_says_when_the_law_asks_for_it(facts, per_token, words):

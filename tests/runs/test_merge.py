@@ -119,7 +119,7 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ({"texts": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},
-            "merge {run}@4 {other}: have different architectures (1 tensor with other shapes, such as "
+            "merge {run}@4 {other}: have different architectures (1 tensor with different shapes, such as "
             "model.embed_tokens.weight; vocab_size 512, now 640)",
         ),
     ],

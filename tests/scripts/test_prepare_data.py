@@ -308,7 +308,7 @@ def test_a_missing_dataset_is_named(run, tmp_path, monkeypatch):
     # The libraries read these on import. Without them, they would wait a long time for the network.
     for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(name, True)
-    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder; searched on"):
+    with pytest.raises(InputError, match=r"--dataset nobody/nothing \(no such local folder, so it was looked up on"):
         run("--dataset", "nobody/nothing", "--output", tmp_path / "x")
 
 

@@ -124,8 +124,8 @@ def contamination_text(row: dict[str, Any]) -> str:
     short = row["items"] - row["sought"]
     left_out = f" ({short:,} too short to search for)" if short else ""
     return (
-        f"{row['benchmark']}: {row['found']:,} of {row['items']:,} items{left_out} in {row['documents']:,} "
-        f"documents, {row['remove']}s removed"
+        f"{row['benchmark']}: found {row['found']:,} of {row['items']:,} items{left_out} in {row['documents']:,} "
+        f"documents; removed the {row['remove']}s"
     )
 
 

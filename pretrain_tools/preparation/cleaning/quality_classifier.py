@@ -71,8 +71,8 @@ def read_classifier(folder: str) -> np.ndarray:
         weights = np.empty(0)
     if {name: record.get(name) for name in CLASSIFIER_FORMAT} != CLASSIFIER_FORMAT or weights.shape != (BUCKETS + 1,):
         raise InputError(
-            f"--filter classifier: model={folder}: is not a classifier made by this version; train one with "
-            "prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
+            f"--filter classifier: model={folder}: is not a classifier from this version of Groundwork; train one "
+            "with prepare_data.py --train_classifier good.jsonl other.jsonl --output FOLDER"
         )
     return weights.astype(np.float32)
 

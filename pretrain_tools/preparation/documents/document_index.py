@@ -51,7 +51,7 @@ def read_index(shard: Path, documents: int) -> np.ndarray | None:
         return None
     if path.stat().st_size != documents * DOCUMENT.itemsize:
         raise InputError(
-            f"{path}: must have {documents * DOCUMENT.itemsize:,} bytes for {documents:,} documents, got "
+            f"{path}: must be {documents * DOCUMENT.itemsize:,} bytes for {documents:,} documents, got "
             f"{path.stat().st_size:,}; restore the file, or prepare the folder again"
         )
     return np.memmap(path, DOCUMENT, mode="r").view(np.ndarray) if documents else np.empty(0, DOCUMENT)

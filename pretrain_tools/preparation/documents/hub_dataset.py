@@ -251,7 +251,7 @@ def _where(name: str, preset: Preset) -> str:
         return f" ({preset.path} on the Hub)"
     near = difflib.get_close_matches(name.lower(), PRESETS, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f" (no such local folder; searched on the Hub{hint})"
+    return f" (no such local folder, so it was looked up on the Hub{hint})"
 
 
 def _revision(name: str) -> str | None:

@@ -180,7 +180,7 @@ def text_record(place: int, value: Any, text_field: str) -> Record:
 def checked(place: int, text: bytes) -> Record:
     """Builds a record from UTF-8 text. If the text is invalid or too long, the record has a problem instead."""
     if len(text) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"document has {len(text):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
+        return Record(place, None, f"document is {len(text):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
         text.decode()
     except UnicodeDecodeError as error:
@@ -199,7 +199,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 def json_record(place: int, line: bytes, reading: Reading) -> Record:
     """Builds a record from a line that contains a JSON object."""
     if len(line) > MAXIMUM_DOCUMENT_BYTES:
-        return Record(place, None, f"line has {len(line):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
+        return Record(place, None, f"line is {len(line):,} bytes, but the maximum is {MAXIMUM_DOCUMENT_BYTES:,}")
     try:
         # Decode explicitly, because json.loads accepts encoded surrogates in bytes.
         value = JSON.decode(line.decode())

@@ -106,7 +106,7 @@ def find_sources(
     named = zip(kept, _names_below(kept), strict=True)
     sources = [problems.attempt(_source, path, name, format_name) for path, name in named]
     counts = collections.Counter(source.name for source in sources if source)
-    problems += [f"--input: two files have the name {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
+    problems += [f"--input: two files are named {name}; remove one" for name, n in sorted(counts.items()) if n > 1]
     problems.stop_if_any()
     return sources
 

@@ -32,7 +32,7 @@ def test_parameters_are_named_or_set_the_first_one(given, expected):
         ("c4(endings=maybe)", "must be on or off"),
         ("language", "requires languages=..."),
         ("language(en+xx)", "xx: unknown language"),
-        ("classifier(no/such)", "is not a classifier made by this version; train one"),
+        ("classifier(no/such)", "is not a classifier from this version of Groundwork; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
     ],

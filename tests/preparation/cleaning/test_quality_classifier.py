@@ -82,5 +82,5 @@ def test_a_classifier_of_another_version_is_rejected(examples, tmp_path):
     train_classifier(str(examples / "good.jsonl"), str(examples / "other.jsonl"), Reading(), tmp_path / "old")
     record = json.loads((tmp_path / "old/classifier.json").read_bytes())
     (tmp_path / "old/classifier.json").write_text(json.dumps(record | {"version": 1}))
-    with pytest.raises(InputError, match="is not a classifier made by this version; train one"):
+    with pytest.raises(InputError, match="is not a classifier from this version of Groundwork; train one"):
         parse_filter(f"classifier({tmp_path}/old)")

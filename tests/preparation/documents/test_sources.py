@@ -332,7 +332,7 @@ def test_documents_beyond_the_limit_are_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(jsonl(["a", "b" * 1100, "c"]))
     first, bad, last = records_of_parts([tmp_path / "a.jsonl"])
     assert (first.text, bad.place, last.text) == (b"a", 2, b"c")
-    assert "line has 1,121 bytes, but the maximum is 1,000" in bad.problem
+    assert "line is 1,121 bytes, but the maximum is 1,000" in bad.problem
     (tmp_path / "b.txt").write_bytes(b"x" * 5000)
     (record,) = records_of_parts([tmp_path / "b.txt"])
     assert "larger than 1,000 bytes; use --documents line or paragraph" in record.problem
