@@ -268,7 +268,7 @@ class MirrorCopies:
             self._warn_once(
                 "dropping",
                 f"the mirror {mirror} cannot keep up with the checkpoints: "
-                f"{counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} were skipped "
+                f"it skipped {counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} "
                 f"in favor of newer ones. {last} Copying {bytes_text(size or 0)} took {seconds or 0:.0f} s.",
                 holds=bool(status["dropped"]),
             )

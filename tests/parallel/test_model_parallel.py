@@ -153,7 +153,7 @@ def test_losses_and_gradient_norms_match_one_process(runs, strategy, model, sche
 def test_layers_with_split_backward_are_not_compiled(runs):
     said = (runs["llama"].parent / "ddp.txt").read_text()
     for schedule, settings in STAGE_LAYOUTS.items():
-        line = f"compile: regional has no effect with {schedule}, because a compiled layer cannot compute the"
+        line = f"compile: regional has no effect with {schedule}, because a compiled layer cannot compute"
         assert said.count(line) == int(settings.splits_backward), schedule
 
 

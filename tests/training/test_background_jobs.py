@@ -114,7 +114,7 @@ def test_mirror_failures_are_logged_once(copies):
     assert len(look(**failing)) == 2, "a failure after a recovery is reported again"
     copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
     (*_, said) = look(**copied, dropped=2, dropped_step=7)
-    assert "cannot keep up with the checkpoints: 2 checkpoints up to step 7 were skipped" in said and "300 s" in said
+    assert "cannot keep up with the checkpoints: it skipped 2 checkpoints up to step 7" in said and "300 s" in said
     assert len(look(**copied, dropped=3, dropped_step=8)) == 3
     assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
