@@ -352,7 +352,9 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     print(f"  {len(others)} documents without a planted item removed")
     wrong = sum(missed_by.values())
     missed = [f"decontamination: {wrong} planted items not found"] if wrong else []
-    missed += [f"decontamination: {lacking} items missing from the lists, {more} too many"] if lacking or more else []
+    missed += (
+        [f"decontamination: {lacking} items missing from the lists, {more} false ones"] if lacking or more else []
+    )
     return missed + ([f"decontamination: {len(others)} other documents removed"] if others else [])
 
 

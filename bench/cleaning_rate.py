@@ -245,7 +245,9 @@ def bench_cleaning(file: str, tokenizer: str, megabytes: float, repeat: int, fol
     times = times_alone(known["rounds"], repeat)
     found = sum(len(numbers_in(of_list["entries"])) for of_list in removed["found"].values())
     print(f"preparation alone, {alone.tokens:,} tokens    {alone.seconds:8.2f} s")
-    print(f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; {times:.2f} times that (median)")
+    print(
+        f"  --clean --decontaminate       {ours.seconds:8.2f} s, {rate:.1f} MB/s; {times:.2f} times as long (median)"
+    )
     per_core = written["bytes"] / ours.cpu_seconds / 1e6
     print(f"    CPU time                    {ours.cpu_seconds:8.2f} s, {per_core:.1f} MB per CPU second")
     print(f"    near copies removed         {removed['near_copies']:8,} documents")

@@ -245,10 +245,11 @@ def bench_near_duplicates(file: str, tokenizer: str, repeat: int) -> list[str]:
     print(f"{size / 1e6:,.0f} MB of text with near duplicates, {everything.tokens:,} tokens")
     print(f"  prepare_data, all documents     {everything.seconds:8.2f} s")
     print(
-        f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times that; {removed:.1%} fewer tokens"
+        f"  --near_duplicates 0.8           {ours.seconds:8.2f} s, {cost:.2f} times as long; "
+        f"{removed:.1%} fewer tokens"
     )
     print(f"    text                          {rate:8.0f} MB/s")
-    missed = [f"near duplicates: {cost:.2f} times the time without"] if cost > TIMES_A_PREPARATION else []
+    missed = [f"near duplicates: takes {cost:.2f} times as long"] if cost > TIMES_A_PREPARATION else []
     missed += [f"near duplicates: {rate:.0f} MB/s"] if rate < SLOWEST_NEAR_DUPLICATES_MB_PER_S else []
     if "datatrove" in best:
         theirs = best["datatrove"]
@@ -402,7 +403,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="measurements to run (default: all)")
     parser.add_argument(
-        "--megabytes", type=float, default=900, help="size of the text for the cleaning row (default: 900)"
+        "--megabytes", type=float, default=900, help="size in MB of the text for the cleaning row (default: 900)"
     )
     parser.add_argument("--work", type=Path, help="folder for this row's documents and results (default: temporary)")
     parser.add_argument("--long_line", action="store_true", help="also prepare one document of 200 MB")

@@ -69,7 +69,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         setattr(given, name, chosen)
         problems += [f"--{name}: {one!r}{did_you_mean(one, names)}" for one in chosen if one not in names]
     if given.reports < 1:
-        problems.append(f"--reports: {given.reports}, must be at least 1")
+        problems.append(f"--reports: must be at least 1, got {given.reports}")
     if problems:
         raise InputError(*problems)
     return given

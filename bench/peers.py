@@ -26,7 +26,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps_file", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument(
-        "--report_every", type=int, default=1, help="steps between lines; a GPU is only synchronized then"
+        "--report_every", type=int, default=1, help="steps between log lines; a GPU is synchronized only then"
     )
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--compile", action="store_true")

@@ -93,7 +93,7 @@ def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outco
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())
     # `not error <= most` instead of `error > most`, so that NaN fails.
     wrong = [
-        f"{case}: error {error:.1e}, at most {most:g}" for case, (error, most) in errors.items() if not error <= most
+        f"{case}: error {error:.1e}, limit {most:g}" for case, (error, most) in errors.items() if not error <= most
     ]
     figures = {"errors": {case: error for case, (error, _) in errors.items()}}
     return Outcome(FAILED if wrong else PASSED, "; ".join(wrong) or f"error {said}", figures)
@@ -308,7 +308,9 @@ export: {{dtype: fp32}}
         curve = self.reference()
         first = curve.loss[1]
         last = curve.loss[STEPS]
-        return Outcome(PASSED if last < first - 0.1 else FAILED, f"loss {first:.4f} at first, {last:.4f} at the end")
+        return Outcome(
+            PASSED if last < first - 0.1 else FAILED, f"loss started at {first:.4f} and ended at {last:.4f}"
+        )
 
     def check_like_single(self, strategy: str, processes: int, *settings: str, name: str, precision: str) -> Outcome:
         """Checks that the losses match those of `single` within the tolerance of runs.py parity for the precision."""
@@ -320,7 +322,7 @@ export: {{dtype: fp32}}
         loss = largest_distance(curve.loss, reference.loss, relative=False)
         norm = largest_distance(curve.grad_norm, reference.grad_norm, relative=True)
         same = loss <= most and (most_norm is None or norm <= most_norm)
-        said = f"loss within {loss:.1e} of single's (at most {most:g}), gradient norm within {norm:.1e}"
+        said = f"loss within {loss:.1e} of single's (limit {most:g}), gradient norm within {norm:.1e}"
         return Outcome(PASSED if same else FAILED, said, {"loss": loss, "grad_norm": norm})
 
     def check_defaults(self, strategy: str = REFERENCE, processes: int = 1, name: str = "defaults") -> Outcome:
@@ -341,7 +343,7 @@ export: {{dtype: fp32}}
         before = read_curve(run).loss
         self._python(*command)
         if not any(event["event"] == "resume" for event in read_metrics(run)):
-            return Outcome(FAILED, "the run did not resume but started over")
+            return Outcome(FAILED, "the run started over instead of resuming")
         curve = read_curve(run)
         weights = [(folder / "final/model.safetensors").read_bytes() for folder in (run, self.folder / REFERENCE)]
         if curve == reference and weights[0] == weights[1]:
@@ -365,7 +367,7 @@ export: {{dtype: fp32}}
         if done.returncode:
             return Outcome(FAILED, (done.stderr.strip().splitlines() or ["no output"])[-1])
         difference = float(done.stdout.split()[-1])
-        said = f"logits {difference:.1e} from the last checkpoint's, with only transformers"
+        said = f"logits differ by {difference:.1e} from the last checkpoint's, using only transformers"
         verified = [line for line in (run / "train.log").read_text().splitlines() if " verified: " in line]
         if not verified:
             return Outcome(FAILED, "train.log doesn't say that the export was verified")

@@ -282,9 +282,9 @@ def why_not_flash(config: PreTrainedConfig) -> str | None:
         return "does not support attention dropout, which this model uses"
     widths = head_widths(config)
     if widths is not None and widths[0] != widths[1]:
-        return f"does not support value width {widths[1]} with key width {widths[0]}"
+        return f"does not support value head dimension {widths[1]} with key head dimension {widths[0]}"
     if widths is not None and not has_flash_kernels(None, widths[0]):
-        return f"does not support head width {widths[0]} on this GPU"
+        return f"does not support head dimension {widths[0]} on this GPU"
     return None
 
 

@@ -41,7 +41,7 @@ def prefer_flash_3(
     if torch.cuda.get_device_capability() != HOPPER:
         return "torch only supports it on Hopper"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic is true, but its backward pass is only deterministic for some head widths"
+        return "deterministic is true, but its backward pass is only deterministic for some head dimensions"
     width, _ = head_widths(model_config) or (64, 64)
     return _activate_flash_3(dtype, -(-width // 8) * 8, "cuda")  # `sdpa` pads heads to this width
 

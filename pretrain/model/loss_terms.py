@@ -173,7 +173,7 @@ class LossTerms:
                 if lost := set(term.trained.state_dict()) - {key for key, _ in term.trained.named_parameters()}:
                     raise InputError(
                         f"loss.terms.{name}: checkpoints would not contain {min(lost)}, because they only store the "
-                        "module's parameters, each once; make it a buffer with persistent=False"
+                        "module's parameters, and each of them only once; make it a buffer with persistent=False"
                     )
         self.embeds = any(term.embeds for term in self.terms.values())
         self.cap = logit_cap(model_config)

@@ -56,7 +56,7 @@ tokens, vectors with 110,000 dimensions and 10 million positions.
 NUMBER_RULES = (
     (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
-    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a number of at least 0 (such as 0.02)"),
+    (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a non-negative number (such as 0.02)"),
 )
 """(pattern for a key's name, check for the value, allowed values in words)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
@@ -471,7 +471,7 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
         if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is not an object of labels; omit it for a language model")
+            problems.append(f"{key}: {_shown(value)} is not a label mapping; omit it for a language model")
     return problems
 
 

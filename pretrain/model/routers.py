@@ -261,7 +261,7 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
     raise InputError(
         f"loss.router_balance: {model_config.model_type} is an MoE model whose configuration has no coefficient for "
         f"the balancing loss{_other_scale(model_config, routers)}; set "
-        f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without"
+        f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without it"
     )
 
 

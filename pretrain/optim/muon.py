@@ -268,8 +268,8 @@ class MuonSpec(AdamWSpec):
             wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
             if not outputs:
                 problems.append(
-                    f"optim.muon.split_matrices: {pattern} matches no hidden matrix of this model, or earlier "
-                    f"patterns already match them; the first hidden matrix is {hidden[0]}"
+                    f"optim.muon.split_matrices: {pattern} matches no hidden matrix of this model, or only "
+                    f"matrices that earlier patterns also match; the first hidden matrix is {hidden[0]}"
                 )
             if wrong:
                 given = f"{blocks} equal blocks" if isinstance(blocks, int) else f"{sum(blocks)}, the sum of {blocks}"

@@ -221,8 +221,8 @@ def input_problem(model_config: PreTrainedConfig) -> str | None:
     if max(differences) <= TOLERANCE:
         return None
     return (
-        f"model: {model_config.model_type} does not support tp: the inputs of its column-split matrices have other "
-        "uses, whose gradients would be counted once per process; use fsdp2 or pp"
+        f"model: {model_config.model_type} does not support tp: the inputs of its column-split matrices are also "
+        "used elsewhere, so those gradients would be counted once per process; use fsdp2 or pp"
     )
 
 

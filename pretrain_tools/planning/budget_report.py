@@ -139,7 +139,7 @@ def choices(found: Answer) -> list[Choice]:
 def size_reason(run: Sized) -> str:
     budget = run.budget
     ratio = run.tokens / run.shape.active
-    why = f"nearest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
+    why = f"closest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
     if not budget.tokens_per_parameter:
         why += ", which is compute-optimal (Hoffmann et al., arXiv 2203.15556)"
         if run.tokens > budget.unique_tokens:
@@ -153,7 +153,7 @@ def size_reason(run: Sized) -> str:
 
 def shape_reason(shape: Shape) -> str:
     if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than the published shapes, with a similar ratio of width to layers (32 to 64)"
+        return "smaller than the published shapes, with a similar width-to-depth ratio (32 to 64)"
     return shape.family.source
 
 
@@ -171,7 +171,7 @@ def tokens_reason(run: Sized) -> str:
 def precision_reason(run: Sized) -> str:
     gpu = run.budget.hardware.gpu
     if run.case.run.precision == "bf16":
-        return f"{gpu.name} supports it; measure fp8 before you use it" if gpu.fp8_flops else f"{gpu.name} supports it"
+        return f"{gpu.name} supports it; benchmark fp8 before using it" if gpu.fp8_flops else f"{gpu.name} supports it"
     return f"{gpu.name} doesn't support bf16"
 
 

@@ -26,11 +26,15 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--flops", type=float, help="training FLOPs, such as 1e19")
     add("--family", help=f"model family: {', '.join(FAMILIES)} [llama]")
     add("--vocabulary", metavar="FROM", help="tokenizer folder, prepared shards, or vocabulary size")
-    add("--data", metavar="FOLDER", help="prepared shards; sets the vocabulary size and discounts repeated text")
+    add(
+        "--data",
+        metavar="FOLDER",
+        help="prepared shards; determines the vocabulary size, and repeated text counts for less",
+    )
     add(
         "--tokens_per_parameter",
         type=float,
-        help="training tokens per parameter; higher values train a smaller model for longer [20]",
+        help="training tokens per parameter; with higher values, a smaller model is trained for longer [20]",
     )
     add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
     add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
@@ -74,7 +78,7 @@ def read_budget_request(
     place = place_of(options)
     if options.write is not None:
         problems += [
-            f"--write: {path} already exists; remove it or use another name"
+            f"--write: {path} already exists; remove it or use a different name"
             for path in (place.recipe, place.model)
             if path.exists()
         ]
@@ -110,14 +114,16 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
     # gpu is also None for an unknown --gpu, which has already been reported.
     price = options.price_per_gpu_hour if options.price_per_gpu_hour is not None else gpu and gpu.price_per_hour
     if options.dollars is not None and not price and (options.gpu == CPU or gpu is not None):
-        problems.append(f"--dollars: {options.gpu or 'this machine'} has no price; set --price_per_gpu_hour")
+        problems.append(
+            f"--dollars: the price of {options.gpu or 'this machine'} is unknown; set --price_per_gpu_hour"
+        )
     for name, allowed in (("family", FAMILIES), ("optimizer", OPTIMIZERS_CHOSEN)):
         value = getattr(options, name)
         if value is not None and value not in allowed:
             problems.append(f"--{name} {value}: must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
     if options.vocabulary is None and options.data is None:
         problems.append(
-            "--vocabulary: is required without --data; pass a tokenizer folder, prepared shards or a vocabulary size"
+            "--vocabulary is required without --data; pass a tokenizer folder, prepared shards or a vocabulary size"
         )
     for name in ("config", "comment"):
         if getattr(options, name):

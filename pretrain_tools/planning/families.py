@@ -73,18 +73,18 @@ class Family:
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "rms_norm_eps": 1e-5}
-GPT3 = "GPT-3's table 2.1 (arXiv 2005.14165)"
+GPT3 = "Table 2.1 of the GPT-3 paper (arXiv 2005.14165)"
 LLAMA = Family(
     "llama",
     filled(LLAMA_RUNGS),
     f"12 x 768, 24 x 1,536 and 24 x 2,048 from {GPT3}, 28 x 3,072 from Llama 3.2, 32 x 4,096 and 40 x 5,120 from "
-    "Llama's table 2 (arXiv 2302.13971)",
+    "Table 2 of the Llama paper (arXiv 2302.13971)",
     settings=ROPE,
 )
 QWEN3 = Family(
     "qwen3",
     filled((*SMALL_RUNGS, (16, 768), (28, 1024), (28, 2048), (36, 4096), (40, 5120))),
-    "28 x 1,024, 28 x 2,048, 36 x 4,096 and 40 x 5,120 from Qwen3's table 1 (arXiv 2505.09388)",
+    "28 x 1,024, 28 x 2,048, 36 x 4,096 and 40 x 5,120 from Table 1 of the Qwen3 paper (arXiv 2505.09388)",
     feed_forward=3.0,
     wide_heads_from=1024,
     groups_heads=True,
@@ -103,7 +103,7 @@ GPT2 = Family(
 NANOCHAT = Family(
     "nanochat",
     tuple((depth, 128 * math.ceil(depth / 2)) for depth in (2, 3, *range(4, 40, 2), *range(40, 65, 4))),
-    "nanochat's depth rule: width of 64 per layer, head width of 128, 4x feed-forward width, untied head",
+    "nanochat's depth rule: width 64 times the depth, head dimension 128, 4x feed-forward width, untied head",
     gated=False,
     feed_forward=4.0,
     wide_heads_from=0,
@@ -113,8 +113,8 @@ NANOCHAT = Family(
 DEEPONE = Family(
     "deepone",
     filled((*SMALL_RUNGS, (16, 768), (43, 2048), (64, 4096))),
-    "16 x 768 from model_configs/deepone_162m.json, width of 48 to 64 per layer: DeepNet's norms are for deep models "
-    "(arXiv 2203.00555)",
+    "16 x 768 from model_configs/deepone_162m.json, width 48 to 64 times the depth: DeepNet's norms are for deep "
+    "models (arXiv 2203.00555)",
     untied_from=0,
     settings={"rope_theta": 10000.0},
 )

@@ -129,7 +129,7 @@ def heavy_vocabulary(run: RunPlan) -> str | None:
     balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
         f"vocabulary: {used:,} IDs use {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}); with a {balanced:,}-ID tokenizer (--train_tokenizer {balanced}), it would be only "
+        f"({share:.0%}); with a {balanced:,}-ID tokenizer (--train_tokenizer {balanced}), the share would be only "
         f"{balanced * per_id / (body + balanced * per_id):.0%}"
     )
 
@@ -198,7 +198,7 @@ def small_disk(config: RunConfig, run: RunPlan) -> str | None:
     return (
         f"disk: checkpoints and the final model need up to {bytes_text(storage.total)} ({storage.kept} checkpoints of "
         f"{bytes_text(storage.checkpoint)} and one being written), but {place} has only {bytes_text(free)}; lower "
-        "checkpoint.keep_last, raise checkpoint.keep_every, or use another --output"
+        "checkpoint.keep_last, raise checkpoint.keep_every, or use a different --output"
     )
 
 

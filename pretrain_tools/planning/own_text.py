@@ -123,7 +123,7 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     parser.add_argument("--config")
     given, rest = parser.parse_known_args(arguments)
     if given.config:
-        raise InputError(f"--text: creates a new recipe; omit --config {given.config}")
+        raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
@@ -189,7 +189,7 @@ def refuse_another_command(asked: OwnText) -> None:
     if not first.startswith(MADE_BY):
         raise InputError(f"{recipe}: already exists, but wasn't made by train.py --text; {ANOTHER_NAME}")
     raise InputError(
-        f"{recipe}: was made by another command: {first.removeprefix(MADE_BY)}\nTo continue that run, repeat that "
+        f"{recipe}: was made by a different command: {first.removeprefix(MADE_BY)}\nTo continue that run, repeat that "
         f"command. To start a new run, {ANOTHER_NAME}. To train the old run for longer, use python train.py --config "
         f"{recipe} --budget.steps N"
     )

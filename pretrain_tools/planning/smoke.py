@@ -79,10 +79,10 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
             measured = max(event["peak_memory_bytes"] for event in trained)
             verdicts["memory as planned"] = memory_problem(measured, planned_memory(strategy, config).total)
         if "expert_entropy_min" in trained[0]:
-            verdicts["tokens spread over the experts"] = spread_verdict(trained, run.model_config)
+            verdicts["tokens spread across experts"] = spread_verdict(trained, run.model_config)
         if config.optim.parametrization == "mup":
             peak = config.optim.learning_rate or run.peak_learning_rate
-            verdicts["changes at any width"] = width_verdict(config.optim, run.model_config, peak)
+            verdicts["changes independent of width"] = width_verdict(config.optim, run.model_config, peak)
         for name, problem in verdicts.items():
             print(f"{'FAIL' if problem else 'ok':<5} {name}{f': {problem}' if problem else ''}", flush=True)
         if unusual := unusual_norms(trained):
@@ -117,7 +117,7 @@ def loss_verdict(events: list[dict], most: float) -> str | None:
         few = max(1, len(trained) // 10)
         begin = statistics.fmean(trained[:few])
         end = statistics.fmean(trained[-few:])
-    return None if end < most * begin else f"{begin:.4f} at first, {end:.4f} at the end"
+    return None if end < most * begin else f"started at {begin:.4f} and ended at {end:.4f}"
 
 
 def norm_verdict(events: list[dict], most: float) -> str | None:
@@ -153,7 +153,8 @@ def spread_verdict(trained: list[dict], model_config: PreTrainedConfig) -> str |
         if entropy < lowest + LEAST_SPREAD * (1 - lowest):
             return (
                 f"in step {event['step']}, a layer effectively uses {experts**entropy:.1f} of {experts} experts, and "
-                f"the busiest gets {event['expert_load_max']:.1f} times its share; a collapsed router uses {chosen}"
+                f"the busiest gets {event['expert_load_max']:.1f} times its fair share; a collapsed router "
+                f"uses {chosen}"
             )
     return None
 
@@ -163,10 +164,12 @@ def resume_verdict(trained: list[dict], again: list[dict], half: int) -> str | N
     whole = {event["step"]: event["loss"] for event in trained if event["step"] > half}
     resumed = {event["step"]: event["loss"] for event in again if event["event"] == "train"}
     if set(whole) != set(resumed):
-        return f"continued with step {min(resumed, default=None)} instead of {half + 1}"
+        return f"resumed at step {min(resumed, default=None)} instead of {half + 1}"
     largest = max(abs(whole[step] - resumed[step]) for step in whole) if whole else 0.0
     if largest and device_type() == "cuda" and largest < 1e-3:
-        print(f"      losses differ by {largest:.1e} after resuming, because GPU kernels add in a varying order")
+        print(
+            f"      losses differ by {largest:.1e} after resuming, because the summation order in GPU kernels varies"
+        )
         return None
     return f"losses differ by up to {largest:.2e}" if largest else None
 
@@ -186,6 +189,6 @@ def memory_problem(measured: float, planned: float) -> str | None:
     if measured - planned <= max(MEMORY_TOLERANCE * planned, SMALL_BYTES):
         return None
     return (
-        f"peak memory was {measured / 1e9:.3g} GB, but the plan was {planned / 1e9:.3g} GB; for this recipe, use the "
-        "measured value"
+        f"peak memory was {measured / 1e9:.3g} GB, but the plan predicted {planned / 1e9:.3g} GB; for this recipe, "
+        "use the measured value"
     )

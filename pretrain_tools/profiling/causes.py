@@ -307,7 +307,7 @@ def idle_device(evidence: Evidence) -> Cause | None:
         return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
     text = f"the GPU is idle for {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
-    remedy = "use compile: regional or full for fewer kernels, larger micro-batches for larger ones, or a faster CPU"
+    remedy = "use compile: regional or full to launch fewer kernels, larger micro-batches, or a faster CPU"
     return Cause("host", idle, text, remedy)
 
 

@@ -35,7 +35,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[Cause]) -> str:
         "idle": evidence.median("idle"),
     }
     said = ", ".join(f"{name} {seconds / evidence.seconds:.0%}" for name, seconds in shares.items())
-    return f"Nothing is wrong. A step takes {milliseconds(evidence.seconds)}: {said}"
+    return f"No problems found. A step takes {milliseconds(evidence.seconds)}: {said}"
 
 
 def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:

@@ -28,8 +28,8 @@ def refuse_profile(steps: int, first_step: int, total_steps: int) -> None:
     if steps > left:
         remedy = f"use {left} or fewer" if left else "omit --profile"
         raise InputError(
-            f"--profile: got {steps} steps, but profiling starts at step {begins_at + 2:,} and only {left} are left "
-            f"in the run of {total_steps:,}; {remedy}"
+            f"--profile: got {steps} steps, but profiling starts at step {begins_at + 2:,} and only {left} of "
+            f"{total_steps:,} steps are left; {remedy}"
         )
 
 

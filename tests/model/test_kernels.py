@@ -77,12 +77,16 @@ def test_kernels_in_use_are_reported(gpu, attention, capability, dtype, window, 
 @pytest.mark.parametrize(
     ("values", "capability", "reason"),
     [
-        ({"head_dim": 320}, (9, 0), "does not support head width 320 on this GPU"),
+        ({"head_dim": 320}, (9, 0), "does not support head dimension 320 on this GPU"),
         ({"head_dim": 256}, (9, 0), None),
-        ({"head_dim": 200}, (8, 9), "does not support head width 200 on this GPU"),
-        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "does not support head width 512 on this GPU"),
+        ({"head_dim": 200}, (8, 9), "does not support head dimension 200 on this GPU"),
+        ({"hidden_size": 4096, "num_attention_heads": 8}, (9, 0), "does not support head dimension 512 on this GPU"),
         ({"attention_dropout": 0.1}, (9, 0), "does not support attention dropout, which this model uses"),
-        ({"model_type": "deepseek_v3"}, (9, 0), "does not support value width 128 with key width 192"),
+        (
+            {"model_type": "deepseek_v3"},
+            (9, 0),
+            "does not support value head dimension 128 with key head dimension 192",
+        ),
     ],
 )
 def test_models_that_fall_back_to_the_dense_mask_are_named(gpu, values, capability, reason):

@@ -54,7 +54,7 @@ def test_all_problems_are_reported_at_once(refused):
     for part in (
         "use exactly one of --hours, --dollars and --flops (got --hours 1 and --dollars -3 and --flops 1e+19)",
         "--dollars -3: must be positive",
-        "--dollars: cpu has no price; set --price_per_gpu_hour",
+        "--dollars: the price of cpu is unknown; set --price_per_gpu_hour",
         "--family lama: must be one of llama, qwen3, gpt2, nanochat, deepone, qwen3_moe; did you mean llama?",
         "tokenizers/none",
         "data/none: no such folder of prepared shards",
@@ -72,7 +72,7 @@ def test_all_problems_are_reported_at_once(refused):
     [
         (("--hours", "0.0003", "--vocabulary", "32000"), "startup alone takes about 60 s"),
         (("--flops", "1e30", "--vocabulary", "32000"), "the largest llama model has 12.9B"),
-        (("--hours", "1"), "--vocabulary: is required without --data"),
+        (("--hours", "1"), "--vocabulary is required without --data"),
         (("--family", "llama"), "use exactly one of --hours, --dollars and --flops"),
         ((), "--config: pass the recipe to plan, or use --hours"),
     ],

@@ -114,10 +114,14 @@ def test_the_same_command_finds_everything_done(trained, monkeypatch, capsys):
 def test_another_command_of_the_same_name_is_refused(trained):
     folder, _ = trained
     told = refused(folder, "novel.txt", "--minutes", "3")
-    assert "recipes/novel.yaml: was made by another command: python train.py --text novel.txt --minutes 0.05" in told
+    assert (
+        "recipes/novel.yaml: was made by a different command: python train.py --text novel.txt --minutes 0.05" in told
+    )
     assert "--output runs/NAME" in told and "--budget.steps" in told
     (folder / "more.txt").write_text("more text\n" * 3000)
-    assert "was made by another command" in refused(folder, "*.txt", "--minutes", MINUTES, "--output", "runs/novel")
+    assert "was made by a different command" in refused(
+        folder, "*.txt", "--minutes", MINUTES, "--output", "runs/novel"
+    )
 
 
 def test_a_changed_text_is_refused(tmp_path, trained):
@@ -228,7 +232,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     (mine / "new.rst").write_text(text)
     told = refused(tmp_path, "mine", "--exclude", "mine/draft*", "--minutes", MINUTES)
     assert "source new.rst was added" in told
-    assert "was made by another command" in refused(tmp_path, "mine", "--minutes", MINUTES)
+    assert "was made by a different command" in refused(tmp_path, "mine", "--minutes", MINUTES)
 
 
 def test_several_processes_need_prepared_data(trained, monkeypatch):

@@ -30,7 +30,7 @@ def test_every_part_of_a_sound_recipe_passes(recipe, tmp_path, strategy):
 
 def test_memory_above_the_plan_is_a_failure_and_memory_below_it_is_not():
     assert memory_problem(1.14e9, 1e9) is None and memory_problem(0.5e9, 1e9) is None
-    assert memory_problem(1.2e9, 1e9).startswith("peak memory was 1.2 GB, but the plan was 1 GB")
+    assert memory_problem(1.2e9, 1e9).startswith("peak memory was 1.2 GB, but the plan predicted 1 GB")
     assert memory_problem(40e6, 10e6) is None, "a difference of a few megabytes must be ignored"
 
 
@@ -55,7 +55,7 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_a_failure():
 
     assert spread_verdict(trained(0.9, 0.6, 0.8), config) is None
     assert spread_verdict(trained(0.9, 0.8, 0.55), config) == (
-        "in step 3, a layer effectively uses 9.8 of 64 experts, and the busiest gets 6.5 times its share; a "
+        "in step 3, a layer effectively uses 9.8 of 64 experts, and the busiest gets 6.5 times its fair share; a "
         "collapsed router uses 8"
     )
     assert spread_verdict(trained(0.7, 0.9, 0.9), config).startswith("in step 1, a layer effectively uses 18.4 of 64")

@@ -49,7 +49,7 @@ def test_nothing_is_wrong(on_device):
     assert found(*ranks, on_device=on_device) == {}
     text = report_text(Evidence(ranks, 2, on_device), [], "title")
     assert (
-        "Nothing is wrong. A step takes 101 ms: computing 89%, waiting for data 1%, communication 4%, waiting for "
+        "No problems found. A step takes 101 ms: computing 89%, waiting for data 1%, communication 4%, waiting for "
         "other ranks 0%, idle 6%"
     ) in text
     assert "matmuls 70.0 69%" in " ".join(text.split())

@@ -85,7 +85,7 @@ def test_a_healthy_run_is_reported_as_healthy(train, tmp_path):
     ended = train("--profile", STEPS)
     assert causes_of(ended, tmp_path / "run") == {}
     report = report_of(tmp_path / "run")
-    assert ("Nothing is wrong. A step takes" in report["text"]) == (report["causes"] == [])
+    assert ("No problems found. A step takes" in report["text"]) == (report["causes"] == [])
     (event,) = events(tmp_path / "run", "profile")
     assert event["verdict"] == report["verdict"]
 
@@ -146,7 +146,7 @@ def test_a_profile_starts_after_warm_up_and_is_canceled_by_a_rollback(session):
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [("0", "must be from 1 to 100 steps"), ("7", "only 6 are left in the run of 12"), ("x", "as in --profile 20")],
+    [("0", "must be from 1 to 100 steps"), ("7", "only 6 of 12 steps are left"), ("x", "as in --profile 20")],
 )
 def test_steps_that_cannot_be_profiled_are_refused(recipe, given, problem):
     result = run_script("train.py", recipe, "--profile", given, check=False)

@@ -215,7 +215,7 @@ def test_gpu_bench_rejects_unknown_names():
     assert refused.value.problems == [
         "--shapes: '124M'; did you mean 124m?",
         "--losses: 'chunkd'; did you mean chunked?",
-        "--reports: 0, must be at least 1",
+        "--reports: must be at least 1, got 0",
     ]
 
 

@@ -376,7 +376,7 @@ def test_a_model_without_a_coefficient_needs_one_in_the_recipe(recipe, tmp_path)
     refused = run_script("train.py", "--config", recipe, "--check", check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     remedy = "set loss.router_bias_rate: 0.001 to balance with the model's bias, or loss.router_balance: 0.001, or 0"
-    assert f"{remedy} to train without" in refused.stderr + refused.stdout
+    assert f"{remedy} to train without it" in refused.stderr + refused.stdout
     accepted = run_script("train.py", "--config", recipe, "--check", "--loss.router_balance", "0.002")
     assert "2, balancing loss x 0.002, z-loss x 0" in accepted.stdout
     assert "active of" in accepted.stdout and "per active parameter" in accepted.stdout
