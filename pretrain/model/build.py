@@ -36,7 +36,7 @@ _Value = TypeVar("_Value")
 
 FORMULA = "6N + 12 x layers x heads x head width x sequence length"
 """Formula for the FLOPs per token. `layers` is the number of attention layers."""
-NO_SUCH_ATTENTION = "the architecture does not support this attention"
+NO_SUCH_ATTENTION = "the architecture does not support this attention implementation"
 
 
 def build_meta_model(config: PreTrainedConfig, *, attention: str | None = None) -> PreTrainedModel:

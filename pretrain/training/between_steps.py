@@ -149,7 +149,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
             run.checkpoints.wait(run.watch.beat)
             report_saves(run)
             if required and not run.is_saved:
-                raise SaveError(f"the checkpoint of step {run.state.step:,} could not be written; see train.log")
+                raise SaveError(f"the checkpoint at step {run.state.step:,} could not be written; see train.log")
             poll_requests(run)  # so that a signal during the save ends the run before another step
 
 
@@ -202,7 +202,7 @@ def report_saves(run: Run) -> None:
     while (save := run.checkpoints.finished()) is not None:
         if save.problem is not None:
             message = (
-                f"the checkpoint of step {save.step:,} was not saved: {save.problem}; training continues, and "
+                f"the checkpoint at step {save.step:,} was not saved: {save.problem}; training continues, and "
                 "earlier checkpoints are unaffected"
             )
             run.log.write("warning", step=save.step, message=message)

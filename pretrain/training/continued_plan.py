@@ -91,7 +91,7 @@ def old_checkpoint_problems(contents: Mapping[str, Any], plan: RunPlan, *, begin
     ):
         return []
     return [
-        f"the checkpoint of step {contents['state']['step']:,} was written by an earlier version of Groundwork and "
+        f"the checkpoint at step {contents['state']['step']:,} was written by an earlier version of Groundwork and "
         "lacks the data for branching or for changing the budget, batch or schedule; continue the run unchanged until "
         "its next checkpoint, then make the change"
     ]

@@ -61,7 +61,7 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
             return copy
         except InputError:
             continue
-    raise InputError("optim.parametrization: no small copy of this architecture can be built at several widths")
+    raise InputError("optim.parametrization: could not build small copies of this architecture at different widths")
 
 
 def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:

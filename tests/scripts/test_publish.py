@@ -256,7 +256,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
         "--attempts", 0, "--output", "somewhere",
     )  # fmt: skip
     for words in (
-        "--dryrun: unknown; did you mean --dry_run?",
+        "--dryrun: unknown option; did you mean --dry_run?",
         "--checkpoint x: must be a step",
         "--attempts 0: must be an integer of at least 1",
         "--output: only valid with --dry_run",

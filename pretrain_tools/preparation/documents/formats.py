@@ -222,7 +222,7 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             row = next(rows, None)
         except csv.Error as error:
             if "limit" in str(error) or "end of data" in str(error):
-                raise DamagedFileError(f"malformed row that ends at line {rows.line_num:,} ({error})") from None
+                raise DamagedFileError(f"malformed row ending at line {rows.line_num:,} ({error})") from None
             yield Record(rows.line_num, None, f"malformed row ({error})")
             continue
         if row is None:
