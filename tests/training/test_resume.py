@@ -1,4 +1,5 @@
-"""Changes that prevent a run from resuming, and rollbacks that must survive a crash between two checkpoints."""
+"""Tests for changes that prevent a run from resuming, and for rollbacks that must survive a crash between two
+checkpoints."""
 
 import json
 import os
@@ -47,7 +48,7 @@ def test_a_changed_data_order_is_rejected_even_if_it_is_named(path, other):
 
 
 def test_a_changed_optimizer_is_rejected_even_if_it_is_named():
-    """Its optimizer state couldn't be loaded."""
+    """The saved optimizer state couldn't be loaded."""
     now = SAVED | {"optim.name": "muon"}
     (problem,) = identity_problems(SAVED, now, frozenset({"optim.name"}))
     assert problem.startswith('optim.name: the run was started with "adamw"') and "another --output" in problem
