@@ -1,4 +1,4 @@
-"""Checkpoints: retention, damage detection, tensors in several files, and atomic commits."""
+"""Tests for checkpoint retention, damage detection, tensors split across files, and atomic commits."""
 
 import json
 import os
@@ -230,7 +230,7 @@ def test_an_entry_of_another_name_is_left_alone(run, name):
 
 @pytest.mark.parametrize("is_folder", [True, False])
 def test_a_link_or_file_in_place_of_a_checkpoint_is_handled(run, tmp_path, is_folder):
-    """A link or a file must be renamed or removed, but the target of a link must be kept."""
+    """A link or a file must be renamed or removed, but a link's target must be kept."""
     place = run / "checkpoints/step-00000001"
     place.rename(tmp_path / "elsewhere")
     if is_folder:

@@ -58,7 +58,7 @@ def exported(tmp_path, tokenizer):
 
 
 def change(folder, change_weights=None, **config):
-    """Changes a folder and writes a new manifest, to simulate a bug in the export instead of disk damage."""
+    """Changes a folder and writes a new manifest, to simulate an export bug rather than disk damage."""
     if change_weights:
         weights = load_file(folder / "model.safetensors")
         change_weights(weights)
@@ -103,7 +103,7 @@ def test_the_loss_of_the_training_model_is_compared(exported, reader):
     assert result.loss_difference < 5e-3
     assert "one document at a time" in result.in_words()
 
-    # An error in both the checkpoint and the export is only detected by comparison with the training model.
+    # An error in both the checkpoint and the export can only be detected by comparison with the training model.
     wrong = check(exported, trained=TrainingLosses({"docs": trained["docs"] - 0.2}, readers, window))
     assert "rounding explains at most 0.05" in wrong.in_words() and "does NOT match" in wrong.in_words()
     assert check(exported, trained=TrainingLosses({"docs": float("nan")}, readers, window)).problems
@@ -206,7 +206,7 @@ def test_our_architecture_loads_without_this_project(tmp_path, tokenizer):
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     subprocess.run([sys.executable, "-P", "-c", program], cwd=tmp_path, env=environment, check=True)
-    # The same code on the same machine, but threads may change the summation order.
+    # The code and the machine are the same, but threads may change the summation order.
     assert torch.allclose(load_file(tmp_path / "logits.safetensors")["logits"], ours_BTV, atol=1e-5)
     assert not (ROOT / "logits.safetensors").exists()
 

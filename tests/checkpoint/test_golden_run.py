@@ -1,7 +1,7 @@
-"""A run started by an earlier version must continue under this one: tests/golden_run, written at commit d6ef3fc.
+"""A run started with an earlier version must continue with this one. tests/golden_run was written at commit d6ef3fc.
 
-It contains shards with 64 token IDs, the folder of a 12-step run killed after the checkpoint of step 6, and in
-continued.jsonl the log of the continued run. A new format version needs an additional golden run; this one must not
+It contains shards with 64 token IDs, the folder of a 12-step run that was killed after the checkpoint of step 6, and
+the continued run's log (continued.jsonl). A new format version needs an additional golden run; this one must not
 change.
 """
 
@@ -28,7 +28,7 @@ def continued(tmp_path_factory):
 
 
 def test_a_run_of_an_earlier_version_continues_identically(continued):
-    """The tolerance is for other processors' summation order; 3e-8 was measured, only in gradient norms."""
+    """The tolerance allows for a different summation order on other CPUs. We measured 3e-8, only in gradient norms."""
     (resume,) = events(continued, "resume")
     assert (resume["step"], resume["path"]) == (6, "step-00000006")
     lines = [json.loads(line) for line in (continued / "metrics.jsonl").read_text().splitlines()]

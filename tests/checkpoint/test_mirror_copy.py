@@ -1,4 +1,4 @@
-"""Copies to a run's mirror: their contents and order, and retries if the mirror fails."""
+"""Tests for copies to a run's mirror: contents, order, and retries if the mirror fails."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_the_newest_is_copied_first_and_pruning_matches_the_run(tmp_path):
 
 
 def test_pruned_checkpoints_are_skipped_and_milestones_follow(tmp_path):
-    """A slow mirror gets the newest checkpoint first and milestones later, but no pruned checkpoint."""
+    """A slow mirror must get the newest checkpoint first and milestones later, but no pruned checkpoints."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_last=1, keep_every=5)
     copy_all(copier)
@@ -142,7 +142,7 @@ def test_an_emptied_mirror_is_filled_again(tmp_path):
 
 
 def test_another_mirror_can_be_claimed(tmp_path):
-    """The copy may be started manually, or the recipe changed."""
+    """The copy may be started manually, or the recipe may have been changed."""
     run = write_run(tmp_path / "run", (4,))
     for name in ("one", "two"):
         copy_all(copier_of(run, tmp_path / name))
@@ -172,7 +172,7 @@ def test_invalid_mirrors_are_rejected(tmp_path):
 
 
 def test_partial_copies_are_removed(tmp_path):
-    """The partial copy is of a step that the run doesn't reach again."""
+    """The run doesn't reach the step of the partial copy again."""
     run, mirror = write_run(tmp_path / "run", (4,)), tmp_path / "mirror"
     part = mirror / "run/checkpoints/step-00000099"
     part.mkdir(parents=True)

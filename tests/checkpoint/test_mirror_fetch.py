@@ -1,4 +1,4 @@
-"""Starts on an empty or outdated disk, or with a mirror that is unreachable, damaged or another run's."""
+"""Tests for starts on an empty or outdated disk, or with a mirror that is unreachable, damaged or from another run."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from support.mirrors import ROLLBACK, copier_of, copy_all, lose, steps_there, wr
 
 @pytest.fixture
 def lost(tmp_path):
-    """Returns (folder, mirror, settings) of a run whose own disk was lost; the mirror has two checkpoints."""
+    """Returns (folder, mirror, settings) of a run whose disk was lost. The mirror has two checkpoints."""
     run, mirror = write_run(tmp_path / "run", (4, 8)), tmp_path / "mirror"
     copier = copier_of(run, mirror, keep_every=4)
     copy_all(copier)
@@ -167,7 +167,7 @@ def test_an_empty_mirror_is_a_fresh_start(tmp_path):
 
 
 def test_a_mirror_that_lost_its_checkpoints_does_not_start_from_scratch(lost):
-    """Only if no checkpoint was ever copied completely may the run start from scratch."""
+    """The run may start from scratch only if no checkpoint was ever copied completely."""
     run, mirror, settings = lost
     for path in mirror.glob("run/checkpoints/*/MANIFEST.json"):
         path.unlink()
@@ -295,7 +295,7 @@ def test_a_lost_disk_recovers_despite_a_damaged_small_file(whole, tmp_path, monk
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("file", SMALL_FILES)
 def test_a_damaged_small_file_is_restored_from_the_run_folder(whole, tmp_path, monkeypatch, file, harm, is_behind):
-    """The run folder has everything on the mirror, or everything except the newest checkpoint."""
+    """The run folder contains everything that is on the mirror, or everything except the newest checkpoint."""
     run, mirror, settings = harmed(whole, tmp_path, monkeypatch, file, harm)
     if is_behind:
         remove(run / "checkpoints/step-00000008")

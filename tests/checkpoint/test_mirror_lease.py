@@ -67,7 +67,7 @@ def test_a_living_holder_is_named_and_a_dead_one_replaced(store):
 
 @pytest.fixture
 def no_wait(monkeypatch):
-    """Fails a start that has to wait."""
+    """Makes a start fail if it would have to wait."""
     monkeypatch.setattr(mirror_lease, "say_stage", lambda text: pytest.fail(text))
 
 

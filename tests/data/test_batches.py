@@ -1,4 +1,4 @@
-"""Data order: complete epochs, source weights, random access, and independence of the number of ranks."""
+"""Tests for data order: complete epochs, source weights, random access, and independence of the number of ranks."""
 
 import json
 import sys
@@ -212,7 +212,7 @@ def two_lengths(folder, until="50%"):
 
 
 def windows_of_steps(batches, steps, *, ranks=1, sequences=1):
-    """Returns (first token, length) of every sequence of these steps in the run's order, as the ranks read them."""
+    """Returns (first token, length) of each sequence in these steps, in training order, as read by the ranks."""
     found = []
     for step in steps:
         span = batches.data.windows[batches.stage_at(step)].sequence_length // LENGTH
@@ -245,7 +245,7 @@ def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
 @pytest.mark.parametrize("ramp_from", [1.0, 0.5])
 @pytest.mark.parametrize("skipped", [[], [(8, 8)], [(36, 8)], [(44, 8), (56, 16)]])
 def test_stages_with_another_length_start_with_a_step(tmp_path, ramp_from, skipped):
-    """No sequence may be repeated or cross the boundary, including with a batch ramp."""
+    """No sequence may be repeated or cross the boundary, even with a batch ramp."""
     folder = write_shards(tmp_path / "a", 400 * LENGTH + 1)
     batches = batches_of(
         stages=two_lengths(folder, "45%"), steps=12, sequences=8, skipped=skipped, ramp_from=ramp_from

@@ -1,8 +1,8 @@
 """If only one process reads the data, runs must match bit for bit under every strategy.
 
-One launch of two processes trains everything (tests/support/train_strategies.py). In dispatched runs, the second
-process works in a folder without the shards, as on another machine. With STRATEGIES=all in the environment (`make
-test-strategies`), every kind of strategy is tested.
+Everything is trained in one launch with two processes (tests/support/train_strategies.py). In dispatched runs, the
+second process runs in a folder without the shards, as on another machine. With STRATEGIES=all in the environment
+(`make test-strategies`), every type of strategy is tested.
 """
 
 import json
@@ -30,7 +30,7 @@ STRATEGIES, ON_FOUR = ["ddp", "tp", "cp"], {}
 if os.environ.get("STRATEGIES") == "all":
     STRATEGIES += ["fsdp2", "zero2", "zero3", "pp", "ep"]
     ON_FOUR = {"fsdp_tp": {}, "pp of two": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
-"""{run: environment variables} on four processes, two of which read the same sequences."""
+"""{run: environment variables} for runs on four processes, two of which read the same sequences."""
 STEPS = 4
 ON = ["--data.dispatch_batches", "true"]
 
@@ -59,7 +59,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "batch": {"tokens_per_step": 1024, "sequences_per_micro_batch": 2},
         "optim": {"learning_rate": 0.003, "warmup_steps": 2},
         "compile": "none",
-        # The last micro-batch of seven sequences is not full.
+        # With seven sequences, the last micro-batch isn't full.
         "validation": {"every_steps": 2, "sequences": 7},
         "checkpoint": {"every_steps": 2, "keep_last": 9},
         "logging": {"every_steps": 1},
@@ -193,7 +193,7 @@ def test_processes_at_different_steps_are_detected(dispatchers):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """Makes this process rely on the first process's description of shards, one folder of which was moved."""
+    """Makes this process use the first process's description of the shards. One of their folders was moved."""
 
     def believing(*damaged):
         folders = [write_shards(tmp_path / name, 1000, files=3, validation=100) for name in ("a", "b")]

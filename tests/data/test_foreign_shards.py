@@ -1,4 +1,4 @@
-"""Token IDs prepared by other tools: nanoGPT's and Megatron's files, and flat HDF5."""
+"""Tests for token IDs prepared by other tools: nanoGPT and Megatron files, and flat HDF5."""
 
 import json
 import struct

@@ -1,7 +1,7 @@
 """Training from an object store must match training from disk bit for bit, and damage must be reported.
 
-Runs use an S3 server behind a proxy that delays and fails requests; other tests use fsspec's memory store. With
-STRATEGIES=all in the environment (`make test-strategies`), every kind of strategy is tested.
+The runs use an S3 server behind a proxy that delays requests or makes them fail. Other tests use fsspec's memory
+store. With STRATEGIES=all in the environment (`make test-strategies`), every type of strategy is tested.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ FOLDERS = itertools.count()
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
-    """Removes the wait between retries, and everything cached by other tests."""
+    """Removes the wait between retries, and clears everything that other tests have cached."""
     block_reader.cache_clear()
     monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -112,7 +112,7 @@ MIXTURES = {
 @pytest.mark.parametrize("with_cache", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_batches_match_local_folders(tmp_path, name, with_cache):
-    """Batches must match in training order, after a jump back, and with two ranks."""
+    """Batches must match in training order, after jumping back, and with two ranks."""
     folders = {name: prepared(tmp_path / name, first=1000 * number) for number, name in enumerate("ab")}
     urls = {name: uploaded(folder) for name, folder in folders.items()}
     ramp = batch_ramp(8, total_steps=80)
@@ -340,7 +340,7 @@ def test_a_vanished_server_ends_every_rank_with_its_name(shards, recipe, tmp_pat
     given = ("--config", recipe, "--data.train", "[{shards: s3://mine/vanishing}]", "--output", remote)
     given += ("--checkpoint.every_steps", 2, "--budget.steps", 40, "--optim.warmup_steps", 2)
     with store_server() as server:
-        server.upload(shards, "vanishing")  # servers of one process share their objects
+        server.upload(shards, "vanishing")  # servers in the same process share their objects
 
         def vanish(process):
             wait_until(lambda: reached(remote, 6), process)

@@ -1,4 +1,4 @@
-"""Best-fit packing: whole documents, counts of dropped tokens, and random access on any number of ranks."""
+"""Tests for best-fit packing: whole documents, dropped token counts, and random access with any number of ranks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Decoding IDs to text must match the tokenizer that made them."""
+"""Decoding IDs to text must match the tokenizer that encoded them."""
 
 import numpy as np
 import pytest

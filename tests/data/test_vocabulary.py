@@ -1,4 +1,4 @@
-"""The model's vocabulary size, as determined by the recipe's shards."""
+"""Tests for the model's vocabulary size, which is determined by the recipe's shards."""
 
 import json
 
@@ -11,7 +11,7 @@ from support.numbered_shards import write_shards
 
 @pytest.fixture
 def config_of(recipe, tmp_path):
-    """Returns a function that makes a config for shards with a number of IDs (None: the shards don't exist)."""
+    """Returns a function that creates a config for shards with a given number of IDs (None: missing shards)."""
 
     def config_of(ids, *overrides):
         folder = tmp_path / f"shards{ids}"

@@ -125,7 +125,8 @@ def test_a_token_sees_only_the_past(model, ids):
 
 def test_positions_are_relative_and_matter(model, ids):
     shifted = model(ids, position_ids=torch.arange(100, 112)[None]).logits
-    # Angles of fp32 positions near 100 are rounded at 1e-5. Three layers amplify this about ten times.
+    # In fp32, the angles of positions near 100 have a rounding error of 1e-5, which three layers amplify about ten
+    # times.
     torch.testing.assert_close(shifted, model(ids).logits, atol=1e-4, rtol=1e-4)
     stretched = model(ids, position_ids=3 * torch.arange(12)[None]).logits
     assert (stretched - model(ids).logits).abs().max() > 1e-3

@@ -78,7 +78,7 @@ def tiny_model(model_type, attention, **changes):
 
 
 def packed_batch():
-    """Returns (inputs, targets) for three windows of 32 tokens, two of them with documents of one or more tokens."""
+    """Returns (inputs, targets) for three windows of 32 tokens. Two of them contain several documents."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 61, (3, 33), generator=generator)
     ids[0, [5, 6, 20, 32]] = EOD
@@ -130,7 +130,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
     model = tiny_model("llama", "groundwork_sdpa", num_hidden_layers=1)
     input_ids, targets = (ids.contiguous() for ids in packed_batch())
     module = LanguageModelLoss(model)
-    torch.compiler.reset()  # otherwise, code compiled for another test counts as the first compilation
+    torch.compiler.reset()  # otherwise, code compiled for another test would count as the first compilation
     compiled = torch.compile(module, dynamic=False, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for ids in (input_ids, input_ids.flip(1), torch.ones_like(input_ids)):
@@ -140,7 +140,7 @@ def test_packed_loss_is_the_same_compiled_and_does_not_recompile():
 
 
 def test_operator_between_generated_kernels_equals_eager():
-    """In compiled code, the operator's outputs have the memory layout that it promises to the compiler."""
+    """In compiled code, the operator's outputs must have the memory layout that it declares to the compiler."""
     cu_seq_lens = torch.tensor([0, 100, 160, 320, 330, 480, 480], dtype=torch.int32)
     inputs = [torch.randn(3, 160, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
 
@@ -344,7 +344,7 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
 
 @pytest.mark.parametrize(("length", "in_blocks"), [(64, True), (32, False)])
 def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
-    """Short bf16 windows, which torch's kernel would process three times slower, match dense attention."""
+    """torch's kernel would be three times slower with these windows."""
     assert cpu_attention.in_blocks(torch.bfloat16, 4, length) == in_blocks
     assert cpu_attention.serves_windows(torch.bfloat16, 4, length)
     assert not cpu_attention.serves_windows(torch.float32, 4, length)
@@ -361,7 +361,7 @@ def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scaling", "has_documents"), [(None, False), (0.1, True)])
 def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling, has_documents):
-    """Short windows, for which torch's kernel hardly benefits from a second thread, are compiled as plain matmuls."""
+    """Short windows are compiled as plain matmuls, because torch's kernel hardly benefits from a second thread."""
     torch._dynamo.reset()  # resets the recompile limit
     graphs: list[torch.fx.GraphModule] = []
 
@@ -373,7 +373,8 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
     longest = 128 if dtype == torch.float32 else 64
     for length in (2, 48, longest, longest + 1):
         inputs = [torch.randn(3, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
-        # The second window is one document, and the third begins with a single token. The last end is repeated.
+        # The second window is one document, and the third begins with a single-token document. The last end is
+        # repeated.
         ends = [0, length // 2, length, 2 * length, 2 * length + 1, 3 * length, 3 * length]
         arguments = {"cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)} if has_documents else {}
         results = []
@@ -464,7 +465,7 @@ def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
 
 
 def test_autocast_reaches_the_operator():
-    """Autocast doesn't reach registered operators by itself."""
+    """Autocast doesn't apply to registered operators automatically."""
     cu_seq_lens = torch.tensor([0, 3, 8], dtype=torch.int32)
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -618,7 +619,7 @@ def test_grouped_heads_are_repeated_if_varlen_does_not_support_them(monkeypatch)
 
 @pytest.mark.parametrize("kind", ["tokens first", "part of a product", "heads first"])
 def test_compiled_attention_views_tokens_first_without_a_copy(kind):
-    """Values and gradients match a flattened tensor. A copy is needed only if heads come before tokens."""
+    """Values and gradients match those of a flattened tensor. A copy is needed only if heads come before tokens."""
     wide_BTHE = torch.randn(2, 5, 3, 12, requires_grad=True)
     weight_NHE = torch.randn(10, 3, 4)
 
@@ -664,7 +665,7 @@ def test_inductor_reads_slices_tokens_first(kind):
 
 @pytest.mark.parametrize(("capability", "in_kernel"), [((7, 5), False), ((8, 0), True)])
 def test_grouped_queries_are_passed_only_to_kernels_that_support_them(gpu, monkeypatch, capability, in_kernel):
-    """Grouped queries are passed to SDPA only if its kernel supports them. Otherwise torch would allocate (T, T)
+    """Grouped queries are passed to SDPA only if its kernel supports them. Otherwise, torch would allocate (T, T)
     matrices."""
     gpu.append(capability)
     seen = {}

@@ -1,4 +1,4 @@
-"""Tests for building, counting, loading and saving models with a few thousand parameters."""
+"""Tests for building, loading and saving models with a few thousand parameters, and for counting parameters."""
 
 import hashlib
 import json

@@ -35,10 +35,10 @@ def compilations(path) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, strategy):
-    """Neither training nor validation nor text samples of any length cause a recompilation after step 2.
+    """After step 2, training, validation and text samples of any length never cause a recompilation.
 
-    One compilation serves all layers, with and without gradients. Multi-process runs use the aot_eager backend, which
-    counts graphs without generating code, unless STRATEGIES=all is set.
+    All layers share one compilation, both with and without gradients. Multi-process runs use the aot_eager backend,
+    which counts graphs without generating code, unless STRATEGIES=all is set.
     """
     arguments = [
         "tests/support/train_and_count.py", "--config", recipe, "--precision", "bf16", "--compile", "regional",
@@ -86,7 +86,7 @@ def test_ddp_leaves_layers_whole(monkeypatch):
 
 
 def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
-    """torch would silently stop after eight of the ten layers."""
+    """torch would silently stop compiling after eight of the ten layers."""
     graphs = []
 
     def count(graph, inputs):

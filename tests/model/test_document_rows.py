@@ -170,7 +170,7 @@ def test_every_token_has_one_cell_and_padding_is_bounded(lengths):
     first = 0
     for count, length in rows.shapes:
         for row in rows.tokens[first : first + count * length].view(count, length):
-            steps = row.diff()  # one document in order, then padding with its last token
+            steps = row.diff()  # one document in order, then padded with its last token
             assert set(steps.tolist()) <= {0, 1} and (steps.diff() <= 0).all()
             assert END not in ids.flatten()[row.unique()[1:].numpy()]
         first += count * length
@@ -187,7 +187,7 @@ def test_a_mixer_with_an_unexpected_shape_is_rejected(ids):
 def test_flops_and_memory_of_a_hybrid_count_each_layer_type():
     config = config_of("lfm2")
     by_length = flops_per_token(config, 2048) - flops_per_token(config, 1024)
-    assert by_length == 12 * 1 * 32 * 1024  # one of the three layers has attention
+    assert by_length == 12 * 1 * 32 * 1024  # one of the three layers uses attention
     shape = {"weights": torch.float32, "autocast": False}
     packed = ForwardPass(WindowSpec(64, document_mask=True), mixers=("Lfm2ShortConv",), **shape)
     kept = {}

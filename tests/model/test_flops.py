@@ -1,4 +1,4 @@
-"""Tests for FLOPs per token against hand calculations, including MoE models and head dimensions set separately."""
+"""Tests that compare FLOPs per token with hand calculations, including MoE models and explicit head dimensions."""
 
 import pytest
 from transformers import AutoConfig

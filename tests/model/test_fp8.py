@@ -45,7 +45,7 @@ def test_the_initial_weights_are_those_of_every_precision():
 
 @needs_torchao
 def test_loss_and_gradients_match_bf16_within_fp8_rounding():
-    """e4m3 has 3 mantissa bits: a product's error is up to 2^-4, and a gradient's a few percent."""
+    """e4m3 has 3 mantissa bits, so products have errors of up to 2^-4, and gradients of a few percent."""
     plain = build_model(CONFIG, seed=3)
     expected, expected_gradients = loss_and_gradients(plain)
     model = build_model(CONFIG, seed=3)

@@ -23,7 +23,8 @@ def kernels_of():
 
 @pytest.mark.parametrize("name", ["softmax of the loss", "softmax of capped logits"])
 def test_the_loss_kernel_reads_a_chunk_twice(kernels_of, name):
-    """One pass computes maximum and sum, the other writes the gradient. Traffic is 6 bytes per logit in bf16."""
+    """One pass computes the maximum and the sum, and the other writes the gradient. Traffic is 6 bytes per logit in
+    bf16."""
     (kernel,) = kernels_of(name)
     assert kernel["loops"] == 2 and set(kernel["bytes"]) == ARCHITECTURES
 

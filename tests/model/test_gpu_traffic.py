@@ -30,7 +30,7 @@ class Bar:
     traffic: float
     kept: float
     graphs: int = 1
-    """Number of graphs that two layers are compiled to, per direction."""
+    """Number of graphs that two layers are compiled into, per direction."""
 
 
 BARS = {
@@ -64,8 +64,8 @@ SLACK = 0.01
 def least(setup: Setup) -> tuple[float, float]:
     """Returns the minimum (bytes moved, bytes saved) for a micro-batch, with a bf16 residual stream.
 
-    A kernel lies between two matmuls, or between a matmul and attention. It reads its inputs and writes its outputs
-    once, in bf16. Each matmul's input is saved for the weight gradient. fp32 values per row (norm statistics,
+    There is one kernel between two matmuls, or between a matmul and attention. It reads its inputs once and writes its
+    outputs once, in bf16. Each matmul's input is saved for the weight gradient. fp32 values per row (norm statistics,
     logsumexp) are ignored.
     """
     config = setup.model_config()
@@ -108,7 +108,7 @@ def least(setup: Setup) -> tuple[float, float]:
 
 
 def elements_of_matrices(config: dict, d: int, m: int, q: int, k: int, is_gated: bool) -> int:
-    """Returns the number of elements in a layer's matrices, which autocast copies from fp32 to bf16."""
+    """Returns the number of elements in a layer's matrices, which autocast converts from fp32 to bf16."""
     return 2 * d * (q + k) + (3 if is_gated else 2) * d * m * config.get("num_experts", 1)
 
 
@@ -148,7 +148,7 @@ def test_a_plan_predicts_the_bytes_that_a_compiled_layer_saves(outcomes, setup):
 
 
 def test_limits_above_the_minimum_are_explained():
-    """Each limit above 1.1 is explained in the table of docs/measurements_memory.md."""
+    """Each limit above 1.1 must be explained in the table in docs/measurements_memory.md."""
     _, _, table = (ROOT / "docs/measurements_memory.md").read_text().partition("| model | strategies | bytes moved |")
     explained = [line.split("|")[1:3] for line in table.partition("\n\n")[0].splitlines()[2:]]
     names = {f"{model.strip()} {one.strip()}" for model, several in explained for one in several.split(",")}

@@ -1,4 +1,4 @@
-"""Tests for the report on GPU kernels: which are used, and why others aren't."""
+"""Tests for the report on which GPU kernels are used, and why others aren't."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -144,8 +144,8 @@ def test_auto_uses_flash_attention_3_if_results_match(gpu):
 
 
 def test_flash_attention_3_is_tried_with_the_models_heads(gpu):
-    """FlashAttention 3 is tried with the model's head dimension, because a package may be built without it. 100 is
-    padded to 104."""
+    """FlashAttention 3 is tried with the model's head dimension, because a package may be built without support for
+    it. 100 is padded to 104."""
     gpu["modules"] = {"flash_attn_interface"}
     tried = []
     gpu["flash 3"] = lambda out: tried.append(out.shape[-1]) or out

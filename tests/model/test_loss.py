@@ -150,7 +150,8 @@ def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(back
         loss, cross_entropy = next_token_loss(hidden, weight, targets, chunk_tokens=10, backend=backend)
     assert loss.dtype == cross_entropy.dtype == torch.float32
     wanted, _ = plain_loss(hidden, weight, None, targets)
-    # bf16 has 8 bits: errors are up to 2^-9 of logits of size 4 sqrt(16), and far smaller in the mean.
+    # bf16 has 8 bits, so the relative error of logits of size 4 sqrt(16) is up to 2^-9. The error of the mean is far
+    # smaller.
     assert abs(loss.item() - wanted.item()) < 0.02
     for got, want in zip(gradients(loss, hidden, weight), gradients(wanted, hidden, weight), strict=True):
         assert got.dtype == torch.float32
@@ -158,7 +159,7 @@ def test_softmax_is_fp32_under_autocast_and_gradients_follow_the_parameters(back
 
 
 def test_weight_gradient_over_many_chunks_is_summed_in_fp32():
-    """A bf16 sum of 1,000 equal terms would stall at 256 times a term."""
+    """A bf16 sum of 1,000 equal terms would stop growing at 256 times a term."""
     hidden = torch.ones(1, 1000, D)
     weight = torch.zeros(V, D, requires_grad=True)
     targets = torch.zeros(1, 1000, dtype=torch.long)
@@ -178,7 +179,7 @@ def test_no_gradient_is_computed_if_none_is_needed():
 
 
 def test_second_backward_over_a_kept_graph_is_right():
-    # Zero-bubble pipelines run the backward pass twice, for the input's gradient and the weights' gradients.
+    # Zero-bubble pipelines run the backward pass twice, once for input gradients and once for weight gradients.
     hidden, weight, _, targets = inputs()
     loss, _ = next_token_loss(hidden, weight, targets)
     first = torch.autograd.grad(2 * loss, (hidden, weight), retain_graph=True)

@@ -11,7 +11,7 @@ from pretrain.model.model_config import load_model_config
 from support.project import ROOT
 
 CONFIGS = sorted((ROOT / "model_configs").glob("*.json"))
-# Exact parameter counts. If a count changes, so did a published or compared shape: give the new shape a new name.
+# Exact parameter counts. If a count changes, the shape has changed too, so give it a new name.
 PARAMETERS = {
     "char_0.8m": 816_192,
     "deepone_162m": 162_450_432,
@@ -50,8 +50,8 @@ UNITS = {"m": 10**6, "b": 10**9}
 def name_says(name: str, parameters: int) -> bool:
     """Returns True if a name such as llama_1b or qwen3_0.6b matches the parameter count.
 
-    The count is rounded to the significant digits of the name's number, not counting trailing zeros. So 1b covers 0.95
-    to 1.5 billion (TinyLlama has 1.1) and 360m covers 355 to 365 million.
+    The count is rounded to as many significant digits as the name has, not counting trailing zeros. For example, 1b
+    covers 0.95 to 1.5 billion (TinyLlama has 1.1) and 360m covers 355 to 365 million.
     """
     digits, unit = re.search(r"_([\d.]+)([mb])$", name).groups()
     stated = float(digits)

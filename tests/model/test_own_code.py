@@ -27,7 +27,7 @@ torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
 
 @pytest.fixture
 def own(recipe, tmp_path):
-    """A recipe of four steps that trains a model folder with custom code."""
+    """Changes the recipe to train a custom-code model from a folder for four steps."""
     values = yaml.safe_load(recipe.read_text())
     values |= {"model": str(write_own_model(tmp_path / "mine", vocab_size=512)), "budget": {"steps": 4}}
     values |= {"checkpoint": {"every_steps": 2}, "validation": {"sequences": 4}, "export": {"dtype": "fp32"}}

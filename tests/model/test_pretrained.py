@@ -77,7 +77,7 @@ def test_several_files(tmp_path):
 
 
 def test_files_of_the_base_model_alone(tmp_path):
-    """Weights without the `transformer.` prefix, like GPT-2's on the Hub, are loaded."""
+    """Weights without the `transformer.` prefix, like those of GPT-2 on the Hub, are loaded."""
     config = AutoConfig.for_model(**TINY["gpt2"])
     build_model(config, seed=7).base_model.save_pretrained(tmp_path)
     pretrained = open_pretrained(str(tmp_path))

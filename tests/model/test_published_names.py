@@ -18,7 +18,7 @@ CONFIGS |= {name: lambda name=name: AutoConfig.for_model(**TINY[name]) for name 
 
 
 def tensors_that_train(config):
-    """Returns a model and its trainable tensors and saved buffers by name, with tied tensors once."""
+    """Returns a model and {name: tensor} of its parameters and saved buffers. Tied tensors occur once."""
     model = build_model(config, seed=7)
     kept = dict(model.named_parameters())
     kept |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}

@@ -1,4 +1,4 @@
-"""Adafactor must update sharded parameters like unsharded ones. Threads simulate the processes."""
+"""Adafactor must update sharded parameters in the same way as unsharded ones. Processes are simulated with threads."""
 
 import pytest
 import torch
@@ -68,7 +68,8 @@ def compare_state(found, expected):
 
 
 def tile_of(rank, shape, kind):
-    """Returns a rank's tile of a parameter. `kind` is the sharded dimension (at most the last) or "two dimensions"."""
+    """Returns a rank's tile of a parameter. `kind` is the sharded dimension (limited to the last one) or "two
+    dimensions"."""
     tile = [((0, size),) for size in shape]
     if not shape:
         return ()

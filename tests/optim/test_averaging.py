@@ -16,7 +16,7 @@ STEPS = 400
 
 
 def walk(steps: int = STEPS) -> torch.Tensor:
-    """Returns random-walk weights after each step, (steps, 7), as fp64."""
+    """Returns the weights after each step of a random walk, (steps, 7) in fp64."""
     torch.manual_seed(0)
     return torch.randn(steps, 7).cumsum(0).double()
 

@@ -1,4 +1,4 @@
-"""The gradient norm must be as exact as fp32 allows, however large the gradient is."""
+"""The gradient norm must be as accurate as fp32 allows, however large the gradient is."""
 
 import math
 

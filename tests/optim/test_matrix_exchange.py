@@ -1,4 +1,4 @@
-"""Exchanged matrices must match those of one process under any sharding. Threads simulate the processes."""
+"""Exchanged matrices must match those of one process with any sharding. Processes are simulated with threads."""
 
 from itertools import pairwise, product
 

@@ -35,7 +35,8 @@ def train(optimizer, parameters, first=0, last=4):
 
 
 def polynomials(name):
-    """Returns the published coefficients: Jordan's for every iteration, or Polar Express' with their safety factor."""
+    """Returns the published coefficients: Jordan's for every iteration, or those of Polar Express with their safety
+    factor."""
     if name == "jordan":
         return [(3.4445, -4.7750, 2.0315)] * 5
     return [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in muon.POLAR_EXPRESS[:5]]

@@ -1,4 +1,4 @@
-"""Optimizers: which parameters decay, the computed updates, and state that is restored bit for bit."""
+"""Tests for weight decay groups, optimizer updates, and optimizer state that is restored bit for bit."""
 
 import importlib.util
 import math
@@ -77,7 +77,7 @@ def small_llama():
 
 
 def rates_by_name(name: str, **settings) -> dict[str, tuple[float, float]]:
-    """Returns {parameter: (relative learning rate, weight decay)} of a Llama."""
+    """Returns {parameter: (relative learning rate, weight decay)} for a Llama model."""
     model = small_llama()
     optimizer, names = build(model, name, **settings), {p: name for name, p in model.named_parameters()}
     groups = optimizer.param_groups
@@ -522,7 +522,7 @@ class SignSGD(torch.optim.Optimizer):
 
 
 class SignSGDSpec(OptimizerSpec):
-    """Spec of the added optimizer, as described in docs/optimizers.md."""
+    """Spec for the added optimizer, as described in docs/optimizers.md."""
 
     takes = ("whole", "sharded")
 

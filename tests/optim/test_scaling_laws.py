@@ -1,4 +1,4 @@
-"""`auto` settings must match published values and the sweeps of bench/auto_rates.py."""
+"""`auto` settings must match published values and the sweeps in bench/auto_rates.py."""
 
 import math
 

@@ -1,7 +1,8 @@
 """8-bit AdamW on a mesh must match single-process training, and its checkpoints must load in any layout.
 
-One launch of four processes trains a small MoE model in each layout. The vocabulary size isn't divisible by the number
-of shards, so the last shard and its last block are shorter. `make test` runs this file with bitsandbytes.
+A small MoE model is trained in each layout, in a single launch with four processes. The vocabulary size isn't
+divisible by the number of shards, so the last shard and its last block are shorter. `make test` runs this file with
+bitsandbytes.
 """
 
 import json
@@ -31,7 +32,7 @@ LAYOUTS = {
     "mesh": Sizes(pp=2, dp_shard=2),
     "ep": Sizes(dp_shard=4, ep=2),
 }
-"""{launcher file: sizes}. Each layout resumes from a checkpoint of the previous one."""
+"""{launcher file: sizes}. Each layout resumes from the previous one's checkpoint."""
 ONE_CODE = 0.0141
 """Largest difference between adjacent 8-bit codes, relative to the block's scale."""
 MIDDLE = "checkpoints/step-00000002"
@@ -102,7 +103,7 @@ def test_8bit_state_in_a_checkpoint_matches_one_process(runs, name):
         if value.dtype == torch.uint8:
             codes = expected[key.replace("state", "qmap")]
             off = (codes[found[key].long()] - codes[value.long()]).abs()
-            # Gradients differ in the last digits, so a few moments round to an adjacent code.
+            # Gradients differ by rounding, so a few moments are rounded to an adjacent code.
             assert off.max() < ONE_CODE and (off > 0).float().mean() < 2e-3, key
         else:
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-9), key
@@ -117,7 +118,7 @@ def test_layouts_that_split_8bit_blocks_are_rejected_with_an_alternative():
     assert problem_of(Sizes(dp_shard=4), vocab_size=575) == "", (
         "shards start at rows 144, 288 and 432, which are block boundaries"
     )
-    found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # at row 142
+    found = problem_of(Sizes(dp_shard=4), vocab_size=568)  # shards start at row 142
     assert found == (
         "optim.name: adamw_8bit is not supported with 4 shards per parameter (dp_shard x cp), because sharding "
         "model.embed_tokens.weight (568 x 64) would split its quantization blocks of 256 consecutive elements; "
@@ -138,7 +139,6 @@ def test_8bit_experts_sharded_by_another_dimension_are_rejected():
 @pytest.mark.parametrize("shape", [(575, 64), (9, 512), (5120,), (8, 64, 32), (50257, 384)])
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_8bit_scale_shards_match_shards_that_keep_blocks_whole(shape, count):
-    """If no shard splits a block, the shards of the scale table must match those of the tensor."""
     unit = unit_rows(shape)
     sizes = (shape[0], table_shape(shape)[0])
     rows, units = ([chunk_of(((0, size),), n, count) for n in range(count)] for size in sizes)

@@ -1,6 +1,6 @@
-"""The communication of each strategy, counted on fake GPUs, must match docs/measurements_communication.md.
+"""Each strategy's communication, counted on fake GPUs, must match docs/measurements_communication.md.
 
-The table there compares it with the minimum, which is computed from the model's shape.
+The table on that page compares it with the minimum computed from the model's shape.
 """
 
 import pytest
@@ -20,16 +20,16 @@ from support.ranks_on_fake_cuda import (
 
 WIDTH, MLP, LAYERS = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["num_hidden_layers"]
 SPLIT = 4 * WIDTH**2 + 3 * WIDTH * MLP
-"""Number of elements in a layer's matrices."""
+"""Number of parameters in a layer's matrices."""
 BESIDE = (2 * MODEL["vocab_size"] + 1) * WIDTH
-"""Number of elements in the embedding, head and final norm."""
+"""Number of parameters in the embedding, head and final norm."""
 NORMS = 2 * WIDTH
-"""Number of elements in a layer's norms."""
+"""Number of parameters in a layer's norms."""
 TOTAL = LAYERS * (SPLIT + NORMS) + BESIDE
 WHOLE = LAYERS * NORMS + BESIDE
-"""Number of elements that tensor parallelism doesn't split."""
+"""Number of parameters that tensor parallelism doesn't split."""
 EXPERTS = LAYERS * MIXTURE["num_experts"] * 3 * WIDTH * MIXTURE["moe_intermediate_size"]
-"""Number of elements in all experts."""
+"""Number of parameters in all experts."""
 BESIDE_EXPERTS = LAYERS * (4 * WIDTH**2 + NORMS + 2 * MIXTURE["head_dim"] + MIXTURE["num_experts"] * WIDTH) + BESIDE
 HIDDEN = HIDDEN_STATES[0] * HIDDEN_STATES[1] * HIDDEN_STATES[2]
 """Number of elements in a micro-batch's hidden states."""
@@ -38,12 +38,12 @@ ONE_SUM = {"all-reduce of 8": (1, FP32)}
 
 
 def gathered(total: int, beside: int) -> int:
-    """Returns the number of elements gathered in a micro-step; `beside` of the `total` are outside the layers."""
+    """Returns the number of parameters gathered per micro-step; `beside` is the number outside the layers."""
     return total + (total - beside) * (LAYERS - 1) // LAYERS
 
 
 def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of FSDP: weights are gathered in bf16, and gradients are reduced in fp32.
+    """Returns FSDP's minimum traffic, with weights gathered in bf16 and gradients reduced in fp32.
 
     The last layer and the weights outside the layers are gathered only once per micro-step.
     """
@@ -58,13 +58,13 @@ def sharded(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def reduced_once(least: dict[str, dict[str, tuple[int, int]]]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic without a reduction in the first micro-step."""
+    """Returns `least` without the first micro-step's reduce-scatter."""
     gathers = {kind: sent for kind, sent in least["micro-step"].items() if not kind.startswith("reduce-scatter")}
     return {**least, "micro-step": gathers}
 
 
 def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of context parallelism, which exchanges queries, keys, values and outputs."""
+    """Returns the minimum traffic for context parallelism, which exchanges queries, keys, values and outputs."""
     forward = (2 * LAYERS, 4 * LAYERS * BF16 * HIDDEN // ranks)
     both = {f"all-to-all of {ranks}": tuple(2 * number for number in forward)}
     least = sharded(RANKS)
@@ -73,9 +73,9 @@ def cut(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of tensor parallelism: two all-reduces of hidden states per layer and direction.
+    """Returns the minimum traffic for tensor parallelism: two all-reduces of hidden states per layer in each pass.
 
-    The update reduces the gradients of replicated weights, and the gradient norm.
+    In the update, the gradients of replicated weights and the gradient norm are all-reduced.
     """
     micro_step = {
         f"all-reduce of {ranks}": (4 * LAYERS + 1, 4 * LAYERS * BF16 * HIDDEN + FP32),
@@ -90,7 +90,7 @@ def split(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of tensor parallelism within groups and FSDP across groups."""
+    """Returns the minimum traffic for tensor parallelism within groups and FSDP across groups."""
     total = LAYERS * (SPLIT // ranks + NORMS) + BESIDE
     gathers = (2 * LAYERS, BF16 * gathered(total, BESIDE))
     of_shards = {f"all-gather of {groups}": gathers, f"reduce-scatter of {groups}": (LAYERS + 1, FP32 * total)}
@@ -106,7 +106,7 @@ def split_and_sharded(ranks: int, groups: int) -> dict[str, dict[str, tuple[int,
 
 
 def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of a pipeline with as many microbatches as ranks."""
+    """Returns the minimum traffic for a pipeline with as many microbatches as ranks."""
     passed = (neighbors * ranks, neighbors * ranks * BF16 * HIDDEN)
     micro_step = {f"receive of {ranks}": passed, f"send of {ranks}": passed}
     once = (ranks, ranks * BF16 * HIDDEN)
@@ -118,9 +118,10 @@ def staged(ranks: int, neighbors: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns the minimum traffic of expert parallelism: tokens go to their experts and back, after the token counts.
+    """Returns the minimum traffic for expert parallelism: token counts are exchanged, then tokens are sent to experts
+    and back.
 
-    Other weights are sharded over all ranks, and experts over the ranks with the same experts.
+    Experts are sharded across the ranks that have the same experts, and all other weights across all ranks.
     """
     rows, counts = BF16 * HIDDEN * MIXTURE["num_experts_per_tok"], INT64 * MIXTURE["num_experts"]
     gathers = (2 * LAYERS, BF16 * gathered(BESIDE_EXPERTS, BESIDE))
@@ -149,12 +150,12 @@ def exchanged(ranks: int) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def with_replicas(least: dict, moment: str, times: int, elements: int) -> dict:
-    """Adds an all-reduce of these gradients between two replicas."""
+    """Adds an all-reduce of `elements` gradients between two replicas."""
     return {**least, moment: {**least[moment], "all-reduce of 2": (times, FP32 * elements)}}
 
 
 STAGE = SPLIT + NORMS + WIDTH + MODEL["vocab_size"] * WIDTH
-"""Number of elements in a last stage with one layer."""
+"""Number of parameters in the last stage if it has one layer."""
 GATHERED_ONCE = {"all-gather of 8": (1, BF16 * TOTAL)}
 SCATTERED_ONCE = {"reduce-scatter of 8": (1, FP32 * TOTAL)}
 LEAST = {
@@ -228,7 +229,7 @@ def test_a_step_runs_on_one_of_eight_gpus_without_synchronizing(outcomes, launch
 
 
 def sent(collectives: dict[str, tuple[int, int]]) -> float:
-    """Returns the MB that one GPU sends: a ring all-reduce sends the tensor twice, a gather or scatter once."""
+    """Returns the MB sent per GPU. A ring all-reduce sends the tensor twice, a gather or scatter once."""
     total = 0.0
     for name, (_, size) in collectives.items():
         kind, _, ranks = name.partition(" of ")
@@ -248,7 +249,7 @@ def in_words(collectives: dict[str, tuple[int, int]]) -> str:
 def rows(outcomes) -> list[str]:
     """Returns the rows of the table in docs/measurements_communication.md.
 
-    Equal micro-steps share a row, and phases without communication are left out.
+    Micro-steps with the same traffic share a row, and phases without communication are omitted.
     """
     lines = []
     for launch in LAUNCHES:
@@ -269,7 +270,7 @@ def rows(outcomes) -> list[str]:
 
 
 def test_the_table_in_the_docs_matches_the_counts(outcomes):
-    """The table in the docs must match the counts, with a reason for each row above the minimum."""
+    """Each row above the minimum must also have a reason."""
     counted = rows(outcomes)
     text = (ROOT / "docs/measurements_communication.md").read_text()
     _, _, table = text.partition("| launch | when |")
@@ -351,8 +352,8 @@ PRODUCTS = 7
 def test_a_layer_is_gathered_while_the_previous_one_computes(outcomes, launch):
     """Gathers and reductions must overlap with the computation of other layers.
 
-    In the forward pass, the CPU issues each gather right after the previous layer, in a separate stream. In the
-    backward pass, it issues the gather before the current layer's matmuls.
+    In the forward pass, the CPU launches each gather on a separate stream, right after the previous layer. In the
+    backward pass, it launches the gather before the current layer's matmuls.
     """
     outcome = outcomes[f"order: {launch}"]
     assert outcome.error is None, outcome.error

@@ -1,4 +1,4 @@
-"""Context parallelism must match the loss and gradients of full sequences, and reject invalid settings at startup."""
+"""Context parallelism must have the same loss and gradients as full sequences; invalid settings must be rejected."""
 
 import json
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def problems(recipe, **overrides) -> str:
 
 @pytest.fixture(scope="module")
 def differences(tmp_path_factory) -> dict[str, dict[str, float]]:
-    """Returns the differences from the unsharded model, measured on four processes."""
+    """Returns the differences from the unsharded model, measured with four processes."""
     path = tmp_path_factory.mktemp("context") / "differences.json"
     launch("cp", 4, "tests/support/context_ranks.py", path, timeout=300)
     return json.loads(path.read_text())
@@ -63,7 +63,7 @@ def test_loss_and_gradients_match_full_sequences(differences, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_documents_split_across_processes_have_the_same_loss(differences, case):
-    """A document split across two, three or four processes must have the same loss as on its own."""
+    """A document split across two, three or four processes must have the same loss as when it is processed alone."""
     assert differences[case]["documents alone"] <= 1e-5
 
 

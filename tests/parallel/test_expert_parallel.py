@@ -1,4 +1,4 @@
-"""Expert parallelism must reject invalid settings at startup, and plans must include its memory and traffic."""
+"""Invalid settings for expert parallelism must be rejected, and plans must include its memory and traffic."""
 
 import json
 
@@ -22,7 +22,7 @@ EP = strategy_named("ep")
 
 @pytest.fixture
 def problems(recipe, tmp_path, monkeypatch):
-    """Returns the problems found for a model and launch settings."""
+    """Returns the problems found with a model and launch settings."""
 
     def problems(model: dict, processes: int = 2, size: str = "all") -> str:
         (tmp_path / "model.json").write_text(json.dumps(model))
@@ -76,7 +76,7 @@ def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypat
 
 
 def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
-    """A plan must shard weights and optimizer state, and count the traffic of experts and of FSDP."""
+    """The plan must account for sharded weights and optimizer state, and for the traffic of both experts and FSDP."""
     (tmp_path / "model.json").write_text(json.dumps(TINY_MOE))
     config = load_model_config(str(tmp_path / "model.json"))
     run, sizes = PlannedRun(read_run_config(recipe, []), config, "fp32"), sizes_of(config)
@@ -89,7 +89,7 @@ def test_a_plan_shards_everything_and_sends_rows_to_experts(recipe, tmp_path):
     links = Links(inside=1e9, network=1e8, per_machine=4)
     rows = 3 * 2 * 4 * 64 * 2 * 64 * FP32
     for ep in (4, 2):
-        # Except for the last of two layers, weights are gathered again for the backward pass.
+        # Except in the last layer, weights are gathered again for the backward pass.
         dense, whole = sizes.total - experts, 0 if ep == 4 else experts / ep
         last = (dense - sizes.root) / 2
         gathered = 3 * FP32 * ((3 * dense - sizes.root - last) * 3 / 4 + (3 * whole - whole / 2) / 2)

@@ -1,4 +1,4 @@
-"""Sharded fp8 layers must gather their weights in fp8 and train like layers that gather in bf16."""
+"""Sharded fp8 layers must gather their weights in fp8, with nearly the same losses as with bf16 gathers."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from support.project import events, launch, losses
 from support.ranks_on_fake_cuda import MODEL, SEQUENCES, read_config
 from support.tiny_models import TINY_LLAMA
 
-# accelerate imports an installed torchao in every process, so the tests don't require it.
+# torchao isn't in the test requirements, because accelerate would then import it in every process.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 LAYERS, WIDTH, MLP = 2, MODEL["hidden_size"], MODEL["intermediate_size"]
 MICRO_STEPS = ("micro-step", "last micro-step")
@@ -36,10 +36,10 @@ def gathered(result: dict, moment: str) -> int:
 
 def test_layer_matrices_are_gathered_in_one_byte_per_element(seen):
     matrices = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP)
-    # Weights are gathered again for the backward pass, except in the last of two layers.
+    # Weights are gathered again for the backward pass, except in the last layer.
     for moment, passes in (("micro-step", 1.5), ("last micro-step", 1.5), ("validation", 1)):
         assert gathered(seen["bf16"], moment) - gathered(seen["fp8"], moment) == passes * matrices
-        # One all-reduce in a step's first micro-step computes the scales of all weights.
+        # The scales of all weights are computed with a single all-reduce, in the first micro-step.
         scales = {} if moment == "last micro-step" else {"all-reduce of 8 by 1": [1, 4 * LAYERS * 7]}
         found = seen["fp8"][moment]["collectives"]
         assert {name: counts for name, counts in found.items() if "all-reduce" in name} == scales
@@ -49,7 +49,7 @@ def test_layer_matrices_are_gathered_in_one_byte_per_element(seen):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shards) -> Path:
-    """Trains the same model on one process and on two: gathering in fp8, gathering in bf16, and compiled."""
+    """Trains the same model with one process and with two: gathering in fp8, gathering in bf16, and compiled."""
     folder = tmp_path_factory.mktemp("fp8")
     model = folder / "model.json"
     model.write_text(json.dumps(TINY_LLAMA))
@@ -95,7 +95,7 @@ def runs(tmp_path_factory, shards) -> Path:
 
 @pytest.mark.parametrize("name", ["fp8", "bf16", "compiled", "resumed"])
 def test_losses_match_one_process_up_to_rounding(runs, name):
-    """Losses must match one process up to rounding: different scales change the first loss by 4e-4."""
+    """Different scales change the first loss by 4e-4."""
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
@@ -107,7 +107,7 @@ def test_one_process_also_trains_in_fp8(runs):
 
 
 def test_weights_gathered_in_fp8_are_rounded_once(runs):
-    """Weights must be rounded directly from fp32 to fp8, so the losses must differ slightly from bf16 gathers."""
+    """Weights must be rounded directly from fp32 to fp8, so losses are slightly different than with bf16 gathers."""
     in_fp8, in_bf16 = (losses(runs / name) for name in ("fp8", "bf16"))
     assert all(0 < abs(loss - in_bf16[step]) < 5e-3 for step, loss in in_fp8.items())
 

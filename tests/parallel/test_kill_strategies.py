@@ -1,8 +1,9 @@
 """A run killed with SIGKILL in the middle of a step must resume and match an uninterrupted run bit for bit.
 
-Each launch kills the run of one strategy, after finishing the run that the previous launch killed. Dropout and
-gradient accumulation are on. Some strategies are random combinations of parallel dimensions. With STRATEGIES=all in
-the environment (`make test-strategies`), all strategies and ten combinations are tested.
+Each launch finishes the run that was killed in the previous launch, and is then killed while training with the next
+strategy. Dropout and gradient accumulation are enabled. Some strategies are random combinations of parallel
+dimensions. With STRATEGIES=all in the environment (`make test-strategies`), all strategies and ten combinations are
+tested.
 """
 
 import json
@@ -31,7 +32,7 @@ DROPOUT = {"attention_dropout": 0.1, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Returns a folder with uninterrupted runs in whole/ and killed and resumed runs in killed/."""
+    """Returns a folder with the uninterrupted runs in whole/, and the runs that were killed and resumed in killed/."""
     folder = tmp_path_factory.mktemp("killed")
     (folder / "llama.json").write_text(json.dumps(TINY_LLAMA | DROPOUT))
     (folder / "experts.json").write_text(json.dumps(TINY_MOE | DROPOUT))

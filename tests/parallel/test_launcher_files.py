@@ -45,7 +45,7 @@ def config() -> RunConfig:
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets the environment variables that the launcher sets for a file."""
+    """Sets the environment variables that accelerate sets for a launcher file."""
 
     def set_up(path: Path, processes: int = 2) -> None:
         for name, value in launcher_environment(path, processes).items():
@@ -316,7 +316,7 @@ def test_a_file_for_another_strategy_is_reported():
 
 
 def test_the_launchers_command_line_is_compared_with_the_launch(monkeypatch):
-    """Options must be read in both spellings, but only before the script's name."""
+    """Options must be read in both spellings, but only if they come before the script name."""
     words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
     monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
@@ -325,8 +325,8 @@ def test_the_launchers_command_line_is_compared_with_the_launch(monkeypatch):
 
 
 def test_the_launcher_itself_is_checked(tmp_path, shards):
-    """Real launches must detect that --cpu starts only one process, and report problems of the file and the recipe
-    together."""
+    """Real launches must detect that --cpu starts only one process, and must report problems in the launcher file and
+    the recipe together."""
     recipe = tmp_path / "recipe.yaml"
     values = {
         "model": "model_configs/llama_30m.json",
@@ -361,7 +361,7 @@ SLURM_COMMANDS = {
 
 @pytest.mark.parametrize("name", ["one_node", "many_nodes"])
 def test_slurm_scripts_pass_on_their_arguments(name, tmp_path):
-    """The unmodified scripts must pass on their arguments (Slurm's commands and Python are stubs)."""
+    """The unmodified scripts must pass on their arguments. Python and the Slurm commands are stubs."""
     for command, text in SLURM_COMMANDS.items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / command).chmod(0o755)

@@ -1,11 +1,12 @@
 """Every combination of parallel dimensions must have the same loss curve on four processes.
 
-One launch trains each combination with AdamW, cycling through the pipeline schedules, and a combination that shards
-matrices in two dimensions with Muon and Adafactor (tests/support/train_strategies.py). With STRATEGIES=all in the
-environment (`make test-strategies`), all combinations are trained with all three optimizers and resumed from another
-combination's checkpoint, and a second launch with eight processes trains combinations of three and four dimensions.
+Each combination is trained with AdamW, cycling through the pipeline schedules. A combination that shards matrices in
+two dimensions is also trained with Muon and Adafactor. All of these runs share one launch
+(tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`), all combinations
+are trained with all three optimizers and resumed from another combination's checkpoint. Combinations of three and four
+dimensions are trained in a second launch, with eight processes.
 
-By default, most runs have two steps, and two layers unless a pipeline needs four.
+By default, most runs have two steps, and models have two layers unless a pipeline needs four.
 """
 
 import importlib.util
@@ -32,7 +33,7 @@ from support.project import ROOT, events, free_port, launch, losses, run_script
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS, SHORT = 4, 2
 NORM = 2e-6
-"""Relative difference in gradient norms due to the order of fp32 sums."""
+"""Relative tolerance for gradient norms, which depend on the fp32 summation order."""
 MIDDLE = "checkpoints/step-00000002"
 
 
@@ -124,7 +125,7 @@ def layers_of(sizes: Sizes) -> int:
 
 
 def alone(optimizer: str, model: str, sizes: Sizes) -> str:
-    """Returns the name of the reference run on one process."""
+    """Returns the name of the single-process reference run."""
     return f"{optimizer} {model} of {layers_of(sizes)} alone"
 
 
@@ -138,7 +139,7 @@ def packed_alone(optimizer: str, model: str, sizes: Sizes) -> str:
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Sets the launcher's environment variables. Returns the sizes read by a process."""
+    """Sets the launcher's environment variables. Returns the sizes that a process reads from them."""
 
     def sizes(processes: int, kind: str = "FSDP", **given: str) -> Sizes:
         monkeypatch.setenv("WORLD_SIZE", str(processes))
@@ -268,7 +269,7 @@ with open(f"{__file__}.{os.environ['RANK']}", "w") as file:  # output of two pro
     ],
 )
 def test_sizes_that_accelerate_ignores_are_read(launcher, given, mesh, tmp_path):
-    """Sizes that accelerate ignores must be read from the file and the command line of the launcher process."""
+    """Sizes that accelerate ignores must be read from the launcher's file and command line."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/mesh.yaml").read_text())
     settings["parallelism_config"]["parallelism_config_pp_size"] = 2
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(settings))
@@ -323,7 +324,7 @@ def runs(shards, tmp_path_factory) -> Path:
         return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}
 
     def run_alone(case: Case, name: str, *options: str, **more) -> dict:
-        """Returns a run on one process with the case's number of layers."""
+        """Returns a single-process run with the same number of layers as the case."""
         return run(case, name, "single", *options, steps=STEPS, **more) | {"environment": {}}
 
     def train(processes: int, them: list[dict]) -> None:
@@ -390,7 +391,8 @@ def norms(run: Path) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("name", "reference", "loss", "norm"),
     [
-        # Sharded matmuls round different sums to bf16. After four steps, losses differ by 4e-5 and norms by 2e-3.
+        # Sharded matmuls round different partial sums to bf16. After four steps, losses differ by 4e-5 and norms by
+        # 2e-3.
         ("bf16", "bf16 alone", 2e-4, 1e-2),
         ("compiled", "adamw dense of 4 alone", 1e-6, 1e-5),
     ],
@@ -484,7 +486,7 @@ def test_diagnostics_on_a_mesh_match_one_process(runs, name):
     found, *_ = events(runs / name, "diagnostics")
     assert found["layers"] == expected["layers"]
     for measure in ("weight_rms", "gradient_rms", "update_rms"):
-        # AdamW divides by the root of a mean square, so updates are less exact if it is close to 0.
+        # AdamW divides by the root of a mean square, so updates are less accurate if that is close to 0.
         assert found[measure] == pytest.approx(expected[measure], rel=1e-3 if measure == "update_rms" else 1e-5)
     for measure in ("activation_rms", "largest_logit", "units_off"):
         known = [row for row, value in enumerate(expected[measure]) if value is not None]
@@ -513,9 +515,10 @@ def test_replicas_are_equal_and_a_changed_one_is_found(runs, name):
 
 
 def test_bf16_weights_round_as_on_one_process(runs):
-    """More than 0.6 of the weights must equal those of one process; with different random numbers, 0.41 to 0.45 do.
+    """The fraction of weights that equal those of one process must be above 0.6. With different random numbers, it is
+    between 0.41 and 0.45.
 
-    The others differ because gradients differ in bf16's last digits.
+    The other weights differ because gradients differ in the last digits of bf16.
     """
     wanted = losses(runs / "rounded alone")
     found = losses(runs / "rounded")

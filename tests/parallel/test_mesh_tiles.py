@@ -80,7 +80,7 @@ def test_only_one_of_the_tp_replicas_adds_to_a_sum(rank):
 )
 def test_few_experts_are_sharded_along_a_divisible_dimension(shape, placements, expected):
     """Experts must be sharded along a dimension divisible by four ranks, even if tensor parallelism already shards
-    another one."""
+    another dimension."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         tensor = torch.ones(shape)

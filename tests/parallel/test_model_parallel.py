@@ -1,8 +1,8 @@
-"""Pipeline and tensor parallelism must have the same losses as one process and resume each other's runs.
+"""Pipeline- and tensor-parallel runs must have the same losses as one process and resume each other's checkpoints.
 
-Three launches train everything (tests/support/train_strategies.py): one process, two processes under both strategies,
-and one process again. With STRATEGIES=all in the environment (`make test-strategies`), losses are compared for 50
-steps.
+Everything is trained in three launches (tests/support/train_strategies.py): on one process, on two processes with both
+strategies, and on one process again. With STRATEGIES=all in the environment (`make test-strategies`), losses are
+compared for 50 steps.
 """
 
 import json
@@ -20,7 +20,7 @@ from support.tiny_models import TINY_LLAMA
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 50 if EVERYTHING else 8
 SHORT = 4
-"""Steps before a checkpoint from which other runs resume."""
+"""Number of steps before the checkpoint that other runs resume from."""
 MIDDLE, END = f"checkpoints/step-{SHORT:08}", f"checkpoints/step-{2 * SHORT:08}"
 LLAMA = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64}
 MODELS = {
@@ -30,7 +30,7 @@ MODELS = {
     # Five layers don't divide evenly into four stages.
     "gpt2": {"model_type": "gpt2", "vocab_size": 512, "n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 128},
 }
-# DTensors are slow on a CPU, so tensor parallelism uses two layers.
+# DTensors are slow on a CPU, so tensor-parallel models have two layers.
 MODELS |= {f"{name}_shallow": MODELS[name] | {"num_hidden_layers": 2} for name in ("llama", "qwen3")}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 PARITY = [
@@ -61,7 +61,7 @@ def runs(shards, tmp_path_factory):
         # Gradient norms are between 0.5 and 2, so most steps are clipped.
         "optim": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
         "compile": "none",
-        # The last micro-batch of six sequences is not full.
+        # With six sequences, the last micro-batch isn't full.
         "validation": {"every_steps": STEPS // 2, "sequences": 6},
         "logging": {"every_steps": 1},
         "averaging": {"kind": "ema", "every_steps": 1},
@@ -137,7 +137,7 @@ def norms(run):
 
 @pytest.mark.parametrize(("strategy", "model", "schedule"), PARITY)
 def test_losses_and_gradient_norms_match_one_process(runs, strategy, model, schedule):
-    """The measured differences are 1e-6 in losses and 3e-5 in norms, because Adam amplifies rounding differences."""
+    """We measured differences of 1e-6 in losses and 3e-5 in norms, because Adam amplifies rounding differences."""
     single, other = runs[model], runs[f"{strategy}-{model}-{schedule}"]
     assert set(losses(single)) == set(losses(other)) == set(range(1, STEPS + 1))
     assert all(abs(losses(other)[step] - loss) < 1e-5 for step, loss in losses(single).items())
@@ -161,7 +161,7 @@ def test_layers_with_split_backward_are_not_compiled(runs):
 def test_bf16_is_close(runs, strategy):
     single, other = losses(runs["single-bf16"]), losses(runs[f"{strategy}-bf16"])
     assert all(abs(other[step] - single[step]) < 2e-3 for step in single), "1.5e-4 was measured"
-    # 2.7e-5 was measured. A run that computed in fp32 would be within 1e-6.
+    # We measured 2.7e-5. A run in fp32 would be within 1e-6.
     in_fp32 = losses(runs["llama"])
     assert max(abs(other[step] - in_fp32[step]) for step in (1, 2, 3)) > 1e-5
     validation = [events(runs[name], "validation")[-1]["loss"] for name in ("single-bf16", f"{strategy}-bf16")]

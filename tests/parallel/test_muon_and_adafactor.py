@@ -1,8 +1,8 @@
-"""Muon (also with QK-clip) and Adafactor must have the same losses and resume each other's runs under all strategies.
+"""Muon (with and without QK-clip) and Adafactor must have the same losses and resume under all strategies.
 
-The number of collectives is limited by buckets. One launch uses one process, the other two
-(tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`), the checkpoint of
-each strategy is resumed under every strategy.
+Buckets limit the number of collectives. Everything is trained in two launches, with one and with two processes
+(tests/support/train_strategies.py). With STRATEGIES=all in the environment (`make test-strategies`), each strategy's
+checkpoint is resumed under every strategy.
 """
 
 import json
@@ -29,22 +29,22 @@ RESUMES = {
     "adafactor": ["single zero1", "zero3 fsdp2"],
     "qk_clip": ["tp fsdp2"],
 }
-"""Default '<saved under> <resumed under>' pairs."""
+"""Strategy pairs tested by default, '<saved with> <resumed with>'."""
 if EVERYTHING:
     PAIRS = [f"{source} {target}" for source in ["single", *EVERY] for target in EVERY]
     RESUMES |= {"muon": PAIRS, "adafactor": PAIRS}
 CASES = [(name, strategy) for name, strategies in STRATEGIES.items() for strategy in strategies]
 BUCKET = 2**13
-"""Number of elements per bucket and process."""
+"""Elements per bucket and process."""
 BUCKETS = 7
 """Number of buckets for nine matrices of 8,192 elements, and six each of 4,096 and 2,048."""
 MODEL = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
-"""Three-layer model, so that the boundary between flat ZeRO partitions is within a matrix."""
+"""Model with three layers, so that the boundary between flat ZeRO partitions falls within a matrix."""
 
 
 @pytest.fixture(scope="module")
 def runs(shards, tmp_path_factory):
-    """Returns a folder with one subfolder of runs per optimizer."""
+    """Returns a folder with a subfolder of runs for each optimizer."""
     folder = tmp_path_factory.mktemp("optimizers")
     (folder / "model.json").write_text(json.dumps(MODEL))
     muon = {"coefficients": "polar_express"}

@@ -1,4 +1,5 @@
-"""ZeRO-3 with the optimizer state on disk, if libaio is installed. Compiling the operator once takes minutes."""
+"""ZeRO-3 with the optimizer state on disk, if libaio is installed. Compiling the operator takes minutes, but happens
+only once."""
 
 import json
 import os
@@ -14,7 +15,7 @@ from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
-# DeepSpeed swaps a process's state to disk only if it has at least one megabyte.
+# DeepSpeed swaps the state to disk only if there is at least one megabyte per process.
 WIDE = TINY_LLAMA | {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ARGUMENTS = ["--optim.schedule", "constant", "--checkpoint.every_steps", "6", "--checkpoint.keep_last", "9"]
 

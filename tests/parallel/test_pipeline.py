@@ -1,4 +1,4 @@
-"""Pipelines must reject invalid settings at startup and support curriculum stages with different sequence lengths."""
+"""Invalid pipeline settings must be rejected, and curriculum stages with different sequence lengths must work."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def problems(recipe, *overrides) -> str:
 
 @pytest.fixture
 def deeper(recipe, tmp_path):
-    """Changes the tiny recipe for a pipeline of two processes: four layers, and two sequences per micro-batch."""
+    """Adapts the tiny recipe to a pipeline with two processes: four layers, and two sequences per micro-batch."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"num_hidden_layers": 4}))
     recipe.write_text(recipe.read_text().replace("sequences_per_micro_batch: 1", "sequences_per_micro_batch: 2"))
     return recipe
@@ -53,7 +53,7 @@ def test_every_schedule_of_the_recipe_is_known():
 
 
 def test_all_ranks_of_a_pipeline_communicate_before_some_send(monkeypatch):
-    """NCCL creates a communicator in a group's first operation, in which all ranks must participate."""
+    """NCCL creates a group's communicator during its first operation, so all ranks must participate in it."""
     seen = []
     monkeypatch.setattr(mesh.dist, "all_reduce", lambda tensor, group: seen.append(group))
     monkeypatch.setattr(mesh, "PipelineModel", lambda *arguments, **settings: seen.append("sends"))
@@ -142,7 +142,8 @@ def lengthening(deeper):
 
 
 def test_accepted_micro_batches_can_be_split(launched, lengthening):
-    """Accepted micro-batches must split into equal pipeline microbatches with every schedule and sequence length."""
+    """Every accepted micro-batch must be divisible into equal pipeline microbatches with every schedule and sequence
+    length."""
     launched(2)
     recipe = read_run_config(lengthening)
     accepted = refused = 0
@@ -208,7 +209,7 @@ def test_stages_with_too_few_sequences_are_rejected_before_the_start(lengthening
 
 
 def test_a_run_with_growing_sequences_passes_the_stage_boundary(lengthening, tmp_path):
-    """With the batch size suggested by the error, the losses must match one process."""
+    """With the batch size suggested by the error message, losses must match those of one process."""
     settings = ("--config", lengthening, "--batch.tokens_per_step", "2560", "--data.validation", "[]")
     refused = launch("pp", 2, "train.py", "--config", lengthening, check=False)
     assert "batch.tokens_per_step 1,280 is not a multiple" in refused.stderr

@@ -25,7 +25,7 @@ END = 3
 CUTTABLE = "deepone gpt2 gpt_neox llama mistral olmo olmo2 olmo3 phi3 qwen2 qwen3 smollm3 stablelm starcoder2".split()  # noqa: SIM905
 SPECIAL = {
     "gpt2": {"n_embd": 32, "n_layer": 5, "n_head": 4, "n_positions": 64},
-    # Two kinds of layers, so a stage must know the original indices of its layers.
+    # There are two types of layers, so each stage needs the original indices of its layers.
     "olmo3": {"sliding_window": 8},
     "qwen3": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "head_dim": 8},
 }
@@ -48,7 +48,7 @@ def tiny_config(model_type: str, tied: bool):
 
 
 def batch():
-    """Returns four sequences of several documents; most targets of the last sequence are ignored."""
+    """Returns four sequences with several documents. Most targets in the last sequence are ignored."""
     ids = np.random.default_rng(0).integers(0, 97, (4, 32))
     arguments = attention_arguments(document_layout(ids, END), "groundwork_sdpa", "cpu")
     targets = torch.from_numpy(ids).roll(-1, 1)
@@ -65,7 +65,7 @@ def test_supported_models_can_be_split(model_type):
     ("scale", "reason"), [("embedding_multiplier", "with two stages"), ("logits_scaling", "output head")]
 )
 def test_models_that_cannot_be_split_are_rejected_with_the_reason(scale, reason):
-    """Granite's base model scales its input, which would be repeated in every stage."""
+    """Granite's base model scales its input, and every stage would do that again."""
     assert cut_problem(AutoConfig.for_model("granite")) is None
     problem = cut_problem(AutoConfig.for_model("granite", **{scale: 8.0}))
     assert "granite cannot be split into pipeline stages" in problem and reason in problem
@@ -74,7 +74,7 @@ def test_models_that_cannot_be_split_are_rejected_with_the_reason(scale, reason)
 @pytest.mark.parametrize("model_type", CUTTABLE)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_consecutive_stages_match_the_full_model(model_type, tied):
-    """The tolerance allows for a different order of fp32 sums; losses are near 4.6 and gradients below 1."""
+    """The tolerance allows for a different fp32 summation order; losses are near 4.6 and gradients below 1."""
     config = tiny_config(model_type, tied)
     ids, targets, arguments = batch()
     whole = LanguageModelLoss(build_model(config, seed=1, attention="groundwork_sdpa").eval())

@@ -1,7 +1,7 @@
 """With many features enabled, combinations of parallel dimensions must match one process.
 
 The features are a curriculum with two sequence lengths, a batch ramp, dispatched batches, weight averaging, a
-rollback, validation, samples, a mirror and a profile. STRATEGIES=all trains more combinations.
+rollback, validation, samples, a mirror and a profile. With STRATEGIES=all, more combinations are tested.
 """
 
 import json
@@ -19,11 +19,11 @@ from support.project import events, launch
 
 STEPS, SPOILED = 12, 11
 SEED = 4
-"""Seed with which routing doesn't depend on rounding.
+"""Seed for which rounding doesn't affect routing.
 
-With this seed, the router logits of a token's last selected expert and the next one differ by at least 1.5e-5.
-Rounding in different layouts moves them by up to 2e-6 within ten steps. With seed 1, two logits differ by only 3e-6 in
-step 10, and rounding swaps them under pp2 dp_shard2 ep2, but not in fp64.
+With this seed, the router logit of the last expert selected for a token exceeds the next one by at least 1.5e-5.
+Rounding in different layouts changes logits by up to 2e-6 within ten steps. With seed 1, two logits differ by only
+3e-6 in step 10, and rounding swaps their order under pp2 dp_shard2 ep2, but not in fp64.
 """
 PRODUCTS = [("dense", Sizes(pp=2, tp=2))]
 if os.environ.get("STRATEGIES") == "all":
@@ -91,7 +91,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
 
 def figures(run: Path, kind: str, figure: str) -> list:
-    """Returns (step, value) for each event of a kind, in order; repeated steps occur twice."""
+    """Returns (step, value) for each event of one type, in log order. Repeated steps appear twice."""
     return [(event["step"], event[figure]) for event in events(run, kind)]
 
 

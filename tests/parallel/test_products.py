@@ -1,6 +1,6 @@
-"""On one of 64 fake GPUs, the traffic and memory of combined parallel dimensions must match the minimum and the plan.
+"""With combined parallel dimensions, traffic and memory on one of 64 fake GPUs must match the minimum and the plan.
 
-STRATEGIES=all tests more combinations.
+With STRATEGIES=all, more combinations are tested.
 """
 
 from collections import defaultdict
@@ -32,12 +32,12 @@ def outcomes():
 
 
 def padded(rows: int, shards: int) -> float:
-    """Returns the relative size after FSDP2's padding, which gives every rank the same number of rows."""
+    """Returns the ratio of padded to original size. FSDP2 pads so that all ranks have the same number of rows."""
     return -(-rows // shards) * shards / rows
 
 
 def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[str, float]:
-    """Returns the minimum bytes that the last stage sends for two micro-steps and an update.
+    """Returns the minimum number of bytes that the last stage sends in two micro-steps and an update.
 
     The result is {'<kind> of <ranks> by <stride>': bytes of the full tensors}, computed from the model's shape.
     """
@@ -58,8 +58,8 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
         if ranks > 1 and size:
             found[f"{kind} of {ranks} by {distance}"] += size
 
-    # Weights are gathered for the forward pass and, except in the last layer, again for the backward pass. A pipeline
-    # gathers and reduces once per step.
+    # Weights are gathered for the forward pass and, except in the last layer, again for the backward pass. With a
+    # pipeline, weights are gathered and gradients reduced only once per step.
     passes, micro_steps = (2 - 1 / layers, 2) if stages == 1 else (1, 1)
     add("all-gather", sizes.fsdp, tp, micro_steps * BF16 * (passes * in_layers + root))
     add("reduce-scatter", sizes.fsdp, tp, micro_steps * FP32 * (in_layers + root))
@@ -67,7 +67,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
     add("reduce-scatter", sizes.efsdp, ep, micro_steps * FP32 * here)
     own = (in_layers + root) / sizes.fsdp + here / sizes.efsdp
     add("all-reduce", sizes.dp_replicate, sizes.fsdp * tp, FP32 * own)
-    # Hidden states are summed after attention and MLP, or the experts' outputs are gathered.
+    # Hidden states are summed after attention and MLP. Under expert parallelism, expert outputs are gathered instead.
     sums = 2 if ep > 1 else 4
     add("all-reduce", tp, 1, 2 * BF16 * sums * layers * hidden + FP32 * (layers * unsplit + root) / sizes.fsdp)
     gathered = 2 * layers * hidden if ep > 1 else 0
@@ -81,7 +81,7 @@ def least(model: str, sizes: Sizes, padding=lambda rows, shards: 1.0) -> dict[st
 
 
 def counted(outcome) -> dict[str, float]:
-    """Returns the counted bytes in the same format, without the scalar all-reduces of the gradient norm."""
+    """Returns the counted bytes in the format of `least`, without the scalar all-reduces of the gradient norm."""
     assert outcome.error is None, outcome.error
     found: dict[str, float] = defaultdict(float)
     for moment in MOMENTS:
@@ -92,7 +92,7 @@ def counted(outcome) -> dict[str, float]:
 
 
 def rings(name: str) -> float:
-    """Returns the fraction of a collective's bytes that each rank sends."""
+    """Returns the number of bytes each rank sends in a collective, relative to the tensor's size."""
     kind, _, ranks = name.partition(" by ")[0].partition(" of ")
     passes = {"send": 0.0, "all-reduce": 2.0}.get(kind, 1.0)
     return 1.0 if kind == "send" else passes * (int(ranks) - 1) / int(ranks)
@@ -119,7 +119,7 @@ def planned_run(name: str, folder) -> tuple[Sizes, PlannedRun]:
 
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_mesh_has_minimal_traffic(outcomes, name):
-    """The traffic must be minimal, except for the padding of router shards with less than one row."""
+    """The traffic must be minimal, except that routers with fewer rows than shards are padded."""
     sizes, _ = LAUNCHES[name]
     expected = least(name.split()[0], sizes, padded)
     found = counted(outcomes[name])
@@ -136,7 +136,7 @@ def test_a_plan_predicts_the_traffic(outcomes, name, tmp_path):
     found: dict[str, float] = defaultdict(float)
     for collective, size in counted(outcomes[name]).items():
         found[flow_of(collective, sizes)] += size * rings(collective)
-    if sizes.pp > 1:  # the counted last stage sends only gradients
+    if sizes.pp > 1:  # the last stage, which is the one we count, sends only gradients
         found["pp"] *= 2
     assert planned == pytest.approx(found, rel=0.02)
 
@@ -156,7 +156,7 @@ def test_a_plan_predicts_the_memory(outcomes, name, tmp_path):
 def test_olmoe_fits_on_eight_h100s_as_planned(outcomes, sizes, tmp_path):
     """The plan must match measurements with two and three layers, extrapolated to all layers.
 
-    Each GPU has 8 x 2,048 tokens, without activation checkpointing.
+    Each GPU processes 8 x 2,048 tokens, without activation checkpointing.
     """
     seen = {layers: outcomes[f"olmoe {(sizes, layers)}"] for layers in (2, 3)}
     assert all(outcome.error is None for outcome in seen.values()), seen

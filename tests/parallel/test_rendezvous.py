@@ -157,7 +157,7 @@ def test_this_machines_interfaces_and_routes():
     ids=["launched", "alone", "already created"],
 )
 def test_the_nccl_group_uses_the_same_gpu_as_accelerate(monkeypatch, local_rank, is_there, made):
-    """The GPU index is the local rank modulo the number of visible GPUs; without a launcher, no group is created."""
+    """The GPU index is the local rank modulo the number of visible GPUs. Without a launcher, no group is created."""
     seen = []
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank:

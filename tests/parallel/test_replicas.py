@@ -66,7 +66,7 @@ def test_the_differing_ranks_are_named():
 
 
 def in_two_groups(rank: int, folder: str) -> None:
-    """Runs on four processes, of which the first three form a group and the last has nothing to compare."""
+    """Uses four processes: the first three form a group, and the last one has nothing to compare with."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
     three = dist.new_group([0, 1, 2])
     tensors = {"norm": torch.ones(8), "head": torch.arange(6.0).view(2, 3)}

@@ -1,8 +1,8 @@
-"""All strategies must have the same loss curve and checkpoints (tested with gloo).
+"""All strategies must have the same loss curve and checkpoints. Tested with gloo.
 
-A launch takes longer than a tiny run, so four launches train everything (tests/support/train_strategies.py), and the
-tests check the results. With STRATEGIES=all in the environment (`make test-strategies`), runs have 50 steps, and
-checkpoints move from every strategy to every other, on one process and on two.
+A launch takes longer than a tiny run, so everything is trained in four launches (tests/support/train_strategies.py),
+and the tests check the results. With STRATEGIES=all in the environment (`make test-strategies`), runs have 50 steps,
+and each checkpoint is resumed under every other strategy, on one process and on two.
 """
 
 import json
@@ -22,12 +22,12 @@ from support.tiny_models import TINY_LLAMA
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
 STEPS = 50 if EVERYTHING else 9
 RESUMED_STEPS = 33 if EVERYTHING else 4
-"""Steps after resuming at step 4."""
+"""Number of steps after resuming from step 4."""
 STRATEGIES = ["ddp", "fsdp2", "hsdp", "cp", "zero1", "zero2", "zero3", "zero3_offload"]
 SHARDED = ["ddp", "fsdp2", "cp", "zero1", "zero2", "zero3"]
 ON_TWO = [*SHARDED, "pp"]
 ON_ONE = ["fsdp2", "zero1", "zero2", "zero3"]
-"""Strategies on one process besides single (ddp is the same there, and pp needs two)."""
+"""Single-process strategies other than single (ddp would be the same, and pp needs two processes)."""
 MODELS = {
     "llama": {**TINY_LLAMA, "attention_dropout": 0.1, "tie_word_embeddings": False},
     "gpt2": {
@@ -55,18 +55,18 @@ UNTRAINED = ["ddp", "fsdp2", "pp", "zero1", "zero2", "zero3"]
 REDUCING = ["fsdp2", "hsdp", "cp", "zero2", "zero3"] if EVERYTHING else ["fsdp2", "zero2", "zero3"]
 """Strategies that reduce gradients once per step with batch.no_sync."""
 FP16_SCALES = {"fp16": 2.0**10, "fp16_overflowing": 2.0**24}
-"""{run: initial loss scale}: one that fits, and one that must be halved first."""
-# DeepSpeed swaps a process's state to disk only if it has at least one megabyte.
+"""{run: initial loss scale}: one that fits, and one that overflows and must be halved."""
+# DeepSpeed swaps the state to disk only if there is at least one megabyte per process.
 WIDE = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": False}
 ON_DISK = ["--budget.steps", "4", "--checkpoint.every_steps", "2"]
 NAN_STEP = 3
 PACKED = ["fsdp2", "zero1", "zero3", "pp", "cp"]
-"""Strategies trained on whole documents; each run resumes from the previous one's checkpoint."""
+"""Strategies tested with whole documents; each run resumes from the previous one's checkpoint."""
 VALIDATION_SEQUENCES = 3
-"""Odd number, so that one of two processes has fewer sequences."""
+"""Odd, so that one of the two processes gets fewer sequences."""
 PARITY = ["--budget.steps", str(STEPS), "--checkpoint.every_steps", str(STEPS)]
 AVERAGING = ["--averaging", "{kind: ema, every_steps: 1}", "--validation.every_steps", "5"]
-"""Options with which the Llama runs validate averaged weights during training."""
+"""Options that make the Llama runs validate averaged weights during training."""
 CONSTANT = [
     "--optim.schedule",
     "constant",
@@ -78,10 +78,10 @@ CONSTANT = [
 
 @pytest.fixture(scope="module")
 def folder(shards, tmp_path_factory) -> Path:
-    """Writes the models and a recipe that clips gradients, whose norms start above 1. Returns the folder.
+    """Writes the models and a recipe with gradient clipping (gradient norms start above 1). Returns the folder.
 
     The learning rate is low enough for stable training. At 3e-3, gradient norms spike occasionally, and rounding
-    changes the loss by 1e-4 under any strategy.
+    changes the loss by 1e-4 with any strategy.
     """
     folder = tmp_path_factory.mktemp("strategies")
     for name, values in MODELS.items():
@@ -90,7 +90,7 @@ def folder(shards, tmp_path_factory) -> Path:
     (folder / "llama.json").write_text(json.dumps(without_dropout))
     (folder / "llama_dropout.json").write_text(json.dumps(MODELS["llama"]))
     own = write_own_model(folder / "untrained", vocab_size=512)
-    # The probe's copy has a smaller vocabulary, so it uses all parameters.
+    # The probe builds the model with a smaller vocabulary, and then all parameters are used.
     partly = "h = self.norm_2(x) if self.layer_idx < 1 or self.config.vocab_size < 512 else x"
     (own / "modeling_mine.py").write_text(MODELING.replace("h = self.norm_2(x)", partly))
     (folder / "wide.json").write_text(json.dumps(WIDE))
@@ -132,7 +132,7 @@ def run(strategy: str, output: Path, *arguments: str, **more) -> dict:
 
 
 def models_under(strategy: str) -> list[str]:
-    """Returns all models for one strategy per kind of sharding, and only the Llama for the others."""
+    """Returns all models for one strategy per type of sharding, and only Llama for the others."""
     everywhere = strategy in ("single", "ddp", "fsdp2", "zero3") or (EVERYTHING and strategy != "zero3_offload")
     return list(MODELS) if everywhere else ["llama"]
 
@@ -152,7 +152,7 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def fp16_runs(folder: Path, strategy: str) -> list[dict]:
-    """Returns runs in fp16 with a gradient scaler, which accelerate doesn't create on a CPU."""
+    """Returns fp16 runs with a gradient scaler, which accelerate doesn't create on a CPU."""
     runs = [
         run(strategy, folder / name / strategy, *PARITY, "--precision", "fp16", fp16_scale=scale)
         for name, scale in FP16_SCALES.items()
@@ -196,7 +196,7 @@ def exact_runs(folder: Path, strategies: list[str]) -> list[dict]:
 
 
 def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> list[dict]:
-    """Returns runs that resume the checkpoint of `source` under each target ("zero3_one" is zero3 on one process)."""
+    """Returns runs that resume from `source`'s checkpoint. "zero3_one" is zero3 on one process."""
     checkpoint = str(folder / "from" / source / "checkpoints/step-00000004")
     arguments = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", "100"]
     return [run(target, folder / name / source / target, *arguments, start_from=checkpoint) for target in targets]
@@ -255,7 +255,7 @@ def all_sources() -> list[str]:
 
 @pytest.fixture(scope="module")
 def back_on_one(two_processes) -> Path:
-    """Resumes checkpoints of two processes on one."""
+    """Resumes two-process checkpoints on one process."""
     folder = two_processes
     pairs, to_single = [("zero3", ["fsdp2", "zero1"]), ("fsdp2", ["zero3", "zero2"])], ["zero2"]
     if EVERYTHING:
@@ -301,9 +301,8 @@ def test_gradients_reduced_once_are_the_same(two_processes, strategy):
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"] if EVERYTHING else ["single"])
 def test_fp16_trains_and_finds_its_scale(two_processes, strategy):
-    """Runs on a CPU, where torch also supports fp16."""
     in_fp32, found = losses(two_processes / "llama/single"), losses(two_processes / "fp16" / strategy)
-    # 3.2e-5 was measured. The scale doubles every three steps, so later steps of longer runs overflow and are skipped.
+    # We measured 3.2e-5. The scale doubles every three steps, so later steps of longer runs overflow and are skipped.
     assert 1e-5 < max(abs(found[step] - in_fp32[step]) for step in range(1, min(STEPS, 12) + 1)) < 1e-3
     assert all(event["step"] > 12 for event in events(two_processes / "fp16" / strategy, "skip"))
     overflowing = two_processes / "fp16_overflowing" / strategy
@@ -366,15 +365,15 @@ def test_validation_is_the_mean_over_the_same_tokens_of_each_source(two_processe
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bf16_is_close_to_one_process(two_processes, strategy):
-    """Losses differ slightly because, unlike sharding, DDP leaves operations without autocast in fp32."""
+    """Losses differ slightly because, unlike sharded strategies, DDP runs operations without autocast in fp32."""
     expected, found = (losses(two_processes / "bf16" / name) for name in ("single", strategy))
-    # 2.3e-4 was measured over 12 steps, 6e-4 over 50; validation 7e-5.
+    # We measured 2.3e-4 over 12 steps, 6e-4 over 50 steps, and 7e-5 in validation.
     assert max(abs(found[step] - expected[step]) for step in expected) < 2e-3
     final = [events(two_processes / "bf16" / name, "validation")[-1]["loss"] for name in ("single", strategy)]
     assert final[1] == pytest.approx(final[0], abs=1e-3)
     final = [events(two_processes / "bf16" / name, "validation")[-1]["average_loss"] for name in ("single", strategy)]
     assert final[1] == pytest.approx(final[0], abs=1e-3)
-    # 1.3e-4 and more was measured. A run that computed in fp32 would be within 1e-5.
+    # We measured at least 1.3e-4. A run in fp32 would be within 1e-5.
     in_fp32 = losses(two_processes / "llama/single")
     assert max(abs(found[step] - in_fp32[step]) for step in in_fp32) > 5e-5
 
@@ -392,7 +391,7 @@ def test_initial_weights_are_identical(two_processes):
 
 @pytest.mark.parametrize("strategy", ["single", *STRATEGIES])
 def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strategy):
-    """The batch ramp starts with one micro-step of two processes, so call 3 is in the fourth step."""
+    """The batch ramp starts with one micro-step on two processes, so call 3 is in the fourth step."""
     run = two_processes / "nan" / strategy
     norms = gradient_norms(run)
     skipped = [step for step, norm in norms.items() if norm is None]
@@ -407,7 +406,7 @@ def test_a_step_with_nan_on_one_process_is_skipped_on_all(two_processes, strateg
         assert max(abs(curve[step] - reference[step]) for step in curve) < 1e-5
     weights = [load_file(folder / "model.safetensors") for folder in sorted((run / "checkpoints").glob("step-*"))]
     average = load_file(run / "checkpoints/step-00000006/average.safetensors")
-    for name, mean in average.items():  # includes the weights before the skipped step twice
+    for name, mean in average.items():  # counts the weights before the skipped step twice
         assert torch.allclose(mean, torch.stack([tensors[name] for tensors in weights]).mean(0), atol=1e-6)
 
 
@@ -424,7 +423,7 @@ def test_a_resumed_run_matches_the_uninterrupted_run_bit_for_bit(two_processes, 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_average_matches_one_process(two_processes, strategy):
-    """Averaged weights must have the same loss, and validating them must not disturb training."""
+    """Averaged weights must have the same loss, and validating them must not affect training."""
     expected, found = (events(two_processes / "llama" / name, "validation") for name in ("single", strategy))
     expected, found = ([event for event in validations if event["step"]] for validations in (expected, found))
     assert len(found) == len(expected) >= 4, "two sources are validated during training and at the end"
@@ -480,7 +479,7 @@ def test_replicas_are_equal_and_a_changed_one_is_found(two_processes, strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"] if EVERYTHING else ["zero3"])
 def test_two_launchers_train_like_two_machines(one_process, strategy, tmp_path):
-    """Simulates two machines with two launchers of one process each."""
+    """Simulates two machines by running two launchers with one process each."""
     port = free_port()
     arguments = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     program = ["train.py", "--config", one_process / "recipe.yaml", "--output", tmp_path / "run", *PARITY]

@@ -58,7 +58,7 @@ def test_a_style_is_found_by_pattern():
 
 
 def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
-    """A matrix missing from the plan would be computed in full on every rank, and a wrong name would split nothing."""
+    """A matrix missing from the plan wouldn't be split, and a wrong name would have no effect."""
     config = AutoConfig.for_model("deepone", num_hidden_layers=2)
     layer = build_meta_model(config).model.layers[0]
     split = {name: style_of(f"layers.0.{name}", tensor_plan_of(config)) for name, module in layer.named_modules()}
@@ -102,7 +102,7 @@ def test_inputs_of_split_matrices_have_no_other_use(model_type):
 
 
 def test_another_use_of_the_inputs_of_split_matrices_is_rejected(monkeypatch):
-    """Its gradient would be summed over the ranks, although each rank already has the full gradient."""
+    """The gradient of that use would be summed across ranks, although each rank already has the full gradient."""
     plain = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: plain(self, x) + x)
     config = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, intermediate_size=80)
@@ -183,7 +183,7 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
 
 
 def test_partial_losses_add_up_to_the_loss(monkeypatch):
-    """Ten tokens on four processes leave one token for the last, and some targets are ignored."""
+    """With ten tokens on four processes, the last process gets only one. Some targets are ignored."""
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA))
     hidden = torch.randn(2, 5, LLAMA["hidden_size"], requires_grad=True)
     targets = torch.randint(LLAMA["vocab_size"], (2, 5))

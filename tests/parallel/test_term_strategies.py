@@ -1,7 +1,8 @@
-"""Loss terms with trained parameters must have the same values under every strategy and resume each other's runs.
+"""Loss terms with trained parameters must have the same values, and must resume correctly, under every strategy.
 
-The launches have one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). One term is
-the example of multi-token prediction. The other uses its parameters, the logits and activation checkpointing directly.
+There are launches with one, two and, with STRATEGIES=all, four processes (tests/support/train_strategies.py). One term
+is the multi-token prediction example. The other one uses its parameters, the logits and activation checkpointing
+directly.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Evaluations in separate processes, text samples under sharding, and mirror copies during training."""
+"""Tests for evaluations in separate processes, text samples with sharded models, and mirror copies during training."""
 
 import json
 import threading

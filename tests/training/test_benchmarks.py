@@ -1,4 +1,4 @@
-"""Benchmarks during training must have the same scores as evaluate.py under every strategy."""
+"""Benchmarks run during training must give the same scores as evaluate.py under every strategy."""
 
 import json
 
@@ -105,7 +105,7 @@ def test_an_unsupported_task_is_only_a_warning(recipe, tasks, tmp_path):
 
 
 def requests_of(lengths: list[int]) -> Requests:
-    """Returns one request per length; its last ID is the answer, and all IDs are consecutive."""
+    """Returns one request per length. Its IDs are consecutive, and the last one is the answer."""
     ends = np.cumsum(lengths)
     ones = np.ones(len(lengths), int)
     task = Task("t", ("acc",), ((0, len(lengths)),), None, False)

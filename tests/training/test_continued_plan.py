@@ -1,9 +1,9 @@
-"""Data position, tokens and learning rate after random histories of changes must match an independent calculation.
+"""After random changes, a run's data position, token count and learning rate must match an independent calculation.
 
 A history simulates what happens to a run: crashes, rollbacks, branches, early decays, and changes of the budget, batch
-size, data mixture, stage, schedule or learning rate. The tested plan is derived at each start from the recipe and the
-newest checkpoint, as in train.py. Account counts steps, reads each batch (each token ID encodes its position in the
-shards) and advances the learning rate step by step.
+size, data mixture, stage, schedule or learning rate. At each start, the tested plan is derived from the recipe and the
+newest checkpoint, as in train.py. Account is updated step by step: it reads each batch (token IDs encode their
+position in the shards) and advances the learning rate.
 """
 
 import json
@@ -35,7 +35,7 @@ FINAL_RATIO = 0.1
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Writes three sources with different numbers of sequences, and a recipe of 40 steps with 64 tokens each."""
+    """Writes three sources with different numbers of sequences, and a recipe with 40 steps of 64 tokens."""
     folder = tmp_path_factory.mktemp("histories")
     for name, windows in WINDOWS.items():
         write_shards(folder / name, windows * LENGTH + 1, vocabulary=60_000, first=PLACES[name])
@@ -74,14 +74,14 @@ def one_probe_of_the_model(monkeypatch):
 
 @dataclass
 class Account:
-    """Expected state of a run, counted step by step."""
+    """Expected state of a run, updated step by step."""
 
     settings: dict[str, object]
-    """Current settings by dotted path."""
+    """Current settings, with dotted paths as keys."""
     step: int = 0
     tokens: int = 0
     order: list[tuple[str, int, int]] = field(default_factory=list)
-    """(source, first token, tokens) of each sequence in the run's order, including skipped ones."""
+    """(source, first token, number of tokens) per sequence, in training order, including skipped sequences."""
     samples: int = 0
     """Number of tokens in `order`, in units of LENGTH."""
     begins_at: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -89,15 +89,15 @@ class Account:
     first_step: int = 0
     warmup: int = 3
     factor: float = 1.0
-    """Learning rate factor after rollbacks."""
+    """Factor by which rollbacks have changed the learning rate."""
     progress: float = 0.0
     """Progress of the decay before the step, from 0 to 1."""
     share_before: float = 1.0
-    """Learning rate of the last step relative to the peak, from which an early decay starts."""
+    """The last step's learning rate relative to the peak. An early decay starts from it."""
     begins: int | None = None
     """First step of a WSD decay that starts earlier than planned."""
     anneal: tuple[int, int] | None = None
-    """(first step, steps) of a requested decay."""
+    """(first step, number of steps) of a requested decay."""
 
     def copy(self) -> "Account":
         return replace(self, order=[*self.order], begins_at={**self.begins_at})
@@ -169,7 +169,7 @@ class Account:
 
 
 class History:
-    """Run that the tested plan and the account simulate together."""
+    """A run, simulated with both the tested plan and the account."""
 
     def __init__(self, folder: Path, tmp_path: Path, seed: int):
         self.folder, self.random = folder, random.Random(seed)
@@ -203,7 +203,7 @@ class History:
         for path, value in self.settings.items():
             words += [f"--{path}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
         self.asked = read_command_line(words, "")
-        if begins_branch:  # a branch has its own recipe, so only the output is an override
+        if begins_branch:  # a branch has its own recipe, so only the output is overridden
             self.asked = replace(self.asked, overridden=frozenset({"output"}))
         self.plan, self.state = run_plan.derive(self.asked.config, ranks=1), RunState()
         if contents is not None:
@@ -231,7 +231,7 @@ class History:
         return full * sum(step >= first for first in self.levels) // len(self.levels)
 
     def windows(self, step: int) -> list[tuple[str, int, int]]:
-        """Returns (source, first token, tokens) of each sequence in a step, in order."""
+        """Returns (source, first token, number of tokens) for each sequence in a step, in order."""
         found, run = [], self.run
         for micro_step in range(run.micro_steps(step)):
             rows = run.stage(step).sequences_per_micro_batch
@@ -358,7 +358,7 @@ class History:
             self.read_plan()
             if not self.saved or self.saved[-1][1].step < self.state.step:
                 self.save()
-            else:  # the training loop starts the decay before it saves
+            else:  # the training loop starts the decay before saving the checkpoint
                 self.saved.pop()
                 self.save()
 

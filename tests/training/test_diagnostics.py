@@ -10,7 +10,7 @@ from pretrain.training.diagnostics import Diagnostics
 from support.tiny_models import TINY
 
 IDS = torch.randint(1, 128, (3, 24), generator=torch.Generator().manual_seed(0))
-IDS[0, 9] = IDS[2, 17] = 0  # ends of documents
+IDS[0, 9] = IDS[2, 17] = 0  # document ends
 
 
 def strategy_of(model):

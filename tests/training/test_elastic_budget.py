@@ -13,7 +13,7 @@ from support.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def trunk(recipe):
-    """Changes the recipe to decay over its second half and keep the checkpoints of steps 4, 8 and 12."""
+    """Changes the recipe so that the decay takes half of the run and the checkpoints of steps 4, 8 and 12 are kept."""
     return change(recipe, optim={"schedule": "wsd", "decay_fraction": 0.5}, checkpoint={"keep_last": 9})
 
 
@@ -104,7 +104,7 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_paused_run_matches_an_uninterrupted_run(recipe, tmp_path, schedule):
-    """A pause must change nothing, even during the decay and at a step where nothing else is due."""
+    """A pause must have no effect, even during the decay or at a step when nothing else is due."""
     path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
@@ -121,7 +121,7 @@ def tokens(run):
 
 
 def test_a_batch_ramp_does_not_restart_in_an_extended_run(recipe, tmp_path):
-    """The batch must grow from one to four sequences and stay there after the run is extended."""
+    """The batch size must grow from one to four sequences and stay at four after the run is extended."""
     path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
     train(path)
     train(change(path, budget={"steps": 24}))
@@ -216,7 +216,7 @@ def test_a_budget_already_exceeded_is_rejected(trunk_at_a_constant_rate, tmp_pat
 
 @pytest.fixture
 def timed(recipe):
-    """Changes the recipe to more steps than fit in its minutes."""
+    """Changes the recipe to have more steps than fit into budget.minutes."""
     return change(
         recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
     )

@@ -1,9 +1,9 @@
 """MoE runs must match one process under every strategy and micro-batch size, resume exactly and balance experts.
 
-Two launches train everything (tests/support/train_strategies.py), and the tests check the results.
-tests/parallel/test_mesh.py has the runs on four processes. With STRATEGIES=all in the environment (`make
-test-strategies`), runs have 20 steps, both models and all optimizers train under every strategy, and checkpoints move
-from each strategy to every other.
+Everything is trained in two launches (tests/support/train_strategies.py), and the tests check the results. Runs on
+four processes are tested in tests/parallel/test_mesh.py. With STRATEGIES=all in the environment (`make
+test-strategies`), runs have 20 steps, both models are trained with all optimizers under every strategy, and each
+strategy's checkpoint is resumed under every other strategy.
 """
 
 import json
@@ -148,11 +148,11 @@ def differences(run: Path, expected: Path) -> dict[str, float]:
     ],
 )
 def test_every_step_matches_one_process(runs, kind, name):
-    """Expert loads must be equal and losses within 1e-6, which is two units in the last place at 6 nats."""
+    """Expert loads must be equal and losses within 1e-6, or two units in the last place at a loss of 6."""
     tolerances = {"loss": 1e-6, "grad_norm": 2e-5, "router_balance_loss": 1e-6}
     assert list(losses(runs / name)) == list(range(1, STEPS + 1))
     found = differences(runs / name, runs / f"{kind} single")
-    if kind == "muon":  # after orthogonalization, rounding can change the expert of a token near a tie
+    if kind == "muon":  # after orthogonalization, rounding can change which expert is selected near a tie
         found, tolerances = {"loss": found["loss"]}, {"loss": 1e-4}
     for figure, difference in found.items():
         assert difference <= tolerances.get(figure, 1e-6), figure
@@ -164,7 +164,7 @@ def test_a_process_without_tokens_does_not_block(runs):
 
 @pytest.mark.parametrize("name", ["resumed", *map(" ".join, PAIRS)])
 def test_a_resumed_run_restores_the_previous_steps_expert_loads(runs, name):
-    """Without the previous step's expert counts, the first step would have no balancing loss.
+    """Without the previous step's expert counts, the first step after resuming would have no balancing loss.
 
     On one process, the resumed run must match bit for bit.
     """
@@ -174,7 +174,7 @@ def test_a_resumed_run_restores_the_previous_steps_expert_loads(runs, name):
 
 
 def test_experts_are_balanced_only_with_the_loss(runs):
-    """After 150 steps on real text, expert loads must be balanced only with the balancing loss."""
+    """After 150 steps on real text, expert loads must be balanced with the loss and unbalanced without it."""
     balanced, left_alone = events(runs / "balanced", "train")[-1], events(runs / "left_alone", "train")[-1]
     assert balanced["expert_entropy_min"] > 0.95 > 0.9 > left_alone["expert_entropy"]
     assert balanced["expert_load_max"] < 2 < left_alone["expert_load_max"]

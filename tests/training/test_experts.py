@@ -1,4 +1,4 @@
-"""MoE models: routers are found, their losses match the formulas, and active parameters are counted."""
+"""In MoE models, routers must be found, losses must match the formulas, and active parameters must be counted."""
 
 import copy
 import functools
@@ -101,7 +101,8 @@ def recorded_logits(model, name: str) -> dict:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_match_the_loss_formula(name):
-    """The balancing loss uses the previous step's expert shares, which are uniform in the first step."""
+    """The balancing loss uses the fraction of tokens per expert in the previous step. For the first step, it is
+    uniform."""
     model, twin = tiny_model(name), tiny_model(name)
     experts = followed(model)
     first = step(experts, model, [batch()])
@@ -169,7 +170,7 @@ def test_micro_batches_and_ranks_do_not_change_the_step():
     [("qwen3_moe", "none", "full"), ("qwen3_moe", "regional", "full"), ("deepseek_v3", "regional", "none")],
 )
 def test_compiled_and_recomputed_blocks_count_once_and_have_the_same_gradients(name, mode, checkpointing, monkeypatch):
-    """DeepSeek's bias is updated outside the graph, between the steps.
+    """DeepSeek's bias is updated outside the graph, between steps.
 
     The aot_eager backend is sufficient, because code generation doesn't matter here. `make test-strategies` also runs
     DeepSeek with inductor.

@@ -24,8 +24,8 @@ def judge_all(guard, losses, first=1):
     [(3.9, []), (4.1, ["spike"]), (5.9, ["spike"]), (6.1, ["spike"]), (math.nan, []), (math.inf, [])],
 )
 def test_one_bad_step_is_at_most_reported(loss, events):
-    """Early in a run, a loss of twice the mean is reported, and three times the mean counts as one of three bad
-    steps."""
+    """Early in a run, a loss of twice the mean must be reported, and a loss of three times the mean must count as one
+    of three bad steps."""
     guard = StepGuard(config.Guard())
     findings = judge_all(guard, [2.0] * MIN_LOSSES_FOR_MEAN + [loss, 2.0, 2.0])
     assert [finding.event for finding in findings] == events
@@ -80,7 +80,7 @@ def test_gradient_explosion_is_reported():
 
 
 def test_a_restart_does_not_change_decisions():
-    """The state goes through JSON after every step, as in a checkpoint."""
+    """After every step, the state is converted to JSON and back, as in a checkpoint."""
     chance = random.Random(1)
     losses = [chance.choice([2.0, 2.1, 2.05, 2.02, 4.5, 7.0, math.nan]) for _ in range(400)]
     unbroken, resumed = StepGuard(config.Guard()), StepGuard(config.Guard())

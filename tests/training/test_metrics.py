@@ -1,4 +1,4 @@
-"""Metrics: speeds exclude pauses, log lines are valid JSON, and console lines fit the terminal."""
+"""Speeds must exclude pauses, log lines must be valid JSON, and console lines must fit the terminal."""
 
 import json
 import math
@@ -158,7 +158,7 @@ def test_the_live_speed_excludes_pauses_and_the_first_step(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     throughput = Throughput()
-    for seconds in (60.0, 2.0, 2.0):  # the first step compiles
+    for seconds in (60.0, 2.0, 2.0):  # the first step includes compilation
         now[0] += seconds
         throughput.step_done()
     assert throughput.recent_step_seconds == 2.0

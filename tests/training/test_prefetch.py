@@ -1,4 +1,4 @@
-"""The next micro-batch must be prefetched correctly and only once, and read errors raised when it is needed."""
+"""The next micro-batch must be prefetched correctly and only once; read errors must be raised when it is needed."""
 
 import threading
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ WAIT_SECONDS = 120
 
 @dataclass
 class Run:
-    """Run of 3 steps with 2 micro-steps each, whose token IDs identify the step and micro-step."""
+    """Run with 3 steps of 2 micro-steps. Token IDs identify the step and micro-step."""
 
     name: int = 0
     total_steps: int = 3
@@ -102,7 +102,7 @@ def test_a_read_error_is_raised_in_the_step_that_needs_the_batch():
 
 
 class FirstProcess:
-    """Dispatcher that reads immediately, for all processes."""
+    """Dispatcher that immediately reads for all processes."""
 
     def __init__(self):
         self.steps = []

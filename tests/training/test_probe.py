@@ -83,7 +83,7 @@ def found_of_llama(**arguments):
 
 
 def replace_attention(monkeypatch, **fixed):
-    """Replaces groundwork_sdpa with a version with some fixed arguments."""
+    """Replaces groundwork_sdpa with a version in which some arguments are fixed."""
     interface = AttentionInterface()
     monkeypatch.setitem(
         interface._global_mapping,
@@ -110,7 +110,7 @@ def test_an_explicit_attention_is_rejected_with_alternatives(monkeypatch):
     monkeypatch.setattr(probe_module, "candidates_of", lambda requested, config: ["groundwork_sdpa"])
     monkeypatch.setattr(
         probe_module, "_mixers", lambda *arguments: set()
-    )  # otherwise each document would be a separate row
+    )  # otherwise, each document would be processed in a separate row
     replace_attention(monkeypatch, cu_seq_lens_q=None)
     with pytest.raises(InputError) as refused:
         found_of_llama(attention="sdpa")
@@ -178,7 +178,7 @@ def test_the_source_of_the_logits_is_detected():
 
 
 def with_model(recipe, tmp_path, **values) -> list[str]:
-    """Changes the recipe to this model and 4 steps. Returns the command."""
+    """Changes the recipe to train this model for 4 steps. Returns the command."""
     (tmp_path / "model.json").write_text(json.dumps(values))
     settings = yaml.safe_load(recipe.read_text()) | {"model": str(tmp_path / "model.json"), "budget": {"steps": 4}}
     recipe.write_text(yaml.safe_dump(settings))
@@ -204,7 +204,7 @@ INKLING = {
     "num_experts_per_tok": 2,
     "eos_token_id": None,
 }
-"""Model with short convolutions inside attention that needs a mask, so documents can't be separate rows."""
+"""Model whose attention contains short convolutions and needs a mask, so documents can't be separate rows."""
 
 
 def test_check_rejects_incorrect_training(recipe, tmp_path):

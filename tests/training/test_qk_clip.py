@@ -1,4 +1,5 @@
-"""QK-clip must scale only the heads whose logits exceeded tau; test_muon_and_adafactor.py tests the strategies."""
+"""QK-clip must scale only the heads whose logits exceeded tau; test_muon_and_adafactor.py tests it under each
+strategy."""
 
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from pretrain.training.qk_clip import QkClip, factors_of, head_rows, qk_clip_pro
 from support.tiny_models import LLAMA, TINY, TINY_MOE
 
 IDS = torch.randint(1, 128, (4, 24), generator=torch.Generator().manual_seed(0))
-IDS[0, 9] = IDS[2, 17] = 0  # ends of documents
+IDS[0, 9] = IDS[2, 17] = 0  # document ends
 UPDATED, SKIPPED = torch.zeros(()), torch.ones(())
 
 
@@ -41,7 +42,7 @@ def clipped(values: dict, tau: float):
 
 
 def largest_of_step(model, clip) -> torch.Tensor:
-    """Runs the micro-steps of a step. Returns the largest logits (L, H)."""
+    """Runs a step's micro-steps. Returns the largest logits (L, H)."""
     clip.begin_step(2)
     for ids in IDS.split(2):
         model(ids, **attention_arguments(document_layout(ids.numpy(), 0), "groundwork_sdpa", "cpu"))
@@ -70,7 +71,7 @@ def test_only_heads_that_exceeded_tau_are_scaled_to_tau(name, values):
     clip.end_step(UPDATED)
     after = largest_of_step(model, clip)
     assert (before[0] > tau).any() and (before[0] < tau).any()
-    # Only the first layer, because the inputs of later layers have changed.
+    # Checks only the first layer, because the inputs of later layers have changed.
     assert torch.allclose(after[0], before[0].clamp(max=tau), rtol=1e-5)
     changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, weights[name])}
     assert changed <= {rows.parameter for of_layer in head_rows(model).values() for rows in of_layer}

@@ -1,4 +1,5 @@
-"""Changes that prevent a run from resuming, and rollbacks that must survive a crash between two checkpoints."""
+"""Tests for changes that prevent a run from resuming, and for rollbacks that must survive a crash between two
+checkpoints."""
 
 import json
 import os

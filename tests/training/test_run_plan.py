@@ -1,4 +1,4 @@
-"""Actions that are due between two steps."""
+"""Tests for determining which actions are due between two steps."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ from pretrain.training.run_plan import Due, due_after, steps_between
 
 
 def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
-    """Returns the due actions with only these sections, logging every third step of 4 x 64 tokens."""
+    """Returns the actions due in a run that has only these sections and logs every third step of 4 x 64 tokens."""
     never = {"validation": Validation(), "benchmarks": Benchmarks(), "samples": Samples(), "checkpoint": Checkpoint()}
     never["diagnostics"] = Diagnostics()
     settings = {"logging": SimpleNamespace(every_steps=3), "guard": Guard(), "interval_scale": factor}

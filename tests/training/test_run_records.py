@@ -1,4 +1,4 @@
-"""Settings that may be unintended must be reported with numbers, both by --check and in the run."""
+"""Settings that may be unintended must be reported with numbers, both by --check and during the run."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def said(recipe, *overrides):
 
 
 AUTO, AUTO_MUON = (OPTIMIZERS[name].auto_learning_rate(0, 256) for name in ("adamw", "muon"))
-"""Learning rates for the recipe's model and batch."""
+"""Learning rates for the recipe's model and batch size."""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_banner_explains_mfu_with_a_document_mask(recipe, masked):
 
 
 def test_check_and_run_warn_on_an_old_cpu(recipe, tmp_path):
-    """Runs the script with variables that disable this CPU's newer instructions."""
+    """Runs the script with environment variables that disable the CPU's newer instructions."""
     asked = ("train.py", "--config", recipe, "--precision", "bf16", "--budget.steps", "2", "--optim.warmup_steps", "0")
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
     warning = "warning: precision: bf16 is emulated here"

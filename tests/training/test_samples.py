@@ -1,4 +1,4 @@
-"""Token sampling: the settings of a recipe's samples and of evaluate.py."""
+"""Tests for token sampling with the settings of a recipe's samples and of evaluate.py."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def continued(model):
-    """Returns a function that continues two IDs with the model."""
+    """Returns a function that uses the model to continue two IDs."""
     as_ids = SimpleNamespace(decode=lambda ids, **_: tuple(ids.tolist()))
     return lambda **settings: generate_text(model, as_ids, torch.tensor([[1, 2]]), Sampling(8, **settings))
 

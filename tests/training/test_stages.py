@@ -1,7 +1,7 @@
-"""Runs whose stages change the sequence length and RoPE must resume exactly, export correctly and reject bad settings.
+"""Runs whose stages change sequence length and RoPE must resume exactly and export correctly.
 
-Two launches train everything (tests/support/train_strategies.py), and the tests check the results. With STRATEGIES=all
-in the environment (`make test-strategies`), every strategy is tested.
+Everything is trained in two launches (tests/support/train_strategies.py), and the tests check the results. With
+STRATEGIES=all in the environment (`make test-strategies`), every strategy is tested.
 """
 
 import json
@@ -28,7 +28,7 @@ UNMEASURED = ["--validation.every_steps", "null"]
 
 
 def recipe_of(model: Path, shards: Path, output: Path) -> dict:
-    """Returns a recipe with sequences of 64 tokens, and of 256 tokens with YaRN in the second half."""
+    """Returns a recipe with sequences of 64 tokens in the first half, and of 256 tokens with YaRN in the second."""
     source = {"shards": str(shards)}
     stages = [{"until": 0.5, "train": [source]}, {"train": [source], "sequence_length": 256, "rope_parameters": ROPE}]
     return {
@@ -78,7 +78,7 @@ def runs(shards, tmp_path_factory) -> Path:
 
 
 def measured(run):
-    """Returns {step: results of its validation}."""
+    """Returns {step: validation results}."""
     found = {event["step"]: event for event in events(run, "validation")}
     names = ("loss", "stage_loss", "stage_sequence_length", "loss_by_position", "tokens_by_position")
     return {step: {name: event.get(name) for name in names} for step, event in found.items()}
@@ -119,7 +119,7 @@ def test_a_stage_is_validated_at_its_own_length(runs):
 
 
 def test_the_export_matches_the_trained_model(runs, shards, tmp_path):
-    """The exported model must have the run's loss at the new length."""
+    """The exported model must have the same loss as the run at the new sequence length."""
     whole, last = runs / "whole", measured(runs / "whole")[STEPS]
     exported = AutoModelForCausalLM.from_pretrained(whole / "final", dtype=torch.float32)
     trained = AutoModelForCausalLM.from_pretrained(whole / f"checkpoints/step-{STEPS:08d}")
@@ -151,7 +151,7 @@ def test_an_extended_run_keeps_its_stage_boundary(runs):
 def test_compiled_layers_are_recompiled_once_at_the_boundary(runs, tmp_path):
     """Compiled layers must also have the same losses as uncompiled ones.
 
-    Validation and the export check are off, because they are compiled separately.
+    Validation and the export check are disabled, because they are compiled separately.
     """
     environment = {"COMPILATIONS": str(tmp_path / "compilations"), "BACKEND": "aot_eager"}
     settings = ("--compile", "regional", "--data.validation", "[]", "--checkpoint.save_final", "false")

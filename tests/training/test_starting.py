@@ -1,4 +1,4 @@
-"""Crash loops and restarts by the launcher must be detected, and running out of memory must print advice."""
+"""Crash loops and restarts by the launcher must be detected, and out-of-memory errors must include advice."""
 
 import json
 import os
@@ -41,8 +41,8 @@ def write(run, *lines):
         ([], (0, 4)),
         ([4, "t6", "e1"], (1, 6)),
         ([4, "t6", 4, "t6", "e1", 4, "t5"], (3, 6)),
-        ([4, "t6", 4, "t9", "e1"], (1, 9)),  # progress, because it got further
-        ([0, "t6", 0, "t6", 4, "t6"], (1, 6)),  # progress, because there is a later checkpoint
+        ([4, "t6", 4, "t9", "e1"], (1, 9)),  # counts as progress, because it got further
+        ([0, "t6", 0, "t6", 4, "t6"], (1, 6)),  # counts as progress, because there is a later checkpoint
         ([4, "t6", 4, "t6", "e75", 4, "t6"], (1, 6)),  # an intended end
     ],
 )

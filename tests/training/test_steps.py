@@ -1,4 +1,4 @@
-"""Requests between steps must reach all ranks, and must not be lost before they are carried out."""
+"""Requests between steps must reach all ranks, and must not be lost before they are executed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ START = "start-1"
 
 
 def run_of(folder, rank=0, ranks=1) -> Run:
-    """Returns the run of one rank, which trains nothing."""
+    """Returns one rank's run, which doesn't train."""
     run = object.__new__(Run)
     run.config = SimpleNamespace(output=folder, guard=Guard(), budget=SimpleNamespace(minutes=None))
     run.strategy = strategy_of(rank, ranks, folder.with_name("meeting_point"))
@@ -87,7 +87,7 @@ def test_a_command_in_a_pending_report_survives_a_rollback(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "stop")
     figures = torch.tensor([1.0, 1.0, 0.0, 1.0])
-    run.consensus._arriving.append(Arriving(1, figures, None, rank_request(run)))  # still on its way from the GPU
+    run.consensus._arriving.append(Arriving(1, figures, None, rank_request(run)))  # still being copied from the GPU
     assert run.request == Request.NONE
     roll_back(run, None)
     assert run.request == Request.STOP
@@ -113,7 +113,7 @@ def test_a_save_request_does_not_interrupt_validation(tmp_path):
 
 
 def leave(tmp_path, rank) -> list:
-    """Tells only rank 1 to stop, during long work on the main rank."""
+    """Tells only rank 1 to stop while the main rank is busy."""
     run = run_of(tmp_path / "run", rank, 2)
     heard, begun = 0, time.monotonic()
 

@@ -1,4 +1,4 @@
-"""With budget.minutes, the decay must start when the time is nearly used up, and not earlier."""
+"""With budget.minutes, the decay must start when the time is almost up, and not earlier."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
-    """Returns (step at which the decay starts, seconds at its end) of a run whose step s takes seconds_of(s)."""
+    """Simulates a run whose step s takes seconds_of(s). Returns (first step of the decay, seconds at its end)."""
     for step in range(1, most):
         clock.now += seconds_of(step)
         budget.step_taken()
@@ -32,7 +32,7 @@ def end_of(budget, clock, seconds_of, decay=0.2, most=100_000):
     "seconds_of",
     [
         lambda step: 0.1,
-        lambda step: 30.0 if step == 1 else 0.1,  # the first step compiles
+        lambda step: 30.0 if step == 1 else 0.1,  # the first step includes compilation
         lambda step: 0.1 + 3.0 * (step % 400 == 0),  # validation and checkpoints in between
         lambda step: 0.1 if step < 300 else 0.2,  # another process starts
         lambda step: 6.0,  # few steps

@@ -1,4 +1,4 @@
-"""Trackers get their settings under the right names, resume the same run, and are switched off if they fail."""
+"""Trackers must get their settings under the right names, resume the same run, and be disabled if they fail."""
 
 import json
 import sys

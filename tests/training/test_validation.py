@@ -1,4 +1,4 @@
-"""Loss by position: ranges double in length, and each token counts in its own range."""
+"""Tests for the loss per position: ranges must double in length, and each token must count only in its own range."""
 
 from types import SimpleNamespace
 

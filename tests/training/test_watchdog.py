@@ -1,4 +1,4 @@
-"""The watchdog thread, tested in separate processes because it ends them."""
+"""Tests for the watchdog thread, run in separate processes because it ends them."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def neighbour():
-    """Starts a process that sleeps."""
+    """Starts a sleeping process."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     yield process
     process.kill()
@@ -119,7 +119,7 @@ def test_nohup_is_respected(start):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_the_second_signal_ends_a_hanging_loop(start, tmp_path, number, code):
     process = start(HANGS, prepare=CLOCK_OF_SIGNALS)
-    for _ in range(2):  # the terminal and the launcher both send it, which counts as one signal
+    for _ in range(2):  # sent by both the terminal and the launcher, which counts as one signal
         process.send_signal(number)
         assert process.stdout.readline() == "taken\n"
     assert process.poll() is None
