@@ -134,7 +134,7 @@ def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
 
 
 def test_environment_variables_simulate_an_old_cpu():
-    """Libraries read the variables on import, so the test runs in a new process."""
+    """Libraries read the variables when they are imported, so the test uses a new process."""
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
@@ -251,7 +251,7 @@ def test_a_machine_without_a_gpu_uses_its_cpu(machine):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
-    """accelerate sets OMP_NUM_THREADS=1, so an offloaded AdamW would otherwise use one thread."""
+    """accelerate sets OMP_NUM_THREADS=1, so without this, an offloaded AdamW would use only one thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -295,7 +295,7 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
 
 
 def test_deterministic_runs_use_deterministic_kernels(recipe):
-    """torch's flags are global, so the run is in a new process."""
+    """torch's flags are global, so the test uses a new process."""
     program = (
         "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
@@ -335,8 +335,7 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     [(1, 64, "each process has 1, but needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
 def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, on_machine, message):
-    """A process that may use only 4 of 64 cores has them to itself. If all 16 are available, eight processes share
-    them."""
+    """If only 4 of 64 cores are available, they are this process's own. If all 16 are, eight processes share them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     found = environment_warnings(GPU)

@@ -19,7 +19,7 @@ from support.terminals import CONTROL_C, InTerminal
 LONG = ("--budget.steps", "1000000", "--checkpoint.every_steps", "1000000", "--validation.every_steps", "1000000")
 LONG += ("--logging.every_steps", "1000000")
 SOON = 300
-"""Timeout in seconds for work that takes twenty, even on a busy machine."""
+"""Timeout in seconds for work that usually takes twenty. It allows for a busy machine."""
 
 
 def launched(strategy, processes, recipe):
@@ -33,7 +33,7 @@ def launched(strategy, processes, recipe):
 def test_control_c_ends_with_the_runs_last_output(strategy, processes, recipe, tmp_path):
     command = launched(strategy, processes, recipe) if strategy else ["train.py", recipe]
     with InTerminal(*command, *LONG) as typed:
-        typed.read_until("tok/s")  # printed in the live line; no step is logged
+        typed.read_until("tok/s")  # printed in the progress line; no step is logged
         typed.press(CONTROL_C)
         assert typed.finish() == 130, typed.output
     (end,) = events(tmp_path / "run", "end")

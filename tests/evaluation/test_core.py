@@ -97,7 +97,7 @@ def right_by_hand(model, tokenizer, task, data, number):
 
 @torch.no_grad()
 def test_core_equals_a_hand_calculation(model_folder, bundle):
-    """CORE equals a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
+    """CORE matches a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
     scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -166,7 +166,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def small_tasks(tmp_path_factory):
-    """Stand-ins for the tasks of `small`, including a context task (winogrande) and a last-word task (lambada)."""
+    """Stand-ins for the tasks in `small`, including a context task (winogrande) and a last-word task (lambada)."""
     folder = tmp_path_factory.mktemp("small")
     items = [items_of("multiple_choice", number) | {"number": number} for number in range(6)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))

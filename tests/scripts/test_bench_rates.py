@@ -1,4 +1,5 @@
-"""Tests for learning-rate sweeps: where they continue, what they find, and that `auto` is near the optimum."""
+"""Tests for learning-rate sweeps: which rate they try next, which optimum they find, and that `auto` is close to
+it."""
 
 import math
 

@@ -17,7 +17,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """Local file system with the faults in the nearest `.faults` file next to a parent folder of the path."""
+    """Local file system with faults. They are read from the nearest `.faults` file next to one of the path's parent
+    folders."""
 
     protocol = ("faulty", "local")
 

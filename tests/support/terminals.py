@@ -65,7 +65,7 @@ class InTerminal:
         os.close(self._terminal)
 
     def read_until(self, text: str) -> None:
-        """Waits until the text appears in the output after this call."""
+        """Waits until the text appears in output that arrives after this call."""
         begin, deadline = len(self.output), time.monotonic() + SOON
         while text not in self.output[begin:]:
             assert time.monotonic() < deadline and self._read(), f"{text!r} is not in the output:\n{self.output}"
@@ -82,7 +82,7 @@ class InTerminal:
         return self.process.returncode
 
     def _read(self, seconds: float = 10.0) -> bool:
-        """Reads output. Returns False if there won't be any more."""
+        """Reads output. Returns False at its end."""
         if not select.select([self._terminal], [], [], seconds)[0]:
             return True
         try:
