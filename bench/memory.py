@@ -4,8 +4,8 @@
     python bench/memory.py --only fsdp2       # only cases whose names contain this
     python bench/memory.py --markdown         # the table in docs/measurements_memory.md
 
-Only live tensors count. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU, torch's
-allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
+Only live tensors are counted. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU,
+torch's allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
 import argparse

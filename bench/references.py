@@ -88,8 +88,10 @@ def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 2
 
 
 def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
-    """Returns PASSED if every error is within its bound, or NOT_RUN if there are no errors. errors: {case: (error,
-    bound)}."""
+    """Returns PASSED if every error is within its bound, or NOT_RUN if there are no errors.
+
+    errors: {case: (error, bound)}.
+    """
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())

@@ -1,5 +1,4 @@
-"""Tests that each row in README's "Extending" table names all necessary files, by following it in a copy of the
-project."""
+"""Tests that each row in README's "Extending" table names all necessary files. The edits are made in a copy."""
 
 import json
 import re

@@ -61,8 +61,8 @@ def bundle(tmp_path_factory):
 
 
 def right_by_hand(model, tokenizer, task, data, number):
-    """Returns True if the model answers an item correctly. As in nanochat's core_eval.py, each prompt takes one
-    forward pass, and only the losses of tokens that differ are compared."""
+    """Returns True if the model answers an item correctly. As in nanochat's core_eval.py, each prompt gets one forward
+    pass, and only the losses of differing tokens are compared."""
     between, kind = task.get("continuation_delimiter", " "), task["icl_task_type"]
     others = [item for place, item in enumerate(data) if place != number]
     shots = random.Random(1234 + number).sample(others, task["num_fewshot"][0])

@@ -50,8 +50,7 @@ def documents(rng, count):
 @pytest.mark.skipif(not EVERYTHING, reason="two minutes: FAULTS=all; kills at chosen moments are in tests/preparation")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenizer, workers):
-    """The process group, the main process or a worker is killed twenty times at random moments. The output stays the
-    same."""
+    """Killing the process group, the main process or a worker twenty times at random doesn't change the output."""
     seed = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KILL_SEED={seed}")
     rng = random.Random(seed)

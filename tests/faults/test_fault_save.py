@@ -30,7 +30,7 @@ def in_memory():
 
 
 def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
-    """A complete checkpoint is always left. FAULTS=all tests all moments, of which there are more than 200."""
+    """A complete checkpoint survives a kill at any moment. FAULTS=all tests all of the more than 200 moments."""
     every = 1 if EVERYTHING else 11
     run = run_script("tests/support/save_and_die.py", in_memory, every, timeout=550)
     results = json.loads(run.stdout.splitlines()[-1])

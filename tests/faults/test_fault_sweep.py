@@ -18,8 +18,7 @@ STEPS = SAVED_EVERY * (KILLS + 2)
 @pytest.mark.skipif(not EVERYTHING, reason="takes minutes per strategy; in make test-faults")
 @pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
 def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
-    """A random rank is killed twenty times, each time between two checkpoints. Losses and weights stay the same, even
-    with dropout."""
+    """Killing random ranks twenty times between checkpoints changes neither losses nor weights, even with dropout."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"attention_dropout": 0.1}))
     settings = [
         "--config", recipe, "--budget.steps", STEPS, "--checkpoint.every_steps", SAVED_EVERY,

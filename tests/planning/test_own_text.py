@@ -145,8 +145,7 @@ def test_existing_files_are_not_overwritten(tmp_path, text, place):
 
 
 def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
-    """The same command continues if it was interrupted after training the tokenizer or during training of the
-    model."""
+    """The same command continues after an interruption, both after tokenizer training and during model training."""
     (tmp_path / "novel.txt").write_text(text)
     command = ("--text", "novel.txt", "--minutes", "0.1")
     asked = read_own_text(command)

@@ -46,8 +46,8 @@ def test_the_tail_of_a_single_text_is_held_out(tmp_path, run, tokenizer):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
-    """Workers and slices give the same bytes. A copy of the largest file must not put its held-out end into the
-    training text."""
+    """Workers and slices give the same bytes. A copy of the largest file doesn't leak its held-out end into
+    training."""
     for name, text in {"a": novel(300), "b": "b " + novel(380), "c": "b " + novel(380)}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     arguments = ("--input", f"{tmp_path}/*.txt", "--validation_fraction", 0.02)

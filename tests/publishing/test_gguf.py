@@ -47,7 +47,7 @@ TEXT = (ROOT / "docs/learning_rate.md").read_text()
 
 @pytest.fixture(scope="module")
 def own_tokenizer(tmp_path_factory):
-    """A tokenizer trained the way prepare_data.py does it."""
+    """A tokenizer trained the same way as in prepare_data.py."""
     folder = tmp_path_factory.mktemp("tokenizer")
     _trained(iter([TEXT]), 500, ["<|user|>"], "gpt4").save(folder)
     return folder

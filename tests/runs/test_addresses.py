@@ -1,4 +1,4 @@
-"""Tests for resolving the address of a model to its folder, and for the error messages."""
+"""Tests for resolving model addresses such as RUN@best to folders, and for the error messages."""
 
 import json
 

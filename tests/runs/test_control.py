@@ -25,7 +25,7 @@ from support.run_logs import end_line, finished_run, start_line, train_line, wri
 
 START = "start-1"
 SOON = 120.0
-"""Timeout in seconds for work that usually takes one or two. It allows for a busy machine."""
+"""Timeout in seconds for work that usually takes one or two, with a margin for busy machines."""
 
 
 @pytest.fixture

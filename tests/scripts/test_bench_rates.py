@@ -1,5 +1,4 @@
-"""Tests for learning-rate sweeps: which rate they try next, which optimum they find, and that `auto` is close to
-it."""
+"""Tests for learning-rate sweeps: the next rate to try, the optimum, and that `auto` is close to it."""
 
 import math
 

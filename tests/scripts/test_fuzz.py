@@ -1,8 +1,8 @@
-"""Tests with mutated recipes, model configs and command lines: each either runs or fails with an error that names the
+"""Tests with mutated recipes, model configs and command lines: each runs or fails with an error that names the
 setting.
 
 `make test` runs a sample in about a minute, and `make test-faults` runs all cases. Failures are reported with their
-case numbers. To run it alone: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
+case numbers. To run a single case: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
 """
 
 import json

@@ -181,8 +181,8 @@ def test_out_of_memory_and_a_broken_baseline_are_not_failures():
     ],
 )
 def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
-    """Each strategy is measured on all GPUs with the same batch size per GPU, and the MFU is relative to all GPUs'
-    peak."""
+    """Each strategy is measured on all GPUs with the same batch size per GPU, and the MFU is relative to their
+    combined peak."""
     held = {}
 
     def hold(contestants, *_, **__):

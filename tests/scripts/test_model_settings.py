@@ -1,4 +1,4 @@
-"""Tests for model settings in a recipe: they are recorded, restored on resume, and rejected if they differ from the
+"""Tests for model settings in a recipe: they are recorded, restored, and rejected if they differ from the
 checkpoint's."""
 
 import json

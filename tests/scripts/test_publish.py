@@ -39,7 +39,7 @@ from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE
 
 SOON = 300
-"""Timeout in seconds. It allows for a busy machine."""
+"""Timeout in seconds, with a margin for busy machines."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
     "README.md", "bom.cdx.json", "config.json", "generation_config.json", "loss.png", "model.safetensors",

@@ -18,7 +18,7 @@ from support.slurm_cluster import INSTALL, missing, running_cluster, wait_for
 
 SCRIPTS = ("one_node", "many_nodes")
 SOON = 300
-"""Timeout in seconds for work that usually takes twenty. It allows for a busy machine."""
+"""Timeout in seconds for work that usually takes twenty, with a margin for busy machines."""
 LIMITS = 2
 LONG = ("--budget.steps", "100000", "--checkpoint.every_steps", "100000", "--validation.every_steps", "100000")
 SLOW_TRAIN = f"""
@@ -31,7 +31,7 @@ backward = torch.Tensor.backward
 torch.Tensor.backward = lambda *given, **named: (time.sleep(0.1), backward(*given, **named))
 runpy.run_path("{ROOT}/train.py", run_name="__main__")
 """
-"""A train.py that leaves CPU time to other tests while its jobs wait for SLURM."""
+"""A train.py that leaves CPU time for other tests while its jobs wait for SLURM."""
 
 
 @pytest.fixture(scope="module")

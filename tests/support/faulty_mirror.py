@@ -17,8 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """Local file system with faults. They are read from the nearest `.faults` file next to one of the path's parent
-    folders."""
+    """Local file system with faults from the nearest `.faults` file next to one of the path's parent folders."""
 
     protocol = ("faulty", "local")
 

@@ -58,7 +58,7 @@ MODELS |= {f"{name} of 64": {**model, **SHAPE} for name, model in MODELS.items()
 
 
 class CounterByDimension(Counter):
-    """Counts collectives per dimension and peak bytes on the device."""
+    """Counts collectives per dimension, and measures peak bytes on the device."""
 
     def __enter__(self):
         LiveBytes.current.peak = 0
@@ -151,7 +151,7 @@ LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
 OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
-"""OLMoE at full width. Its layers are identical, so models with two and three layers are enough to predict all
+"""OLMoE at full width. Its layers are identical, so two-layer and three-layer models are enough to predict all
 sixteen."""
 MODELS["olmoe of 64"] = OLMOE
 OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]

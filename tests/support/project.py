@@ -119,5 +119,5 @@ def events(run: Path, name: str) -> list[dict]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Returns {step: loss} for a run. Repeated steps get their last loss."""
+    """Returns {step: loss} for a run. For repeated steps, the last loss is used."""
     return {line["step"]: line["loss"] for line in events(run, "train")}

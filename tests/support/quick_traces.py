@@ -1,4 +1,4 @@
-"""Approximate formula for activation memory, which replaces traces because each of them takes seconds."""
+"""Approximate formula for activation memory, used instead of traces, which take seconds each."""
 
 from pretrain_tools.planning import memory
 from pretrain_tools.planning.activations import Activations, Line

@@ -408,8 +408,7 @@ class Prepared:
 
 
 def prepared(launch: Launch, stack: ExitStack) -> Prepared:
-    """Builds a launch's model as train.py does. Fake CUDA and the process group stay active until the stack is
-    closed."""
+    """Builds a launch's model as train.py does. Fake CUDA and the process group stay active until the stack closes."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = read_config(folder, launch)
     stack.enter_context(as_rank_of(launch))

@@ -46,8 +46,7 @@ CHOICES = {
     "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),
     "document_mask": (True, False),
 }
-"""Settings that determine which kernels run. fp8 and 8-bit AdamW are left out because they need additional
-packages."""
+"""Settings that determine which kernels run. fp8 and 8-bit AdamW are excluded because they need more packages."""
 WINDOW = 128
 
 

@@ -1,4 +1,4 @@
-"""Terminals in which tests run scripts and press keys such as Ctrl-C."""
+"""Terminals for running scripts in tests and pressing keys such as Ctrl-C."""
 
 import fcntl
 import io
@@ -82,7 +82,7 @@ class InTerminal:
         return self.process.returncode
 
     def _read(self, seconds: float = 10.0) -> bool:
-        """Reads output. Returns False at its end."""
+        """Reads output. Returns False at the end of the output."""
         if not select.select([self._terminal], [], [], seconds)[0]:
             return True
         try:

@@ -132,7 +132,7 @@ def spoil_call(number: int):
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Recorder of collectives that fails if an operation would wait for the device."""
+    """Records collectives, and fails if an operation would wait for the device."""
 
     def __init__(self):
         super().__init__()

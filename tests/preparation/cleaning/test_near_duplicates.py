@@ -235,7 +235,7 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""Moments to kill at: during and at the end of the first pass, during the search, before and during the second pass,
+"""Kill points: during and at the end of the first pass, during the search, before and during the second pass,
 and before the manifest is written."""
 
 
