@@ -473,7 +473,7 @@ def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
     """The plan for a 1.1B model on 8 GPUs is up to date in docs/memory.md and in the recipe. `python plan.py ...
-    --comment` updates the recipe."""
+    --comment` prints the recipe's."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
     page = (ROOT / "docs/memory.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
