@@ -2,8 +2,8 @@
 
     python bench/architectures.py --shards data/demo --output runs/architectures --minutes 60
 
-All models have 4 layers of width 128 with about the same number of parameters, and train on as many tokens as the
-FLOPs allow. Each combination is trained with three learning rates and one seed, then with the best learning rate and
+All models have 4 layers of width 128 with about the same number of parameters, and train on as many tokens as the FLOP
+budget allows. Each combination is trained with three learning rates and one seed, then with the best learning rate and
 the other seeds. The metric is validation bits per byte. Results are saved in OUTPUT/results.json. Run the same command
 again to continue an interrupted benchmark.
 """

@@ -5,9 +5,9 @@
 
 Trains Llamas with AdamW and Muon for 200 to 500 steps each, the smallest model first, on shards with a 4,096-token
 vocabulary, and adds each final validation loss to bench/auto_rates.json. Then trains with Muon at its best learning
-rate for fewer steps, until it no longer beats AdamW's best loss. Run the same command again to continue. Existing
-results are kept. `--table` prints Markdown: the best learning rates, how much higher the loss is with auto, and how
-many steps Muon needs.
+rate for fewer and fewer steps, until it no longer beats AdamW's best loss. Run the same command again to continue.
+Existing results are kept. `--table` prints Markdown: the best learning rates, how much higher the loss is with auto,
+and how many steps Muon needs.
 """
 
 import argparse
@@ -104,7 +104,7 @@ def write_points(points: list[Point]) -> None:
 def centre(size: Size) -> float:
     """Returns the center of the sweep for both optimizers, from a published scaling law for AdamW.
 
-    It must not depend on `auto`, so that existing results stay valid if the rule for `auto` changes.
+    This must not depend on `auto`, so that existing results stay valid if the rule for `auto` changes.
     """
     return 0.00235 * (size.parameters / 108e6) ** (-1 / 3)
 

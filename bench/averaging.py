@@ -23,7 +23,7 @@ from pretrain.recipe import pair_up, read_run_config  # noqa: E402
 
 
 def seconds_of(work, is_cuda: bool) -> float:
-    """Returns the CPU seconds of `work`, or on a GPU its wall time, including the GPU's work."""
+    """Returns how many CPU seconds `work` takes. On a GPU, returns the wall time, including kernels."""
     import torch
 
     clock = time.perf_counter if is_cuda else time.process_time

@@ -1,4 +1,4 @@
-"""Measures every loss and attention that runs on this device, forward and backward. Prints Markdown.
+"""Measures every loss and attention implementation that runs on this device, forward and backward. Prints Markdown.
 
     python bench/backends.py                    # both tables
     python bench/backends.py --only loss --repeat 9
@@ -30,7 +30,7 @@ LOSS_SHAPES = {
     "8,192": (4096, 384, 8192),
     "131,072": (1024, 384, 131_072),
 }
-"""Shapes by name: (tokens, hidden width, vocabulary size)."""
+"""Shapes by name: (tokens, hidden size, vocabulary size)."""
 LOSSES = {
     "chunked (auto)": "chunked",
     "chunked, compiled (auto on a GPU)": "chunked_compiled",
@@ -47,7 +47,8 @@ DOCUMENT_TOKENS = (None, 800, 100)
 
 
 def best_milliseconds(work: Callable[[], object], repeat: int) -> float:
-    """Returns the shortest time of `work`. With one CPU thread, this is CPU time, which excludes other load."""
+    """Returns the shortest time that `work` takes. With one CPU thread, this is CPU time, which excludes other
+    load."""
     clock = time.process_time if torch.get_num_threads() == 1 and DEVICE == "cpu" else time.perf_counter
     # The first call may compile, so it only counts if it is too slow to repeat.
     began = clock()
@@ -72,7 +73,7 @@ def _wait() -> None:
 def loss_step(backend: str, shape: tuple[int, int, int], device: str, *, compiled: bool) -> Callable[[], object]:
     """Returns a function that runs the LM head and the loss, forward and backward, on random inputs.
 
-    shape: (tokens, hidden width, vocabulary size).
+    shape: (tokens, hidden size, vocabulary size).
     """
     from pretrain.model.loss import next_token_loss
 

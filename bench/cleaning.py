@@ -169,7 +169,8 @@ def reason_for(name: str, text: str) -> str:
 
 
 def difference(our_verdict: str, ours: str, their_verdict: str, theirs: str) -> str:
-    """Returns the beginning of the document if the verdicts differ, otherwise both around the first difference."""
+    """Returns the beginning of the document if the verdicts differ, otherwise both texts around the first
+    difference."""
     if our_verdict != their_verdict:
         return ours[:100]
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
@@ -299,7 +300,7 @@ def stands_in(item: str, documents: list[str]) -> bool:
 
 
 def bench_decontamination(texts: list[bytes], count: int, items: list[str], tokenizer: str, folder: Path) -> list[str]:
-    """Prints how many planted items were missed, and wrong removals. Returns the missed requirements."""
+    """Prints how many planted items were missed and how many removals were wrong. Returns the missed requirements."""
     from pretrain.data.data_record import numbers_in
     from pretrain_tools.preparation.cleaning.decontamination import read_benchmarks
 

@@ -1,4 +1,4 @@
-"""Measures the full cleaning pipeline against preparation without cleaning, for bench/data.py.
+"""Compares the full cleaning pipeline with preparation without cleaning, for bench/data.py.
 
 Cleaning here means filters, near-duplicate removal and decontamination. The input repeats one file's documents until
 it reaches `megabytes`. From the second pass on, a quarter of each document's words are replaced with other words from

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 bench/context.py --shapes 4096x8x8x64 16384x32x8x128 --dtype bf16
 
-A shape is sequence length x query heads x key-value heads x head width. One causal sequence is sharded across all
+A shape is sequence length x query heads x key-value heads x head dimension. One causal sequence is sharded across all
 processes. Both methods compute the same result (this is checked) with torch's attention, forward and backward. When
 keys and values are gathered, each process has one chunk from the start of the sequence and one from the end, which
 balances causal attention. The methods alternate. Times are medians over --repeats for the slowest process.

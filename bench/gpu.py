@@ -3,10 +3,10 @@
     python bench/gpu.py                                    # all shapes; about half an hour on one H200
     python bench/gpu.py --shapes 124m --attentions auto,flex_attention --losses chunked_compiled,logits --peers ''
 
-train.py runs with every attention and loss. Each program runs alone on the GPU, compiled, in bf16 autocast. MFU is
-(6 N + 12 L d T) x tokens/s / peak: attention isn't halved for causality, recomputation isn't counted, and N excludes
-the embedding lookup. The peak is the data sheet's value for dense bf16 (pretrain/hardware.py). Programs that fail are
-listed with the reason.
+train.py runs with every attention and loss implementation. Each program runs alone on the GPU, compiled, in bf16
+autocast. MFU is (6 N + 12 L d T) x tokens/s / peak: attention isn't halved for causality, recomputation isn't counted,
+and N excludes the embedding lookup. The peak is the data sheet's value for dense bf16 (pretrain/hardware.py). Programs
+that fail are listed with the reason.
 """
 
 import argparse

@@ -7,7 +7,7 @@
 Needs torch, transformers, accelerate and pydantic, but no network. If a check needs anything else that is missing, it
 is skipped with a reason. Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it
 prints the tables and the verdict so far. Run it again to continue with the missing checks and then retry those that
-failed. Results from other GPUs, versions or code stay in the file but don't count.
+failed. Results from other GPUs, versions or code stay in the file but are ignored.
 
 Exit status: 0 if all checks passed, 1 if one failed, 2 without a GPU or with wrong arguments, 75 after SIGTERM, 130
 after Ctrl-C. A speed below the best published one is a finding, not a failure.
@@ -106,7 +106,7 @@ STRATEGIES = (
 )
 DEFAULT_KERNELS = " with default kernels"
 MOST_PROCESSES = 8
-"""Maximum number of processes, which is the number of layers and of heads of the model in `Runs`."""
+"""Maximum number of processes. It equals the number of layers, and of heads, of the model in `Runs`."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -128,7 +128,7 @@ SCALES = {
     "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
     "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",), ("small",)),
 }
-"""Sizes by device type. Those for the CPU are for testing this script."""
+"""Sizes by device type. The CPU sizes are for testing this script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Check:
 
 
 class Results:
-    """Results file. Only results from this GPU, these versions and this code count.
+    """Results file. Results from other GPUs, versions or code are ignored.
 
     Args:
         state: everything that affects a result, see `state_of`.
@@ -417,7 +417,7 @@ def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
 def verdict(
     checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None, gpu_name: str | None
 ) -> tuple[list[str], bool]:
-    """Formats measured and published MFU, failed checks, checks that didn't run, and the verdict.
+    """Formats the measured and published MFU, failed checks, checks that didn't run, and the verdict.
 
     Returns (lines, True if some checks passed and none failed). A speed below the published one is a finding, not a
     failure.

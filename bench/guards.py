@@ -5,7 +5,7 @@
 
 The guards are rank agreement, checks of loss and gradient norm, control commands, heartbeats, and the comparison of
 replicas every 1,000 steps. Runs train.py and times the calls in its loop. Waiting for a step that is logged or saved
-doesn't count, because logging and saving require it.
+isn't counted, because logging and saving require it.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def train_and_time(report: Path, steps: int) -> None:
     def timed(run, *arguments, settle, **named):
         begun.append(time.perf_counter())
         outcome = after_step(run, *arguments, settle=settle, **named)
-        # With settle, the call waits for a step that is logged or saved. That time doesn't count.
+        # With settle, the call waits for a step that is logged or saved. That time isn't counted.
         if not settle:
             seconds.append(time.perf_counter() - begun[-1])
         if len(begun) == WARM_UP_STEPS + steps + 1:

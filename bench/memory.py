@@ -4,8 +4,8 @@
     python bench/memory.py --only fsdp2       # only cases whose names contain this
     python bench/memory.py --markdown         # the table in docs/measurements_memory.md
 
-Only live tensors count. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU, torch's
-allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
+Only live tensors are counted. On a CPU, every allocation in the process is recorded (bench/steps.py). On a GPU,
+torch's allocator reports the peak. Strategies that need two processes use gloo if there are fewer than two GPUs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ SHAPES = {
     "llama 5M": (256, 704, 6, 8, 4, 2048),
     "llama 25M": (512, 1408, 8, 8, 4, 4096),
 }
-"""Shapes by name: hidden width, intermediate width, layers, heads, key-value heads, vocabulary size."""
+"""Shapes by name: hidden size, intermediate size, layers, heads, key-value heads, vocabulary size."""
 BUCKET_ELEMENTS = 1_000_000
 """Size of DeepSpeed's buckets. Those in the shipped configs would dominate the memory of such small models."""
 TOLERANCE = 0.15

@@ -10,10 +10,10 @@ cache folders. A step reads about 17 blocks of 64 KiB, so from step 30 on it nee
 training.
 
 Exits with status 1 if a requirement is missed (medians over rounds):
-- The losses are the same as from disk.
+- The losses are the same as with data from disk.
 - The run waits for data for less than 1% of the step time, not counting the first step.
 - The run uses at most 256 MB of disk.
-- The first step after resuming comes at most 3 s later than from disk.
+- The first step after resuming finishes at most 3 s later than with data from disk.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A GPT in plain PyTorch, as a baseline for the benchmarks.
 
-Dimensions: B sequences, T positions, D hidden width, V vocabulary size.
+Dimensions: B sequences, T positions, D hidden size, V vocabulary size.
 """
 
 import math

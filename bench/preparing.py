@@ -27,9 +27,9 @@ LARGEST_MEMORY = 2_000_000_000
 
 @dataclass(frozen=True)
 class Measured:
-    """One round of a program: tokens, seconds of the timed part, and peak bytes of all its processes together.
+    """Measurements from one round: tokens, seconds for the timed part, and the processes' combined peak bytes.
 
-    cpu_seconds: CPU time of all its processes, including startup. This is the least affected by other load.
+    cpu_seconds: CPU time of all processes, including startup. This is least affected by other load.
     """
 
     tokens: int

@@ -27,7 +27,7 @@ SETTINGS = {
     "plain": {"precision": "fp32", "compile": "none", "attention": "eager", "loss.backend": "logits"},
 }
 WINDOW = 20
-"""Number of steps to average the training loss over before comparing curves, because single steps are noisy."""
+"""Number of steps over which the training loss is averaged before comparing curves, because single steps are noisy."""
 
 
 def train(config: str, seed: int, steps: int, settings: dict[str, str], output: Path) -> tuple[list[float], float]:

@@ -49,7 +49,8 @@ class Outcome:
 def check_attention(name: str, device: str) -> Outcome:
     """Compares a small Llama's loss and gradients with those of eager attention in fp32, computed per document.
 
-    Covers grouped-query attention, head widths 64 and 128, sequences of 2.5 blocks, with and without a document mask.
+    Covers grouped-query attention, head dimensions 64 and 128, and sequences of 2.5 blocks, with and without a
+    document mask.
     """
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
@@ -79,7 +80,7 @@ def check_attention(name: str, device: str) -> Outcome:
 def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304)) -> Outcome:
     """Compares a backend's loss and its gradients for all inputs with those from full logits in fp32.
 
-    sizes: (tokens, hidden width, vocabulary size). Every eighth target is ignored. Uses z-loss if the backend has it.
+    sizes: (tokens, hidden size, vocabulary size). Every eighth target is ignored. Uses z-loss if the backend has it.
     """
     errors = {precision: (loss_error(backend, device, precision, sizes), MOST_ERROR[precision])
               for precision in (half_precision(device), "fp32")}  # fmt: skip
@@ -87,7 +88,10 @@ def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 2
 
 
 def judged(errors: dict[str, tuple[float, float]], refusals: list[str]) -> Outcome:
-    """Returns PASSED if every error is within its bound, NOT_RUN if there are none. errors: {case: (error, bound)}."""
+    """Returns PASSED if every error is within its bound, or NOT_RUN if there are no errors.
+
+    errors: {case: (error, bound)}.
+    """
     if not errors:
         return Outcome(NOT_RUN, "; ".join(refusals))
     said = "; ".join(f"{case} {error:.1e}" for case, (error, _) in errors.items())

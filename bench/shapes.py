@@ -29,7 +29,7 @@ class Shape:
     sequences: int
     """Sequences per step and process."""
     intermediate_size: int | None = None
-    """Width of Llama's MLP or of an expert. None means 8/3 of hidden_size, rounded up to a multiple of 64.
+    """Intermediate size of Llama's MLP or of an expert. None means 8/3 of hidden_size, rounded up to a multiple of 64.
 
     GPT-2 always uses 4 * hidden_size."""
 

@@ -1,4 +1,4 @@
-"""Runs a few steps of a recipe as train.py does, without the rest of a run, and measures their peak memory."""
+"""Runs a few steps of a recipe as train.py does, but without the rest of a run, and measures their peak memory."""
 
 import gc
 import os

@@ -2,7 +2,7 @@
 
     python bench/time_to_loss.py --shards data/demo --minutes 10 --output runs/time_to_loss
 
-All contestants have the same text, tokenizer, cores and time, and run one after the other. The time includes twenty
+All contestants get the same text, tokenizer, cores and time, and run one after the other. The time includes twenty
 validations on the same held-out tokens. Prints Markdown that shows when Groundwork reached the final loss of each
 baseline, and plots the loss curves to OUTPUT/curves.png. Existing results are reused.
 
@@ -33,7 +33,7 @@ MEASUREMENTS = 20
 VALIDATION_TOKENS = 32_768
 PEERS = ("nanogpt", "nanogpt_large", "run_clm")
 TIMED_STEPS = 20
-"""Number of timed steps, from which a baseline computes how many steps it has time for."""
+"""Number of timed steps. From their speed, a baseline computes how many steps it has time for."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -68,7 +68,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def variables_that_imports_read():
-    """Restores variables that imports read. Otherwise, scripts couldn't be forked from the warm interpreter."""
+    """Restores variables that are read during imports. Otherwise, scripts couldn't be forked from the warm
+    interpreter."""
     before = read_by_imports(os.environ)
     yield
     after = read_by_imports(os.environ)

@@ -15,7 +15,7 @@ from support.project import ROOT, events, free_port, losses
 
 MOST_MODULES = 75
 MOST_TOKENS = 98_500
-"""Maximum number of the project's modules, and of code tokens in them, loaded by a run of two steps."""
+"""Maximum number of project modules, and of code tokens in them, that a two-step run may load."""
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING)
 
 

@@ -1,4 +1,4 @@
-"""Tests for DeepSpeed's build lock: a killed build doesn't block the next run, and a running one isn't disturbed."""
+"""Tests for DeepSpeed's build lock: a killed build doesn't block the next run, and a running build isn't disturbed."""
 
 import os
 

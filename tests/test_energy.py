@@ -1,4 +1,4 @@
-"""Tests for measuring energy with mock counters, and for estimates if there are none."""
+"""Tests for energy measurements with mock counters, and for estimates without counters."""
 
 import types
 

@@ -46,7 +46,7 @@ def test_a_path_rejected_by_the_os_is_shortened(capsys):
 
 
 def test_distributed_processes_exit_without_interpreter_cleanup(tmp_path):
-    """Distributed processes exit without the interpreter's cleanup, in which gloo's threads sometimes abort."""
+    """Distributed processes exit without the interpreter's cleanup, during which gloo's threads sometimes abort."""
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, sys\n"
@@ -72,7 +72,7 @@ def test_distributed_processes_exit_without_interpreter_cleanup(tmp_path):
 
 
 def test_a_closed_pipe_ends_a_script_quietly(tmp_path):
-    """`runs.py documents RUN --step 1 | head` is an example. Output may be flushed line by line or only at the end."""
+    """An example is `runs.py documents RUN --step 1 | head`. Output may be flushed line by line or only at the end."""
     for flush in (True, False):
         script = tmp_path / "script.py"
         script.write_text(
@@ -96,7 +96,7 @@ def test_a_python_without_the_packages_gets_a_hint(script):
 
 
 def test_local_rank_0_reports_errors_first(monkeypatch, capsys):
-    """The launcher then ends the other ranks, which wait before they report."""
+    """The launcher then terminates the other ranks, which wait before they report errors."""
     waited = []
     monkeypatch.setattr("pretrain.errors.time.sleep", waited.append)
     for rank, seconds in (("0", []), ("1", [10.0])):

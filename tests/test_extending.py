@@ -1,5 +1,4 @@
-"""Tests that each row in README's table "Extending", followed literally in a copy of the project, names all necessary
-files."""
+"""Tests that each row in README's "Extending" table names all necessary files. The edits are made in a copy."""
 
 import json
 import re
@@ -192,7 +191,7 @@ def run(project: Path, *command: object) -> str:
 
 @pytest.fixture(scope="module")
 def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
-    """Two runs of two steps: one with all extensions, and one with transformers' Llama and no loss term."""
+    """Two two-step runs: one with all extensions, and one with transformers' Llama and no loss term."""
     folder = tmp_path_factory.mktemp("runs")
     recipe = {
         "seed": 1,

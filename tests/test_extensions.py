@@ -1,4 +1,4 @@
-"""Tests for extensions: names registered in a user's file can be used in recipes, are validated and recorded."""
+"""Tests for extensions: recipes can use names registered in a user's file, and runs validate and record them."""
 
 import json
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ class SomeTokens(LossTerm):
 
 @pytest.fixture
 def extended(recipe, tmp_path):
-    """A recipe of four steps with an optimizer, a schedule and a loss term from a file."""
+    """A four-step recipe with an optimizer, a schedule and a loss term from a file."""
     (tmp_path / "ideas.py").write_text(EXTENSION)
     values = yaml.safe_load(recipe.read_text())
     values |= {"extensions": [str(tmp_path / "ideas.py")], "budget": {"steps": 4}, "validation": {"sequences": 4}}
@@ -165,7 +165,7 @@ def test_a_mistake_in_the_file_is_named_with_its_line(extended, tmp_path, there,
 
 
 class Plain(loss_terms.LossTerm):
-    """A loss term that needs whole sequences."""
+    """A loss term that needs entire sequences."""
 
     def __call__(self, seen):
         return seen.hidden_BTD.sum(-1)
@@ -187,7 +187,6 @@ def test_an_undeclared_use_of_the_embedding_is_rejected():
 
 @pytest.mark.parametrize("value", [torch.zeros(2, 3, 4), torch.zeros(3), 1.0])
 def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypatch):
-    """A loss term must return one value per token. A value per hidden dimension would be summed too often."""
     monkeypatch.setitem(LOSS_TERMS, "plain", Plain)
     monkeypatch.setattr(Plain, "__call__", lambda self, seen: value)
     terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)

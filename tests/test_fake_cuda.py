@@ -1,4 +1,4 @@
-"""Tests of training steps on a simulated GPU: a kernel's tensors are all on the GPU, and the host never waits."""
+"""Tests for training steps on a simulated GPU: all kernel inputs are on the GPU, and the host never waits for it."""
 
 import pytest
 
@@ -20,13 +20,13 @@ def test_fake_cuda_rejects_mixed_devices_and_synchronization(outcomes):
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_runs_on_cuda_without_synchronization(outcomes, name):
-    """A step never waits for the GPU, for pairs of attention, loss, precision, activation_checkpointing, optimizer and
+    """Tests every pair of choices for attention, loss, precision, activation_checkpointing, optimizer and
     document_mask. CUDA=all tests all combinations."""
     assert outcomes[name].error is None, outcomes[name].error
 
 
 def test_full_attention_scores_are_never_allocated(outcomes):
-    """No (T, T) scores are allocated, for any precision, document_mask and dropout, except with eager attention."""
+    """Only eager attention allocates (T, T) scores, regardless of precision, document_mask and dropout."""
     errors = {name: outcomes[f"scores: {name}"].error for name in SCORES}
     spelt_out = {name for name in SCORES if name.startswith("eager")}
     assert {name: error for name, error in errors.items() if error and name not in spelt_out} == {}

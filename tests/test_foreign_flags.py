@@ -1,5 +1,5 @@
-"""Tests for flags of other projects: they are translated if their values mean the same; otherwise, the docs say what
-to use."""
+"""Tests for other projects' flags: they are translated if the values have the same meaning. Otherwise, the docs say
+what to use instead."""
 
 import re
 

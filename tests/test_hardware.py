@@ -75,7 +75,7 @@ def test_bf16_is_native_without_limits(new_cpu, monkeypatch):
     ids=["A100", "T4", "V100", "sharded", "GTX 1080"],
 )
 def test_auto_is_fp16_on_gpus_without_bf16_units(fresh, monkeypatch, capability, launched, precision):
-    """auto is never fp16 under strategies that don't scale the loss."""
+    """`auto` never selects fp16 with strategies that don't scale the loss."""
     monkeypatch.setattr(strategy, "device_type", lambda: "cuda")
     monkeypatch.setattr(strategy, "launched_strategy", lambda: launched)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -134,7 +134,7 @@ def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
 
 
 def test_environment_variables_simulate_an_old_cpu():
-    """Libraries read the variables on import, so the test runs in a new process."""
+    """Libraries read the variables when they are imported, so the test uses a new process."""
     code = """
 import torch
 from pretrain.hardware import emulation_of_bf16, missing_bf16
@@ -251,7 +251,7 @@ def test_a_machine_without_a_gpu_uses_its_cpu(machine):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
-    """accelerate sets OMP_NUM_THREADS=1, so an offloaded AdamW would otherwise use one thread."""
+    """accelerate sets OMP_NUM_THREADS=1, which would leave an offloaded AdamW with a single thread."""
     environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_MIXED_PRECISION": "no", "LOCAL_WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -295,7 +295,7 @@ def test_dropout_on_a_cpu_is_seeded_as_by_torch_without_stack_traces(monkeypatch
 
 
 def test_deterministic_runs_use_deterministic_kernels(recipe):
-    """torch's flags are global, so the run is in a new process."""
+    """torch's flags are global, so the test uses a new process."""
     program = (
         "import os, sys, torch, runpy\n"
         f"sys.argv = ['train.py', '--config', '{recipe}', '--deterministic', 'true', '--budget.steps', '1']\n"
@@ -309,7 +309,7 @@ def test_deterministic_runs_use_deterministic_kernels(recipe):
 
 @pytest.fixture
 def eight_gpus(monkeypatch, tmp_path):
-    """Environment of one of eight processes on one of two machines with InfiniBand and 64 cores."""
+    """Environment of a process on one of two machines, each with eight processes, InfiniBand and 64 cores."""
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(hardware, "INFINIBAND", tmp_path)
     monkeypatch.setattr(hardware, "available_cores", lambda: 64)
@@ -335,7 +335,7 @@ def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     [(1, 64, "each process has 1, but needs at least 2"), (8, 8, "each process has 1"), (4, 64, None), (16, 16, None)],
 )
 def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores, on_machine, message):
-    """A process that may use only 4 of 64 cores has them to itself. If all 16 are available, eight processes share
+    """A process limited to 4 of 64 cores doesn't share them. If all 16 cores are available, eight processes share
     them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)

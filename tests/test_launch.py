@@ -19,7 +19,7 @@ from support.terminals import CONTROL_C, InTerminal
 LONG = ("--budget.steps", "1000000", "--checkpoint.every_steps", "1000000", "--validation.every_steps", "1000000")
 LONG += ("--logging.every_steps", "1000000")
 SOON = 300
-"""Timeout in seconds for work that takes twenty, even on a busy machine."""
+"""Timeout in seconds for work that usually takes twenty, with a margin for busy machines."""
 
 
 def launched(strategy, processes, recipe):
@@ -96,7 +96,7 @@ def test_a_process_that_was_killed_has_crashed(capsys):
 
 def test_a_supervised_run_is_restarted_after_crashes(tmp_path, monkeypatch, capsys):
     """A supervised run restarts after a crash, a kill or an unreachable server, but not after bad input, divergence or
-    a normal end."""
+    a normal exit."""
     monkeypatch.setattr(launch, "SHORTEST_PAUSE_SECONDS", 0.01)
     lives = tmp_path / "lives"
     run = f"import os, sys; open({str(lives)!r}, 'a').write('.'); n = len(open({str(lives)!r}).read())\n"

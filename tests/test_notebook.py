@@ -25,7 +25,7 @@ def test_the_notebook_is_shipped_without_output():
 
 
 def test_a_notebook_runs_from_top_to_bottom(tmp_path, text_files, monkeypatch):
-    """The notebook runs with the smaller budgets of support/clone.py, and a failing cell raises an error."""
+    """Uses the smaller budgets from support/clone.py. A failing cell raises an error."""
     clone = make_clone(tmp_path / "groundwork")
     (clone / "docs").mkdir()
     for name, value in environment_in(clone).items():

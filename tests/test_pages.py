@@ -76,7 +76,7 @@ ONLY_READ = {
 }
 """{pattern: reason}"""
 PLANNED: set[str] = set()
-"""plan.py commands that have already run, and whose result can't change."""
+"""plan.py commands that have already run. They aren't run again, because their output can't change."""
 RUN = r"^(python|accelerate launch|torchrun|make demo$|groundwork-)"
 """Commands that may run. Any other command must be listed above, or the test fails."""
 REFUSED = {
@@ -85,7 +85,7 @@ REFUSED = {
 """{pattern: expected message}, with exit status 2"""
 STAND_INS = ("runs/x", "runs/a", "runs/b", "runs/trunk", "data/docs", "data/fineweb_edu", "recipes/x.yaml",
              "recipes/mine.yaml", "recipes/NAME.yaml", "model_configs/mine.json")  # fmt: skip
-"""The reader's own files in the docs, for which the tests use copies of the demo's."""
+"""The reader's own files in the docs. The tests replace them with copies of the demo's files."""
 DEMOS = {
     "runs": "runs/demo", "data": "data/demo", "recipes": "recipes/demo.yaml",
     "model_configs": "model_configs/llama_demo.json",
@@ -123,7 +123,7 @@ def lend_inputs(clone, commands: str, text_files) -> None:
 
 
 def write_tasks(clone) -> None:
-    """Writes the task of docs/evaluate.md, also under the names of some of the harness's tasks."""
+    """Writes the task in docs/evaluate.md, also under the names of some harness tasks."""
     text = "\n".join(page.read_text() for page in PAGES)
     task = yaml.safe_load(re.search(r"```yaml\n(task: my_quiz\n.*?)```", text, re.DOTALL)[1])
     rows = [{"question": str(number), "choices": ["one", "two"], "answer": 0} for number in range(4)]
@@ -187,7 +187,7 @@ def read(words: list[str]) -> None:
 
 
 def read_command(words: list[str]) -> None:
-    """Parses a command including its launcher. The files in it must exist."""
+    """Parses a command, including its launcher. All files in it must exist."""
     words = [WORDS.get(word, word).replace("$files/", "") for word in words]
     if installed := re.match(r"groundwork-(.*)", words[0]):
         words[:1] = ["python", f"{installed[1].replace('-', '_')}.py"]
@@ -236,7 +236,7 @@ def check(command: Command, clone) -> str | None:
 
 @pytest.fixture
 def extensions_are_forgotten():
-    """Removes a page's extensions from this process, where other tests would find them."""
+    """Unregisters a page's extensions, so that other tests don't find them."""
     yield
     for table in [value for value in vars(registry).values() if isinstance(value, registry.Table)]:
         for name, entry in list(table.data.items()):
@@ -292,7 +292,7 @@ def test_a_broken_command_is_detected(text, problem, monkeypatch):
 
 
 def test_a_rejected_run_is_detected(demo):
-    """A run that is accepted leaves its output files."""
+    """The demo's accepted commands left their output files."""
     wrong = check(Command("page.md", 1, "Page", "python evaluate.py --model runs/demo --data data/none"), demo)
     assert "exit status 2" in wrong and "data/none" in wrong
     assert (demo / "runs/demo/final/model.safetensors").exists() and (demo / "runs/demo/evaluation.json").exists()

@@ -12,7 +12,7 @@ from support.project import ROOT
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> dict[str, str]:
-    """Environment in which the installed wheel is found."""
+    """Environment variables that make the installed wheel importable."""
     folder = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "--disable-pip-version-check", "--target", folder, ROOT], check=True)

@@ -1,4 +1,5 @@
-"""Tests for folder locks: a lock ends with its process, and the error message says which process holds it."""
+"""Tests for folder locks: a lock is released when its process exits, and the error message names the process that
+holds it."""
 
 import json
 import os
@@ -39,7 +40,7 @@ def test_a_killed_processs_lock_is_taken_over_at_once(tmp_path):
 
 
 def test_a_lock_of_another_machine(tmp_path):
-    """The lock is respected while its file is updated, because processes on other machines aren't visible."""
+    """The lock is respected as long as its file is updated, because processes on other machines aren't visible."""
     path = tmp_path / ".lock"
     path.write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
     with pytest.raises(InputError, match="still locked by process 7 on elsewhere"), folder_lock(path):

@@ -1,4 +1,4 @@
-"""Tests for recipes: parsing, rejected values and their messages."""
+"""Tests for recipes: parsing, rejected values and error messages."""
 
 import os
 import subprocess
@@ -185,7 +185,7 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
 
 
 def test_a_group_in_two_places_is_refused(recipe):
-    """The problem concerns the whole recipe, so it has no setting's path."""
+    """The problem concerns the recipe as a whole, so the message doesn't start with a setting's path."""
     (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
     assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
 

@@ -25,8 +25,8 @@ def packages(name) -> set[str]:
 
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
 NOT_ASKED_FOR = ("torch", "deepspeed")
-"""Packages that aren't checked: torch is half a gigabyte and often comes from a separate index, and deepspeed is a
-source archive."""
+"""Packages that aren't checked: torch takes half a gigabyte and is often installed from a separate index, and
+deepspeed is a source archive."""
 
 
 def pip_finds(version: str, *requirements: str) -> subprocess.CompletedProcess:

@@ -15,7 +15,7 @@ from support.project import ROOT
 LONG = {
     "first_hour", "shapes", "failures", "design", "performance", "quality", "memory", "faults", "comparison",
 }  # fmt: skip
-"""Pages with long tables or results. The measurement archive has no limit either."""
+"""Pages that may be long because of tables or results. The measurement archive has no limit either."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_reference_has_the_events_the_files_of_a_run_and_the_names_of_extens
 
 
 def pages_in(navigation) -> list[str]:
-    """Returns the files in a part of mkdocs.yml's nav."""
+    """Returns the files in a section of mkdocs.yml's nav."""
     if isinstance(navigation, str):
         return [navigation]
     parts = navigation.values() if isinstance(navigation, dict) else navigation
@@ -67,7 +67,7 @@ def pages_in(navigation) -> list[str]:
 
 
 def test_every_guide_is_two_clicks_away():
-    """Every guide is linked from the first page of the tab "Guides"."""
+    """Every guide is linked from the first page of the "Guides" tab."""
     (guides,) = [tab for tab in yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"] if "Guides" in tab]
     first, *others = pages_in(guides)
     linked = re.findall(r"\]\((\w+\.md)", (ROOT / "docs" / first).read_text())

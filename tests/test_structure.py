@@ -1,4 +1,4 @@
-"""Tests for the project's structure: sizes, import order, settings that are used, and paths in the README."""
+"""Tests for the project's structure: sizes, import order, unused settings, and paths in the README."""
 
 import ast
 import re
@@ -155,7 +155,7 @@ PACKAGES = (
     "pretrain_tools/evaluation",
     "pretrain_tools/experiments",
 )
-"""Both packages' folders in import order: a folder imports only from itself and from those before it."""
+"""Both packages' folders in import order: a folder imports only from itself and from earlier folders."""
 
 
 def package_of(module: str) -> str:
@@ -284,7 +284,7 @@ def test_the_project_speaks_of_itself_only(path):
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Returns a page's anchors, as GitHub makes them from headings."""
+    """Returns a page's anchors, as GitHub generates them from headings."""
     headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

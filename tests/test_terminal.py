@@ -89,7 +89,7 @@ def test_the_other_processes_are_silent(capsys, monkeypatch):
     ],
 )
 def test_scripts_print_a_line_before_importing_torch(arguments, tmp_path):
-    """This test's torch module can't be imported."""
+    """In this test, importing torch fails."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     if arguments[0] == "plan.py":
         arguments = ["plan.py", "--config", "recipes/demo.yaml"]

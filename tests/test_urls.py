@@ -20,7 +20,7 @@ from support.prepared import WRITERS, content_of, make_parts_small, texts, write
 
 @pytest.fixture
 def memory():
-    """fsspec's in-memory file system, empty."""
+    """An empty in-memory file system from fsspec."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     system.pseudo_dirs[:] = [""]
@@ -29,7 +29,7 @@ def memory():
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """Server without support for ranges, which cuts off the first response for each file if `breaks_off` is set."""
+    """Server without range support. If `breaks_off` is set, it truncates the first response for each file."""
 
     breaks_off = False
     asked: Counter

@@ -82,7 +82,8 @@ def test_it_is_forked_receives_signals_and_forks_its_children():
 
 
 def test_it_can_be_signaled_until_it_is_waited_for():
-    """A process that has ended can still be signaled until it is waited for, as torchrun does with its group."""
+    """A process that has exited can still be signaled until it is waited for. torchrun does this with its process
+    group."""
     deadline = time.monotonic() + 100
     with WarmPopen([sys.executable, "-c", ""], env=environment(), start_new_session=True) as process:
         while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:

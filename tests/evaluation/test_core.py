@@ -61,8 +61,8 @@ def bundle(tmp_path_factory):
 
 
 def right_by_hand(model, tokenizer, task, data, number):
-    """Returns True if the model answers an item correctly. As in nanochat's core_eval.py, each prompt takes one
-    forward pass, and only the losses of tokens that differ are compared."""
+    """Returns True if the model answers an item correctly. As in nanochat's core_eval.py, each prompt gets one forward
+    pass, and only the losses of differing tokens are compared."""
     between, kind = task.get("continuation_delimiter", " "), task["icl_task_type"]
     others = [item for place, item in enumerate(data) if place != number]
     shots = random.Random(1234 + number).sample(others, task["num_fewshot"][0])
@@ -97,7 +97,7 @@ def right_by_hand(model, tokenizer, task, data, number):
 
 @torch.no_grad()
 def test_core_equals_a_hand_calculation(model_folder, bundle):
-    """CORE equals a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
+    """CORE matches a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
     scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -166,7 +166,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def small_tasks(tmp_path_factory):
-    """Stand-ins for the tasks of `small`, including a context task (winogrande) and a last-word task (lambada)."""
+    """Stand-ins for the tasks in `small`, including a context task (winogrande) and a last-word task (lambada)."""
     folder = tmp_path_factory.mktemp("small")
     items = [items_of("multiple_choice", number) | {"number": number} for number in range(6)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))

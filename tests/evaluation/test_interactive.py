@@ -1,4 +1,4 @@
-"""Tests for an interactive session with a model, from typed lines to output."""
+"""Tests for interactive sessions with a model, from input to output."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Tests for runs.py mixture: near-optimal weights, honest uncertainty, and real runs."""
+"""Tests for runs.py mixture: near-optimal weights, realistic uncertainty estimates, and real runs."""
 
 import json
 import shutil

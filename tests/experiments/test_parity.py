@@ -218,7 +218,7 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
 
 
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
-    """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared the only
+    """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared a single
     GPU."""
     gpus = iter([1])
     monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))

@@ -1,4 +1,4 @@
-"""Tests that prepare_data.py with all cleaning steps gives the same bytes after kills at random moments."""
+"""Tests that prepare_data.py with all cleaning steps writes the same bytes after being killed at random moments."""
 
 import os
 import random
@@ -50,7 +50,7 @@ def documents(rng, count):
 @pytest.mark.skipif(not EVERYTHING, reason="two minutes: FAULTS=all; kills at chosen moments are in tests/preparation")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenizer, workers):
-    """Twenty kills of the process group, the main process or a worker, at random times, don't change the output."""
+    """Killing the process group, the main process or a worker twenty times at random doesn't change the output."""
     seed = int(os.environ.get("KILL_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KILL_SEED={seed}")
     rng = random.Random(seed)
@@ -66,7 +66,7 @@ def test_kills_at_random_moments_of_a_cleaning_change_no_byte(tmp_path, tokenize
     ]  # fmt: skip
 
     def started(name):
-        """Starts a run and returns (process, time at which it began to work), so that kills don't hit the imports."""
+        """Starts a run and returns (process, time when it began working), so that it isn't killed during imports."""
         process = start_script(*command, "--output", tmp_path / name, fresh=True, start_new_session=True)
         lock = tmp_path / name / ".unfinished/lock"
         while process.poll() is None and not (lock.exists() and f'"pid": {process.pid},' in lock.read_text()):

@@ -1,4 +1,4 @@
-"""Tests that damaged shards are detected at the start or on the first read, with the file name and the rank."""
+"""Tests that damaged shards are detected at the start or on the first read, and reported with file name and rank."""
 
 import json
 import shutil

@@ -105,7 +105,7 @@ def test_a_rollback_may_halve_the_rate_and_read_the_same_again_and_a_run_end_wit
     assert half and read[:half] == read[half:], "the same windows must be read again"
     assert max(path.name for path in (run / "checkpoints").glob("step-*")) == "step-00000016"
     assert not (run / "final").exists()
-    # Resumed from before the spikes, the run takes the same actions again, and all later steps are identical.
+    # If resumed from before the spikes, the run takes the same actions again, and all later steps are identical.
     shutil.rmtree(run / "checkpoints/step-00000016")
     last = {line["step"]: line for line in without_times(run, "train")}
     again = launch_with_faults(tmp_path / "again", "single", 1, *settings)

@@ -24,7 +24,8 @@ def arguments(recipe, run):
 def test_dead_and_hanging_ranks(recipe, shards, tmp_path):
     """A rank that is killed in the all-reduce or hangs is restarted, and no window is lost or repeated.
 
-    FAULTS=all also tests stopped ranks, and kills in the forward pass during accumulation and in validation.
+    FAULTS=all also tests stopped ranks, and ranks killed during validation or in a forward pass during gradient
+    accumulation.
     """
     source = json.dumps([{"shards": str(short_source(shards, tmp_path / "short", 4 * STEPS_PER_EPOCH))}])
     settings = ["--data.train", source]
@@ -99,7 +100,7 @@ def test_a_crash_at_the_same_step_every_time(recipe, tmp_path):
 
 @pytest.mark.skipif(not EVERYTHING, reason="three launches of two processes; in make test-faults")
 def test_a_death_on_one_of_two_machines(recipe, tmp_path):
-    """With one launcher on each of two machines, both restart their process and rejoin the group."""
+    """Each of two machines has its own launcher. Both restart their process and rejoin the group."""
     settings = ["--config", recipe, "--budget.steps", STEPS, "--output"]
     whole = launch_with_faults(tmp_path / "whole", "ddp", 2, *settings, tmp_path / "run-whole")
     assert whole.code == 0, whole.output

@@ -1,4 +1,4 @@
-"""Tests for saves that are killed, delayed, fail or are damaged later: a complete checkpoint always exists."""
+"""Tests for saves that fail, or are killed, delayed or damaged later: a complete checkpoint always exists."""
 
 import json
 import os
@@ -24,13 +24,13 @@ FILES = ["model.safetensors", "optimizer.safetensors", "trainer_state.json", "MA
 
 @pytest.fixture
 def in_memory():
-    """A folder in memory, where fsync is free, because only the order of operations matters."""
+    """An in-memory folder, where fsync is free. These tests only depend on the order of operations."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         yield Path(folder)
 
 
 def test_a_process_killed_at_any_moment_of_a_save_and_a_prune(in_memory):
-    """A kill at any moment leaves a complete checkpoint. FAULTS=all tests every moment, more than 200."""
+    """A complete checkpoint survives a kill at any moment. FAULTS=all tests all of the more than 200 moments."""
     every = 1 if EVERYTHING else 11
     run = run_script("tests/support/save_and_die.py", in_memory, every, timeout=550)
     results = json.loads(run.stdout.splitlines()[-1])
@@ -238,7 +238,7 @@ def test_a_disk_that_refuses_costs_a_checkpoint_and_no_step(recipe, tmp_path):
 
 
 def test_a_rank_that_writes_late_and_a_kill_meanwhile(recipe, tmp_path):
-    """LATEST still points to the old checkpoint while a rank is writing late. With FAULTS=all, the run resumes from
+    """LATEST still points to the old checkpoint while one rank is still writing. With FAULTS=all, the run resumes from
     it."""
     run, notes = tmp_path / "run", tmp_path / "notes"
 

@@ -60,7 +60,7 @@ def test_sigterm_between_steps_during_a_save_and_with_a_save_that_is_too_slow(re
         tell("16", "SIGTERM, save slower than the launcher's patience", "the one before is intact; continued from it")
         outputs.append(killed)
 
-        # Only one rank gets the signal, as from a scheduler of one of several machines. All ranks stop at the same
+        # Only one rank gets the signal, as when a scheduler stops one of several machines. All ranks stop at the same
         # step.
         alone = [{"where": "read", "step": saved + 3, "what": "SIGUSR1", "rank": 1}]
         last = launch_with_faults(tmp_path / "alone", "ddp", 2, *arguments(recipe, run), faults=alone, **SECRETS)
@@ -106,7 +106,7 @@ def test_sigterm_in_what_is_done_between_steps(recipe, tmp_path):
         assert "samples skipped because the run is stopping" in warnings
         assert (end_of(run)["code"], end_of(run)["step"]) == (75, 4) and not events(run, "sample")
         settings = settings[:-4]
-    # The last rank takes two seconds for each of 32 batches. The signal reaches the other rank in its first batch.
+    # The last rank takes two seconds for each of 32 batches. The signal reaches the other rank during its first batch.
     warnings = stop("validation", 8, {"where": "validation", "step": 8, "what": "sleep", "seconds": 2, "always": True})
     assert "validation skipped because the run is stopping" in warnings
     assert (end_of(run)["code"], end_of(run)["step"]) == (75, 8)

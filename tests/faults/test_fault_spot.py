@@ -54,7 +54,7 @@ def live(folder, run, mirror, strategy, processes, *arguments, hang=None, copied
 
 
 def test_a_lost_disk_costs_the_steps_since_the_last_copy(recipe, tmp_path):
-    """A run loses its disk twice and continues from the mirror, under accelerate, torchrun and a single process."""
+    """A run loses its disk twice and continues from the mirror, with accelerate, torchrun and a single process."""
     run, mirror = tmp_path / "run", tmp_path / "other/disk"
     settings = ["--config", recipe, "--budget.steps", STEPS, "--optim.learning_rate", 1e-4, "--output"]
     whole = launch_with_faults(tmp_path / "whole-notes", "ddp", 2, *settings, tmp_path / "whole")
@@ -133,9 +133,9 @@ SAVED_EVERY_IN_THE_HOUR = 5
 def test_an_hour_of_spot_machines(recipe, tmp_path):
     """Simulates an hour on a dozen spot machines that vanish at random moments, one of them with a single process.
 
-    A step stands for STEP_SECONDS. Before a machine is killed, the test waits until the mirror has every checkpoint
-    older than two seconds, the time of a copy. Startup is real, including imports. The test reports the share of
-    computed steps that were kept, and the share of time spent on them.
+    Each step represents STEP_SECONDS. Before a machine is killed, the test waits until the mirror has every checkpoint
+    older than two seconds, which is how long a copy takes. Startup is real, including imports. Reports the fraction of
+    computed steps that were kept, and the fraction of time spent on them.
     """
     run, mirror = tmp_path / "run", tmp_path / "mirror"
     steps, chance = round(HOUR_SECONDS / STEP_SECONDS), random.Random(1)

@@ -1,4 +1,4 @@
-"""Tests with twenty random kills in one run under each of six strategies, the long part of `make test-faults`."""
+"""Kills a run at twenty random moments with each of six strategies. This is the slow part of `make test-faults`."""
 
 import json
 import random
@@ -18,8 +18,7 @@ STEPS = SAVED_EVERY * (KILLS + 2)
 @pytest.mark.skipif(not EVERYTHING, reason="takes minutes per strategy; in make test-faults")
 @pytest.mark.parametrize(("strategy", "processes"), LAUNCHES)
 def test_twenty_kills_change_nothing(recipe, tmp_path, strategy, processes):
-    """Twenty kills, each between two checkpoints and on a random rank, change neither losses nor weights, even with
-    dropout."""
+    """Killing random ranks twenty times between checkpoints changes neither losses nor weights, even with dropout."""
     (tmp_path / "tiny_llama.json").write_text(json.dumps(TINY_LLAMA | {"attention_dropout": 0.1}))
     settings = [
         "--config", recipe, "--budget.steps", STEPS, "--checkpoint.every_steps", SAVED_EVERY,

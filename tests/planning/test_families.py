@@ -44,7 +44,7 @@ def test_ladders_rise_by_small_steps_from_ten_million_to_thirteen_billion(family
     ],
 )
 def test_published_models_are_among_them(name, rung, vocabulary, parameters):
-    """Each published model has one of the sizes: Llama 13B (its MLP is 1% wider), Qwen3 0.6B and 8B, nanochat d20, and
-    GPT-2 XL (1,024 positions)."""
+    """Each published model matches one of the family's sizes: Llama 13B (whose MLP is 1% wider), Qwen3 0.6B and 8B,
+    nanochat d20, and GPT-2 XL (with 1,024 positions)."""
     assert rung in FAMILIES[name].rungs
     assert Shape(*rung, vocabulary, FAMILIES[name]).parameters == pytest.approx(parameters, rel=0.01)

@@ -1,4 +1,4 @@
-"""Tests for memory predictions, compared with real tensors, a measured peak and each other."""
+"""Tests memory predictions against real tensors, a measured peak and each other."""
 
 import json
 
@@ -63,7 +63,8 @@ def test_sizes_are_those_of_the_model(model_config):
 
 
 def test_layers_of_two_sizes_are_counted_separately_and_traced_as_moe_layers():
-    """With a dense first layer, as in DeepSeek-V3, each layer's size is counted and an MoE layer is traced."""
+    """With a dense first layer, as in DeepSeek-V3, the actual size of each layer counts, and the traced layer is an
+    MoE layer."""
     dense_first = load_model_config("model_configs/deepseek_v3_4m.json")
     sizes, model = sizes_of(dense_first), build_meta_model(dense_first)
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
@@ -148,7 +149,8 @@ def test_settings_that_cost_or_save_memory(model_config, model_file):
 
 
 def test_a_memory_budget_keeps_less_and_repeats_more(model_config, model_file):
-    """A lower memory budget saves less and recomputes more. The compiler's choice depends on the micro-batch size."""
+    """With a lower memory budget, the compiler saves less and recomputes more. Its choice depends on the micro-batch
+    size."""
     kept, repeated = [], []
     for setting in ("none", MemoryBudget(memory_budget=0.5), MemoryBudget(memory_budget=0.1), "full"):
         config = run_config(model_file, activation_checkpointing=setting, compile="regional")
@@ -169,7 +171,7 @@ def test_the_loss_of_a_gpu_has_no_softmax_in_fp32_where_it_is_compiled(model_con
 
 
 def test_strategies_shard_the_documented_states(model_config, model_file):
-    """Bytes per parameter match Rajbhandari et al., table 1, here with fp32 gradients and 2 processes."""
+    """Bytes per parameter match Table 1 of Rajbhandari et al., but with fp32 gradients and 2 processes."""
     total, config = sizes_of(model_config).total, run_config(model_file)
 
     def states(name):
@@ -221,7 +223,7 @@ STATES = {
     "pp": ((4 + 4 + 8) / 2, 0, 0),
 }
 """{strategy: bytes per parameter of weights, gradients and moments on the device, in CPU memory and on disk}, for bf16
-on 2 processes."""
+and 2 processes."""
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

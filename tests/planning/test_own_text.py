@@ -34,7 +34,7 @@ def text() -> str:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text):
-    """(folder, printed output) of the command for a single file."""
+    """(folder, printed output) for a run on a single file."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "novel.txt").write_text(text)
     result = run_script(ROOT / "train.py", "--text", "novel.txt", "--minutes", MINUTES, cwd=folder)
@@ -149,7 +149,7 @@ def test_existing_files_are_not_overwritten(tmp_path, text, place):
 
 
 def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
-    """The same command continues after an interruption, whether after the tokenizer or in training."""
+    """The same command continues after an interruption, both after tokenizer training and during model training."""
     (tmp_path / "novel.txt").write_text(text)
     command = ("--text", "novel.txt", "--minutes", "0.1")
     asked = read_own_text(command)
@@ -161,7 +161,7 @@ def test_interrupted_anywhere_the_same_command_continues(tmp_path, text):
     ) as process:
         printed = ""
         for line in process.stdout:
-            if line.startswith("step ") and "\nstep " not in printed:  # on a busy machine, the time is up soon after
+            if line.startswith("step ") and "\nstep " not in printed:  # a busy machine soon runs out of time
                 process.send_signal(signal.SIGINT)
             printed += line
         assert process.wait(300) == 130, printed

@@ -40,7 +40,7 @@ def test_more_text_makes_the_model_no_smaller(flops):
     chosen = [sizing(flops, tokens) for tokens in TEXTS]
     sizes = [found.shape.parameters for found in chosen]
     if flops >= 1e18:
-        # A smaller text may get a larger model, so that the budget is used.
+        # Less text may get a larger model, so that the budget is used.
         assert all(more * MOST_TIMES_LARGER >= less for less, more in itertools.pairwise(sizes))
         assert sizes[-1] > 10 * sizes[0]
     assert chosen[-1].epochs <= chosen[0].epochs * 1.05  # rounded to whole steps

@@ -1,4 +1,4 @@
-"""Tests for the planned memory of a step against a simulated GPU; see support/memory_on_fake_cuda.py.
+"""Compares a step's planned memory with that on a simulated GPU; see support/memory_on_fake_cuda.py.
 
 STRATEGIES=all tests every strategy, with and without compiled layers and several micro-steps, and full models of up to
 1.3B parameters.

@@ -1,5 +1,5 @@
-"""Tests for the files that train.py --text selects from folders, patterns and names, and for its messages about the
-others."""
+"""Tests for the files that train.py --text selects from folders, patterns and names, and for the messages about other
+files."""
 
 import gzip
 import os

@@ -40,8 +40,8 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def run_killed():
-    """Returns a function that runs prepare_data.py, kills it at a moment (see support.prepared.KILLED; 0: never) and
-    returns the result."""
+    """Returns a function that runs prepare_data.py, kills it at the given moment (see support.prepared.KILLED; 0:
+    never) and returns the result."""
     command = [sys.executable, "-c", SERVER, KILLED]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
 

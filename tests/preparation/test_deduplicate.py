@@ -1,4 +1,5 @@
-"""Tests for exact deduplication: the first copy in input order is kept, with any workers and interruptions."""
+"""Tests for exact deduplication: the first copy in input order is kept, with any number of workers and after
+interruptions."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Tests for prepare_data.py --inspect against hand counts."""
+"""Compares the output of prepare_data.py --inspect with hand-counted values."""
 
 import json
 
@@ -18,7 +18,7 @@ FUNCTION = 'def keep(text):\n    return "<script>" not in text\n'
 
 @pytest.fixture
 def documents(tmp_path):
-    """40 files of 40 documents each. The filter removes every fourth document, and every eighth is a copy."""
+    """40 files with 40 documents each. The filter removes every fourth document, and every eighth is a copy."""
     (tmp_path / "mine.py").write_text(FUNCTION)
     folder = tmp_path / "docs"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Tests that kills, signals, locks and changed inputs neither change the output nor lose finished work."""
+"""Tests that kills, signals, locks and changed inputs neither corrupt the output nor lose finished work."""
 
 import gzip
 import json

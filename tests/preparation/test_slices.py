@@ -1,4 +1,4 @@
-"""Tests that merged slices, prepared on separate machines, have the same bytes as output from one machine."""
+"""Tests that merging slices from several machines gives the same bytes as a single machine."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def small_parts(monkeypatch):
 
 
 def write_inputs(tmp_path):
-    """Writes files of several sizes with duplicates across them, bad lines and empty documents. Returns the
+    """Writes files of different sizes with bad lines, empty documents, and duplicates across files. Returns the
     arguments."""
     documents = texts(150)
     write_jsonl(tmp_path / "a.jsonl", documents[:90], [b"bad", b'{"text": ""}'])
@@ -148,7 +148,8 @@ def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
 
 def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    # Long lines give several partitions even in Ray processes, which don't use the small size. They are filtered out.
+    # Long lines give several partitions even in Ray processes, which don't use the small size. These lines are
+    # filtered out.
     lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
     for name in ("e.jsonl", "f.jsonl"):
         write_jsonl(tmp_path / name, lines)

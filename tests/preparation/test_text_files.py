@@ -89,7 +89,8 @@ def test_killed_at_any_write_the_text_is_the_same(tmp_path, tokenizer, workers, 
     arguments = (*inputs(tmp_path), "--tokenizer", tokenizer, "--near_duplicates", "0.8")
     assert run_killed(0, *arguments, "--workers", 1, "--output", tmp_path / "whole").returncode == 0
     broken = (*arguments, "--output", tmp_path / "broken", "--workers", workers)
-    # A string kills at the first write to such a file: compressed text in either pass, and text that is still growing.
+    # With a string, the kill is at the first write to a matching file: compressed text in either pass, or text that is
+    # still growing.
     for at in ("documents/text/documents-00001", 9, ".unfinished/text/train-00001", "broken/text/train-00000", 23):
         killed = run_killed(at, *broken)
         assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -1,4 +1,4 @@
-"""Tests for the validation split of a few plain-text files, where the end of the largest file is held out."""
+"""Tests for the validation split of a few plain-text files, which is the end of the largest file."""
 
 import json
 
@@ -46,8 +46,8 @@ def test_the_tail_of_a_single_text_is_held_out(tmp_path, run, tokenizer):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
-    """Workers and slices give the same bytes. A copy of the largest file must not put its held-out end into the
-    training text."""
+    """Workers and slices give the same bytes. A copy of the largest file doesn't leak its held-out end into
+    training."""
     for name, text in {"a": novel(300), "b": "b " + novel(380), "c": "b " + novel(380)}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     arguments = ("--input", f"{tmp_path}/*.txt", "--validation_fraction", 0.02)
@@ -61,7 +61,7 @@ def test_workers_and_slices_give_the_same_bytes(tmp_path, run, workers):
 
 
 def test_a_tokenizer_is_not_trained_on_the_tail(tmp_path, run):
-    """Only the held-out text has a word that could be merged."""
+    """Only the held-out text contains a word that could be merged."""
     (tmp_path / "text.txt").write_text(novel(200) + "\n\n" + "zyxwvu " * 100)
     run(
         "--input", tmp_path / "text.txt", "--train_tokenizer", 600, "--validation_fraction", 0.05, "--output",

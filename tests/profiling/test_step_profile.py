@@ -1,4 +1,4 @@
-"""Tests for profiles of two processes: injected causes are reported, and a healthy run has none."""
+"""Tests for profiling two processes: injected causes are reported, and a healthy run has none."""
 
 import gzip
 import json

@@ -21,7 +21,7 @@ def event(name, start, end, kind="operator", thread=MAIN, correlation=0):
 
 
 def marks(*phases):
-    """Returns the marks of a step with these (name, start, end) phases."""
+    """Returns the markers for a step with these (name, start, end) phases."""
     begin, end = phases[0][1], phases[-1][2]
     step = event(f"{MARK}step 7", begin, end, "mark")
     return [step, *(event(MARK + name, *times, "mark") for name, *times in phases)]

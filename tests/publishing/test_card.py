@@ -1,4 +1,4 @@
-"""Tests for the model card: correct, complete, readable by the Hub, and without details of the machine."""
+"""Tests for the model card: correct, complete, readable by the Hub, and without details about the machine."""
 
 import json
 

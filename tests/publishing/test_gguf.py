@@ -47,7 +47,7 @@ TEXT = (ROOT / "docs/learning_rate.md").read_text()
 
 @pytest.fixture(scope="module")
 def own_tokenizer(tmp_path_factory):
-    """A tokenizer trained as by prepare_data.py."""
+    """A tokenizer trained the same way as in prepare_data.py."""
     folder = tmp_path_factory.mktemp("tokenizer")
     _trained(iter([TEXT]), 500, ["<|user|>"], "gpt4").save(folder)
     return folder
@@ -66,7 +66,7 @@ def test_the_text_to_compare_on_is_the_runs_own(shards, tmp_path):
 
 
 def write_varied(folder, tokenizer, model):
-    """Writes a model in which norms and biases differ from their initial ones and zeros."""
+    """Writes a model whose norm weights aren't all one and whose biases aren't all zero."""
     write_model(folder, tokenizer, model, seed=1)
     tensors = load_file(folder / "model.safetensors")
     torch.manual_seed(2)

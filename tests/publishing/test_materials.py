@@ -36,13 +36,13 @@ def run(tmp_path_factory):
 
 
 def bill(run, publication, folder, **wanted) -> dict:
-    """Returns the bill of the run's final model, or of a different one, validated against the schema."""
+    """Returns the bill of materials for the run's final model, or for another one, validated against the schema."""
     (model,) = find_publishable(run, **{"steps": [], "milestones": False, "final": not wanted.get("steps"), **wanted})
     return valid(stage(run, model, publication, folder / "staged"))
 
 
 def valid(folder) -> dict:
-    """Returns the bill in a folder, after checking it with the official validator."""
+    """Returns a folder's bill of materials after checking it with the official validator."""
     text = (folder / "bom.cdx.json").read_text()
     error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
     assert error is None, error
@@ -54,7 +54,7 @@ OFFER = Publication("me/tiny", license="apache-2.0", languages=("en",))
 
 @pytest.fixture(scope="module")
 def contents(run, tmp_path_factory):
-    """The bill of the run's final model."""
+    """The bill of materials for the run's final model."""
     return bill(run, OFFER, tmp_path_factory.mktemp("published"))
 
 

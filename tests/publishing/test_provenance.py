@@ -59,7 +59,7 @@ def test_every_file_changed_by_a_byte_missing_or_added_is_named(folder):
 
 
 def test_a_change_to_any_byte_of_the_provenance_is_detected(published, tmp_path):
-    """To save time, only every seventh byte is tested, without the other files."""
+    """To save time, only every seventh byte is tested, and the other files are left out."""
     provenance = tmp_path / "provenance.json"
     content = (published["main"] / "provenance.json").read_bytes()
     for position in range(0, len(content), 7):

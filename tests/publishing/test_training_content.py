@@ -48,7 +48,7 @@ FILES = {"sources": [{"path": "https://data.example.net/a.jsonl", "bytes": 5_000
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
-    """Facts of a run on a Hub dataset and on files."""
+    """Facts about a run that was trained on a Hub dataset and on files."""
     run = write_run(tmp_path_factory.mktemp("runs") / "x")
     totals = {"docs": 2_000_000_000, "code": 50_000_000}
     kept = {

@@ -1,4 +1,4 @@
-"""Tests for resolving a user's address to a model folder, with messages for wrong addresses."""
+"""Tests for resolving model addresses such as RUN@best to folders, and for the error messages."""
 
 import json
 
@@ -86,7 +86,7 @@ def test_an_unreachable_hub_model(monkeypatch):
 
 
 def test_a_model_folder_with_a_manifest_is_compared_with_it(tmp_path):
-    """train.py prints evaluate.py's command with RUN/final."""
+    """train.py prints an evaluate.py command with RUN/final."""
     run = make_run(tmp_path / "run", [4], final_step=8)
     assert found(run / "final") == [(f"{run}/final", 8, 80)]
     (run / "final/config.json").write_text("{ }")

@@ -25,7 +25,7 @@ from support.run_logs import end_line, finished_run, start_line, train_line, wri
 
 START = "start-1"
 SOON = 120.0
-"""Timeout in seconds for work that takes one or two, even on a busy machine."""
+"""Timeout in seconds for work that usually takes one or two, with a margin for busy machines."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def ask(run, timeout_seconds=SOON, command="save"):
 
 
 def answer_one(run, step):
-    """Processes one command in a separate thread, like the training loop."""
+    """Processes one command in a separate thread, as the training loop does."""
     control = Control(run, START)
 
     def loop():
@@ -213,7 +213,7 @@ def test_an_inactive_run_cannot_be_steered(tmp_path):
     crashed = write_run(tmp_path / "crashed", [start_line(), train_line(1)])
     preempted = write_run(tmp_path / "preempted", [start_line(), train_line(4), end_line(4, 75, "preempted")])
     for folder in (crashed, preempted):
-        # A killed process leaves a lock that isn't held.
+        # A killed process leaves a lock file, but no longer holds the lock.
         (folder / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     cases = {
         finished: "the run is not active (finished at step 100), so there is nothing to save; its model is in final",
@@ -330,7 +330,7 @@ def anneal_a_live_run(strategy, recipe, run):
 
 
 def steer(run, command):
-    """Sends the command. Returns the step in the answer, which must match the log."""
+    """Sends the command. Returns the step from the answer, which must match the log."""
     said = run_script("runs.py", command, run).stdout
     step = int(said.split("step ")[1].split()[0].replace(",", ""))
     assert [line["step"] for line in events(run, "control") if line["command"] == command][-1] == step

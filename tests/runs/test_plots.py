@@ -43,7 +43,7 @@ def test_flops_come_from_the_run_or_else_6_per_parameter(tmp_path):
 
 
 def test_flops_follow_the_stages_of_a_run(tmp_path):
-    """FLOPs equal a hand calculation: ten steps at 10 FLOPs per token, then 40, with a rollback in the second
+    """FLOPs match a hand calculation: ten steps at 10 FLOPs per token, then 40, with a rollback in the second
     stage."""
     stages = [
         {"event": "stage", "step": step, "flops_per_token": flops} for step, flops in ((12, 40), (8, 10), (10, 40))

@@ -176,7 +176,7 @@ def test_mistyped_arguments_are_refused_in_words(arguments, message):
 
 
 class Forked(WarmPopen):
-    """Replacement for a contestant's own interpreter, forked from a warm one."""
+    """Replacement for Popen that forks contestants from a warm interpreter."""
 
     def __init__(self, *arguments, env, **settings):
         super().__init__(*arguments, env=env | {"HF_HUB_OFFLINE": "1"}, **settings)

@@ -1,4 +1,4 @@
-"""Tests for the report on the guards' overhead. tests/faults/test_fault_sweep.py measures real runs."""
+"""Tests for the report about the guards' overhead. tests/faults/test_fault_sweep.py measures real runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests for learning-rate sweeps: where they continue, what they find, and that `auto` is near the optimum."""
+"""Tests for learning-rate sweeps: the next rate to try, the optimum, and that `auto` is close to it."""
 
 import math
 

@@ -125,8 +125,8 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_dockerfile_is_well_formed():
-    """The Dockerfile has only known instructions, valid shell code, existing files and declared arguments. Docker
-    isn't needed."""
+    """The Dockerfile uses only known instructions, valid shell code, existing files and declared arguments. The test
+    doesn't need Docker."""
     known = {"ARG", "FROM", "RUN", "COPY", "WORKDIR", "ENV", "CMD"}
     stages, declared, device = [], set(), None
     for word, text in instructions():

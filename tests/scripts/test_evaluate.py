@@ -302,7 +302,7 @@ def test_scores_equal_the_harness_to_the_last_digit(model_folder, tasks):
 
 
 def test_models_side_by_side_do_not_influence_each_other(model_folder, tasks, tmp_path, tokenizer, manifest, capsys):
-    """One of them is a local architecture, loaded without trust_remote_code."""
+    """One of the models is a local architecture, loaded without trust_remote_code."""
     deepone = save_tiny(tmp_path / "deepone", tokenizer, manifest, "deepone")
     words = ["--tasks", "tiny_group,tiny_rolling", "--include_path", tasks, "--limit", 5]
     first, second, third = evaluate("--model", model_folder, deepone, model_folder, *words)

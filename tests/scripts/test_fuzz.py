@@ -1,7 +1,8 @@
-"""Tests with mutated recipes, model configs and command lines: each runs or gets an error that names the setting.
+"""Tests with mutated recipes, model configs and command lines: each runs or fails with an error that names the
+setting.
 
-make test runs a sample in about a minute, make test-faults all cases. A failed case is reported with its number. To
-run it alone: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
+`make test` runs a sample in about a minute, and `make test-faults` runs all cases. Failures are reported with their
+case numbers. To run a single case: `CASES="recipe 17" pytest tests/scripts/test_fuzz.py -k again`
 """
 
 import json
@@ -33,7 +34,7 @@ from support.tiny_models import TINY_LLAMA
 KINDS = {"recipe": recipe_case, "model": model_case, "script": script_case}
 NUMBERS = {"recipe": 500, "model": 200, "script": 200}
 SAMPLE = 8
-"""Step between the case numbers that make test runs."""
+"""Interval between the case numbers that `make test` runs."""
 
 
 @pytest.fixture(scope="module")

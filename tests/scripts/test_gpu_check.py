@@ -181,7 +181,8 @@ def test_out_of_memory_and_a_broken_baseline_are_not_failures():
     ],
 )
 def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes, strategy, shape, adafactor):
-    """Each strategy is measured on all GPUs, with the same batch size per GPU, and the MFU covers all of them."""
+    """Each strategy is measured on all GPUs with the same batch size per GPU, and the MFU is relative to their
+    combined peak."""
     held = {}
 
     def hold(contestants, *_, **__):
@@ -207,7 +208,7 @@ def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes,
 
 
 def test_the_command_for_several_gpus_trains(tmp_path):
-    """The multi-GPU command passes --check on a CPU, as the first of two processes."""
+    """The multi-GPU command passes --check on a CPU, as rank 0 of two processes."""
     scale = SCALES["cpu"]
     given = {"strategy": "ddp", "processes": 2}
     (contestant,) = contestants_of(["groundwork"], scale.shapes["small"], tmp_path, ["compile=none"], 1, **given)

@@ -1,5 +1,5 @@
-"""Tests for model settings in a recipe: they are recorded, resumed, and rejected if a checkpoint has different
-ones."""
+"""Tests for model settings in a recipe: they are recorded, restored, and rejected if they differ from the
+checkpoint's."""
 
 import json
 import re
@@ -107,7 +107,7 @@ def test_a_pretrained_model_takes_new_tokens(recipe, text_files, tokenizer, tmp_
     assert refused.returncode == 2 and "is not an extension of the model's (512): " in refused.stderr
     said = train(recipe, *start, *auto, "--optim.learning_rate", "1e-9").stderr
     assert "Initializing 88 new tokens, each as the mean of the old tokens it replaces" in said
-    # New rows must equal the mean of their parts, except for two steps with a tiny learning rate.
+    # New rows must equal the mean of their parts, up to the effect of two steps with a tiny learning rate.
     old, new = (load_file(tmp_path / name / "final/model.safetensors") for name in ("run", "more"))
     name = next(name for name in old if name.endswith("embed_tokens.weight"))
     before = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))

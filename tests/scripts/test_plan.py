@@ -87,7 +87,7 @@ def candidate(plan, name):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_moe_models_are_planned(precision):
-    """torch knows the output shapes of grouped matmuls only in bf16."""
+    """torch can only infer the output shapes of grouped matmuls in bf16."""
     plan = plan_of(ROOT / "recipes/moe_5m.yaml", ("precision", precision), gpus=2, mfu=0.4)
     assert candidate(plan, "ddp").fits
     assert candidate(plan, "tp").problems == candidate(plan, "ep").problems == []
@@ -122,7 +122,7 @@ def test_a_command_is_ready_to_paste(plan, recipe):
 
 
 def test_gradients_are_reduced_once_if_that_is_faster_and_fits(recipe):
-    """The case has 16 micro-steps and a slow network."""
+    """Uses 16 micro-steps and a slow network."""
     settings = [("batch.sequences_per_micro_batch", "1")]
     plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
     asked = candidate(plan_of(recipe, *settings, ("batch.no_sync", "true"), mfu=0.4, gpus=8), "fsdp2")
@@ -149,7 +149,7 @@ def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
 
 
 def test_the_search_matches_an_exhaustive_search(recipe, monkeypatch):
-    """The case has two machines of four GPUs and a network slow enough to matter."""
+    """Uses two machines with four GPUs each and a network slow enough to matter."""
     use_quick_traces(monkeypatch)
     case = case_of(recipe, ("batch.sequences_per_micro_batch", "1"), ("pipeline.schedule", "1F1B"), gpus=8, machines=2)
     tried = [consider_layout(each, case) for each in products(8, 2) if not each.is_planned]
@@ -186,8 +186,8 @@ def test_inner_dimensions_stay_in_a_machine_and_outer_ones_cross_the_network():
     ],
 )
 def test_planned_bandwidths_are_a_little_below_those_of_nccl_tests(name, machines, per_machine, gbits, published):
-    """Planned bandwidths are below those of nccl-tests, whose all-reduces of gigabytes are larger than a step's. A
-    step's reach 65% to 85% of its GB/s."""
+    """nccl-tests measures all-reduces of gigabytes. Those in a step are smaller and reach 65% to 95% of that
+    bandwidth."""
     gpu = GPUS[name]
     if gbits:
         gpu = replace(gpu, network_bytes_per_second=gbits * 1e9 / 8)
@@ -472,8 +472,8 @@ def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
 
 
 def test_the_example_on_the_page_and_in_the_recipe_is_what_is_printed(monkeypatch):
-    """The plan for 1.1B on 8 GPUs is current in docs/memory.md and in the recipe, where `python plan.py ... --comment`
-    writes it."""
+    """The plan for a 1.1B model on 8 GPUs is up to date in docs/memory.md and in the recipe. `python plan.py ...
+    --comment` prints the recipe's."""
     monkeypatch.chdir(ROOT)
     plan = plan_of("recipes/llama_1b.yaml", gpu="h100", gpus=8)
     page = (ROOT / "docs/memory.md").read_text().partition("### 1.1B on 8 GPUs")[2].partition("###")[0]
@@ -499,8 +499,8 @@ def test_untested_optimizers_are_rejected_with_disk_offload(recipe):
 
 
 def test_muon_sends_matrices_to_their_owners_and_back(recipe):
-    """Muon communicates more than AdamW, in bf16: an all-gather under ddp, and shards sent and returned under fsdp2
-    and ZeRO-3."""
+    """Muon's additional communication is in bf16: an all-gather with ddp, and shards sent and returned with fsdp2 and
+    ZeRO-3."""
     adamw, muon = (plan_of(recipe, ("optim.name", name), mfu=0.4) for name in ("adamw", "muon"))
     longer = {
         name: candidate(muon, name).step_seconds - candidate(adamw, name).step_seconds

@@ -39,7 +39,7 @@ from support.tiny_experts import as_the_library_saves
 from support.tiny_models import TINY_MOE
 
 SOON = 300
-"""Timeout in seconds, long enough for any busy machine."""
+"""Timeout in seconds, with a margin for busy machines."""
 OFFER = ("--license", "apache-2.0", "--language", "en")
 WENT_UP = {
     "README.md", "bom.cdx.json", "config.json", "generation_config.json", "loss.png", "model.safetensors",
@@ -118,7 +118,7 @@ def test_final_and_milestones_are_uploaded_and_load_again(run, hub, home, tmp_pa
         assert torch.equal(loaded[revision], model(ids_BT).logits)
     assert torch.equal(loaded["step-8"], loaded["main"])
 
-    # A second call sends nothing and makes no empty commit.
+    # A second call uploads nothing and creates no empty commit.
     uploads = list(hub.uploads)
     publish_run(run, hub, home, "--final", "--milestones")
     assert hub.uploads == uploads and len(repository.messages) == 4
@@ -408,7 +408,7 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     commit = hub.repositories["models", "me/tiny"].branches["step-4"]
     assert [event["commit"] == commit for event in events(run, "publish")] == [False, True]
     assert not list((run / "publish").glob(".*.waiting"))
-    # If a process can't be started or a file written, the run gets a message and continues.
+    # If publishing can't be started, the run gets a message and continues.
     problem = publish_in_background(run / "no such run", "me/tiny", step=4, **offer)
     assert "could not be started" in problem
 
@@ -432,7 +432,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     assert events(run, "end")[0]["code"] == 0 and (run / "final/MANIFEST.json").exists()
     assert all("ConnectError" in event["problem"] for event in events(run, "publish")) and not hub.repositories
 
-    # As after a machine failure, the run's next start resumes the uploads.
+    # The uploads resume at the run's next start, as after a machine failure.
     for name, value in {**home, **hub.environment}.items():
         monkeypatch.setenv(name, value)
     warnings = []

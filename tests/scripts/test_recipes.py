@@ -1,4 +1,4 @@
-"""Tests that every shipped recipe passes the check with stand-in shards, and that its plan is current."""
+"""Tests that every shipped recipe passes --check with stand-in shards, and that its plan is up to date."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ TOKENIZERS = {
     "HuggingFaceTB/SmolLM2-135M": 49_152,
     "Qwen/Qwen3-0.6B-Base": 151_669,
 }
-"""{Hub tokenizer named in recipes: number of its IDs}"""
+"""{Hub tokenizer used in recipes: number of token IDs}"""
 
 
 def stand_ins(name, shards, folder) -> list[tuple[str, str]]:
     """Returns overrides that replace the recipe's shards with small ones, without epoch limits.
 
-    Recipes that continue a Hub model use a local config of the same shape.
+    Recipes that continue training a Hub model use a local config with the same shape.
     """
     data = read_run_config(ROOT / f"recipes/{name}.yaml").data
     overrides = []
@@ -63,7 +63,7 @@ def test_the_recipes_that_are_documented_exist():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_the_check(name, shards, tmp_path, monkeypatch):
-    """Each recipe passes the check on a CPU, where attention and precision are the CPU's."""
+    """Runs --check on a CPU, so attention and precision are those for a CPU."""
     monkeypatch.chdir(ROOT)
     config = read_run_config(f"recipes/{name}.yaml", stand_ins(name, shards, tmp_path))
     run = derive(config, ranks=1)
@@ -118,7 +118,7 @@ def test_the_readmes_shards_are_those_of_its_recipe():
 
 
 HEADER = re.compile(r"^# Plan \(from plan\.py (?P<command>.*)\):\n(?P<work># .*)\n# (?P<strategy>\w+)", re.MULTILINE)
-"""The comment printed by `plan.py --comment`, with its wrapped lines joined."""
+"""The comment printed by `plan.py --comment`, with wrapped lines joined."""
 ALL = os.environ.get("PLANS") == "all"
 TRACED = {"llama_125m", "long_context_demo", "moe_5m"}
 """Recipes whose memory plan is always tested. The others need PLANS=all, because a trace takes seconds."""
@@ -137,7 +137,7 @@ def plan_as_user(command, folder, monkeypatch, capsys) -> str:
 
 
 def trace_only(strategies, monkeypatch) -> None:
-    """Traces only the forward passes of these strategies. The activations of others count as zero."""
+    """Traces only these strategies' forward passes. Other strategies' activations count as zero."""
     consider, trace, considered = report.consider, memory.trace_activations, []
 
     def consider_now(name, *rest):
@@ -156,7 +156,7 @@ def trace_only(strategies, monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_plan_in_a_recipe_is_what_plan_py_prints(name, tmp_path, monkeypatch, capsys):
-    """The plan in each recipe is current. Update it with `python plan.py ... --comment`. The time on a CPU isn't
+    """The plan in each recipe is up to date. Update it with `python plan.py ... --comment`. Times on a CPU aren't
     compared."""
     text = (ROOT / f"recipes/{name}.yaml").read_text()
     header = HEADER.search(text.replace("\n#   ", " "))
@@ -193,7 +193,7 @@ PAGE = (ROOT / "docs/memory.md").read_text()
 
 
 def plan_on_page(command, strategies, monkeypatch) -> report.Plan:
-    """Returns the plan of `python plan.py COMMAND --gpu h100`, tracing only the memory of these strategies."""
+    """Returns the plan from `python plan.py COMMAND --gpu h100`, tracing only these strategies' memory."""
     monkeypatch.chdir(ROOT)
     trace_only(strategies, monkeypatch)
     options, rest = plan.parse_arguments([*shlex.split(command), "--gpu", "h100"])

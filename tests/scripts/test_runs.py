@@ -1,4 +1,4 @@
-"""Tests for runs.py: status of runs in every state, comparisons, tables, and the data of a step."""
+"""Tests for runs.py: the status of runs in every state, comparisons, tables, and a step's data."""
 
 import json
 import os

@@ -148,7 +148,7 @@ def actors_of(driver) -> list[psutil.Process]:
 
 
 def test_a_cluster_whose_driver_and_actor_are_killed(store, tokenizer, tmp_path):
-    """prepare_data.py with Ray, killed and restarted, writes the same bytes to S3 as one process to disk."""
+    """prepare_data.py with Ray, killed and restarted, writes the same bytes to S3 as a single process to disk."""
     (tmp_path / "docs").mkdir()
     for part in range(20):
         write_jsonl(tmp_path / f"docs/{part:02d}.jsonl", [text * 20 for text in texts(400)])

@@ -1,4 +1,4 @@
-"""Tests for the batch scripts: with a real SLURM of three simulated nodes, and quickly with mock commands."""
+"""Tests for the batch scripts: on a real SLURM cluster with three simulated nodes, and faster with mock commands."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from support.slurm_cluster import INSTALL, missing, running_cluster, wait_for
 
 SCRIPTS = ("one_node", "many_nodes")
 SOON = 300
-"""Timeout in seconds for work that takes twenty, even on a busy machine."""
+"""Timeout in seconds for work that usually takes twenty, with a margin for busy machines."""
 LIMITS = 2
 LONG = ("--budget.steps", "100000", "--checkpoint.every_steps", "100000", "--validation.every_steps", "100000")
 SLOW_TRAIN = f"""
@@ -31,7 +31,7 @@ backward = torch.Tensor.backward
 torch.Tensor.backward = lambda *given, **named: (time.sleep(0.1), backward(*given, **named))
 runpy.run_path("{ROOT}/train.py", run_name="__main__")
 """
-"""A train.py that leaves CPU time to other tests while its jobs wait for SLURM."""
+"""A train.py that leaves CPU time for other tests while its jobs wait for SLURM."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def repository(tmp_path):
 
 
 def submit(cluster, repository, script, recipe, run, *settings) -> str:
-    """Submits a job of two processes, with a signal two minutes before the time limit. Returns its ID."""
+    """Submits a two-process job that gets a signal two minutes before the time limit. Returns its ID."""
     gpus = 2 if script == "one_node" else 1
     options = (f"--gpus-per-node={gpus}", "--cpus-per-task=1", "--time=60", "--signal=B:USR1@120")
     job = cluster.ask(
@@ -65,7 +65,7 @@ def submit(cluster, repository, script, recipe, run, *settings) -> str:
 
 
 def test_repeated_time_limits_lose_no_step(cluster, repository, recipe, tmp_path):
-    """SLURM checks limits only twice a minute, so the test itself sends the signals after the first limit."""
+    """SLURM checks time limits only twice a minute, so after the first one, the test sends the signals itself."""
 
     def through_time_limits(script):
         run = tmp_path / script

@@ -1,4 +1,4 @@
-"""Tests of complete runs with the real scripts: train, kill and resume, on one and two processes."""
+"""Tests for complete runs with the real scripts: train, kill and resume, with one and two processes."""
 
 import importlib.util
 import json
@@ -256,8 +256,8 @@ def test_settings_train(recipe, tmp_path, overrides):
 def records_of(content: bytes) -> list[bytes]:
     """Returns the records of a .wandb file.
 
-    After seven bytes of wandb's own, it is a LevelDB log: blocks of 32 KiB, and a checksum, a length and a type before
-    each fragment of a record.
+    After a 7-byte wandb header, the file is a LevelDB log: 32 KiB blocks of record fragments, each preceded by a
+    checksum, a length and a type.
     """
     records, begun, position = [], b"", 7
     while position + 7 <= len(content):
@@ -315,7 +315,7 @@ def test_trackers_get_the_same_numbers(recipe, tmp_path):
 
 
 def check_problems(recipe, *overrides) -> str:
-    """Returns the problems that --check finds, in this process."""
+    """Runs --check in this process and returns the problems that it finds."""
     with pytest.raises(InputError) as caught:
         derive(read_run_config(recipe, list(overrides)), ranks=1)
     return "\n".join(caught.value.problems)

@@ -1,4 +1,4 @@
-"""Config files written by `accelerate config`, with scripted answers to its questions."""
+"""Runs `accelerate config` with scripted answers to its questions."""
 
 import builtins
 import re
@@ -13,7 +13,7 @@ DEEPSPEED = {"use DeepSpeed": "yes"}
 
 
 def accelerate_config(path: Path, answers: dict[str, str], monkeypatch) -> Path:
-    """Writes the config file to `path`. A question that matches no pattern in `answers` gets its default."""
+    """Writes the config file to `path`. Questions that match no pattern in `answers` get the default answer."""
 
     def answer(question: str) -> str | None:
         return next((given for pattern, given in answers.items() if re.search(pattern, question)), None)

@@ -1,4 +1,4 @@
-"""Configurations of all causal language models in transformers, and how each model trains.
+"""Configurations for all causal language models in transformers, and how each model trains.
 
 `PYTHONPATH=. python tests/support/causal_models.py` writes the table in docs/architectures.md.
 """
@@ -85,7 +85,7 @@ def without_windows(attention: str) -> str:
 
 
 def reason_of(refusal: str) -> str:
-    """Returns a short form of the message for the table."""
+    """Shortens a message for the table."""
     for pattern, words in {
         "is not causal": "it sees later tokens",
         "get no gradient": "some parameters get no gradient (cross-attention, or parts trained separately)",

@@ -1,4 +1,4 @@
-"""Fresh clone of the project, in which tests run shell commands with tiny budgets.
+"""Fresh clone of the project for tests that run shell commands with tiny budgets.
 
 Its .venv/bin contains `python` and `accelerate` wrappers, which run scripts in the warm interpreter with two tiny
 layers, four steps and two processes. Every command runs this file, so its imports must be fast.
@@ -70,7 +70,7 @@ def copy_clone(clone: Path, folder: Path) -> Path:
 
 
 def environment_in(clone: Path) -> dict[str, str]:
-    """Returns the environment variables of a shell with the clone's virtual environment activated."""
+    """Returns environment variables for a shell with the clone's virtual environment activated."""
     server()
     own = {f"OWN_{name}": os.environ[name] for name in SET_BY_SHELLS if name in os.environ}
     path = f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}"
@@ -126,7 +126,7 @@ def tiny(words: list[str]) -> dict[str, object]:
 
 
 def replaced(words: list[str], *pairs: str) -> list[str]:
-    """Returns the command with new values for options that are in it."""
+    """Replaces the values of options that the command uses."""
     values = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [values.get(before, word) for before, word in zip(["", *words], words, strict=False)]
 

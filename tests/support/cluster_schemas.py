@@ -1,4 +1,4 @@
-"""JSON schemas for SkyPilot task files and Kubernetes JobSets, with only the fields used in the shipped files.
+"""JSON schemas for SkyPilot task files and Kubernetes JobSets, limited to the fields that the shipped files use.
 
 Based on SkyPilot's YAML specification, the Kubernetes API for batch/v1 Jobs and Pods, and jobset.x-k8s.io/v1alpha2.
 Unknown keys are errors, because clusters reject or silently drop them.
@@ -8,7 +8,7 @@ TEXT, TEXTS, WHOLE = {"type": "string"}, {"type": "array", "items": {"type": "st
 
 
 def mapping(required: tuple[str, ...] = (), **properties) -> dict:
-    """Returns the schema of an object with only these keys."""
+    """Returns a schema for objects that only allow these keys."""
     return {
         "type": "object", "properties": properties, "required": list(required), "additionalProperties": False
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compares losses and gradients under context parallelism with those of one process.
+"""Compares losses and gradients under context parallelism with those from a single process.
 
     accelerate launch --config_file accelerate_configs/cp.yaml --num_processes 4 ... tests/support/context_ranks.py OUT
 
@@ -32,9 +32,9 @@ from pretrain.parallel.mesh import MeshStrategy
 
 LENGTH, END = 64, 1
 VISIBLE = 3.0
-"""Factor for the initial weights, which are too small for attention to have a visible effect."""
+"""Scaling factor for the initial weights, which are too small for attention to have a visible effect."""
 DOCUMENTS = ((3, 13, 40, 8), (64,), (20, 44), (16, 16, 17, 15))
-"""Document lengths per window. With four processes, each process has 16 positions."""
+"""Document lengths in each window. With four processes, each process has 16 positions."""
 SHAPE = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH}
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
@@ -117,7 +117,7 @@ def compare(name: str) -> dict[str, float]:
 
 @torch.no_grad()
 def of_documents(strategy, model, whole, ids: torch.Tensor, attention: str):
-    """Yields the difference between each document's loss in its window and its loss alone."""
+    """Yields the difference between each document's loss within its window and its loss when run separately."""
     model.eval()
     documents = DOCUMENTS[strategy.data_rank * len(ids) :][: len(ids)]
     most = max(map(len, DOCUMENTS))

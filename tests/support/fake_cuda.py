@@ -143,7 +143,7 @@ LEAD = 50
 
 
 class _Issued:
-    """Counts shared by the modes of `refuse_waits`."""
+    """Counters shared by the modes in `refuse_waits`."""
 
     modes = 0
     """Number of active modes."""
@@ -170,7 +170,7 @@ def _mode_that_refuses_waits() -> type:
     copies = {aten._to_copy.default: "non_blocking", aten.copy_.default: "non_blocking"}
 
     def reads_mask(func, args) -> bool:
-        """Returns True for indexing with a mask, except for writing a single value, which doesn't read the mask."""
+        """Returns True if indexing reads a mask. Writing a single value to masked positions doesn't."""
         if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
             return False
         return func is aten.index.Tensor or args[2].numel() > 1
@@ -212,7 +212,7 @@ def _mode_that_refuses_waits() -> type:
 
 
 def refuse_waits():
-    """Returns a context in which `Waits` is raised if the host waits for the device."""
+    """Returns a context manager that raises `Waits` if the host waits for the device."""
     return _mode_that_refuses_waits()()
 
 
@@ -259,7 +259,7 @@ def _wait(function: str) -> None:
 
 
 class _Inert:
-    """Stand-in for a stream or an event, whose methods do nothing."""
+    """Stand-in for a stream or event whose methods do nothing."""
 
     def __init__(self, *_, **__):
         pass
@@ -275,7 +275,7 @@ class _Inert:
 
 
 class _Stream(_Inert):
-    """Stream with a name, which torch.cuda.stream can make current."""
+    """Named stream that works with torch.cuda.stream."""
 
     current: ClassVar[list[str]] = ["compute"]
 

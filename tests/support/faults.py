@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from support.project import ROOT, events, free_port, start_script
 
 EVERYTHING = os.environ.get("FAULTS") == "all"
-"""Flag for the long sweep (make test-faults)."""
+"""True for the long sweep (make test-faults)."""
 TABLE: list[tuple[str, str, str, str]] = []
 """Rows of the fault table: numbers in docs/faults.md, injected fault, outcome, recovery."""
 
@@ -35,12 +35,12 @@ class FaultyRun:
     """A finished launch."""
 
     folder: Path
-    """Folder to which the ranks write their notes."""
+    """Folder where the ranks write their notes."""
     output: str
     code: int
     seconds: float
     left: list[int]
-    """PIDs of processes that the launcher left running."""
+    """PIDs of processes that were still running after the launcher exited."""
     seconds_to_start: float
     """Time from the launch to the first process start, which shows how busy the machine is."""
 
@@ -49,11 +49,11 @@ class FaultyRun:
         return float((self.folder / f"fault-{number}").read_text())
 
     def seconds_to_restart(self, number: int = 0) -> float:
-        """Returns the time from a fault until the first process of the next attempt started."""
+        """Returns how long after a fault the next attempt's first process started."""
         return min(start for start in self.starts() if start > self.struck(number)) - self.struck(number)
 
     def seconds_to_first_step(self, number: int = 0) -> float:
-        """Returns the time from a fault until the next attempt read its first batch."""
+        """Returns how long after a fault the next attempt read its first batch."""
         times = [note["time"] for rank in (0, 1) for note in self.notes(rank) if note["event"] == "first read"]
         return min(time for time in times if time > self.struck(number)) - self.struck(number)
 
@@ -88,7 +88,7 @@ class FaultyRun:
 
 
 def notes(path: Path) -> list[dict]:
-    """Reads a rank's notes, except for a last line that was truncated by SIGKILL."""
+    """Reads a rank's notes, ignoring a last line that was truncated by SIGKILL."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
@@ -110,7 +110,7 @@ def launch_with_faults(
     """Trains with injected faults.
 
     Args:
-        folder: where the ranks write their notes; can be the folder of an earlier launch.
+        folder: where the ranks write their notes; can be an earlier launch's folder.
         strategy: name of an accelerate config, or torchrun.
         processes: number of processes. A single process runs without a launcher.
         arguments: arguments for train.py.
@@ -178,7 +178,7 @@ def kill_everything(process: subprocess.Popen, folder: Path) -> None:
 
 
 def short_source(shards: Path, folder: Path, windows: int, sequence_length: int = 64) -> Path:
-    """Copies prepared shards with only the first `windows` training windows, for runs of several epochs."""
+    """Copies prepared shards, but keeps only the first `windows` training windows, for runs with several epochs."""
     shutil.copytree(shards, folder)
     tokens = windows * sequence_length + 1
     path = folder / "train-00000.bin"

@@ -17,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class FaultyFileSystem(LocalFileSystem):
-    """Local file system with the faults in the nearest `.faults` file next to a parent folder of the path."""
+    """Local file system with faults from the nearest `.faults` file next to one of the path's parent folders."""
 
     protocol = ("faulty", "local")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, **_
 ) -> Tensor:
-    """Computes attention over (B, T, H, E). The queries are at the last key positions."""
+    """Computes attention for (B, T, H, E) tensors. The queries are aligned with the last keys."""
     queries, keys = q.shape[1], k.shape[1]
     position = torch.arange(keys, device=q.device)
     distance = position[keys - queries :, None] - position[None, :]
@@ -25,7 +25,7 @@ def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, **_,
 ) -> Tensor:  # fmt: skip
-    """Computes attention over packed segments, (N, H, E)."""
+    """Computes attention within packed segments, (N, H, E)."""
     assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and isinstance(max_seqlen_q, int)
     position = torch.arange(q.shape[0], device=q.device)
     segment = torch.searchsorted(cu_seqlens_q, position.to(torch.int32), right=True)
@@ -48,7 +48,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, 
 
 
 def _rounded(function):
-    """Wraps a function to return the input dtype, as the kernels do."""
+    """Wraps a function so that it returns the input dtype, like the kernels."""
 
     def rounded(q, *arguments, **settings):
         assert settings["causal"], "attention must be causal"

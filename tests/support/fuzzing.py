@@ -1,6 +1,6 @@
 """Runs the project's scripts on mutated input.
 
-A process with all imports forks one child per case, which takes a second or two.
+One process imports everything and forks a child for each case, which takes a second or two.
 
     python tests/support/fuzzing.py < cases.jsonl      # prints one JSON result per case
 """

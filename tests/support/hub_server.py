@@ -1,6 +1,7 @@
 """Local stand-in for the Hub, with the HTTP endpoints that huggingface_hub and datasets use.
 
-Repositories are in memory. As on the Hub, small files are part of the commit and large files use the LFS protocol.
+Repositories are kept in memory. As on the Hub, small files are part of the commit and large files use the LFS
+protocol.
 """
 
 import base64
@@ -61,7 +62,7 @@ class Repository:
 
 
 class Hub:
-    """State of the server, which tests can inspect and change."""
+    """Server state, which tests can inspect and change."""
 
     def __init__(self, url: str):
         self.url = url
@@ -72,7 +73,7 @@ class Hub:
         self.downloads: list[tuple[str, int]] = []
         """(repository and path, number of bytes) for each download, in order."""
         self.before_upload: Callable[[str], None] = lambda sha256: None
-        """Function to call with the sha256 before an LFS object is received."""
+        """Called with an LFS object's sha256 before the object is received."""
         self.failures_left = 0
         """Number of commits to reject with status 400."""
 
@@ -89,7 +90,7 @@ class Hub:
         return repository.commits[repository.resolve(revision)]
 
     def add(self, kind: str, name: str, folder: Path) -> None:
-        """Creates a repository with a folder's files on main."""
+        """Creates a repository with a folder's files on the main branch."""
         repository = self.create(kind, name, private=False)
         files = {
             str(path.relative_to(folder)): File(path.read_bytes(), path.name.endswith(LARGE))
@@ -135,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *_: object) -> None:
-        """Logs nothing, because the log would mix with the output of the command under test."""
+        """Disables logging, because log lines would mix with the output of the command under test."""
 
     def do_GET(self) -> None:
         self.answer("GET")

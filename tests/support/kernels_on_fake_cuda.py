@@ -1,7 +1,7 @@
 """Fake CUDA cases for tests/test_gpu_kernels.py: kernels that torch.compile generates for GPUs.
 
 Inductor generates Triton code as on a GPU, and Triton compiles it for each architecture with its bundled assembler.
-Each case returns, for every kernel, the name, the number of loops and the machine code size per architecture.
+Each case returns every kernel's name, number of loops, and machine code size per architecture.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ def inductor(
 
 
 def kernels(sources: list[str]) -> list[tuple[str, str]]:
-    """Returns (name, Triton code) of all kernels, without duplicates."""
+    """Returns (name, Triton code) for all kernels, without duplicates."""
     found = (
         pair for code in sources for pair in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S)
     )
@@ -153,7 +153,7 @@ def softmax_of_the_loss(cap: float | None = None) -> None:
 
 
 def layers(dtype: torch.dtype) -> Callable[[], None]:
-    """Returns a case that runs a model with `compile: regional`, forward and backward."""
+    """Returns a case that runs a model's forward and backward pass with `compile: regional`."""
 
     def run():
         causal_lm = build_meta_model(AutoConfig.for_model(**TINY_LLAMA), attention="groundwork_sdpa")

@@ -1,4 +1,4 @@
-"""Runs train.py in this process, then prints the project files that it loaded as one line of JSON."""
+"""Runs train.py in this process, then prints which project files it loaded, as one line of JSON."""
 
 import json
 import os

@@ -1,8 +1,9 @@
 """Fake CUDA cases for tests/planning/test_step_memory.py: the peak GPU memory of a training step.
 
-Each case trains a full-width model with full-size micro-batches as one of eight GPUs, and adds up the live tensor
-storages. For compiled layers, it uses the allocations planned by Inductor's scheduler. Attention workspaces and
-allocator rounding are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads values.
+Each case trains a full-width model with full-size micro-batches on one of eight simulated GPUs, and adds up the sizes
+of all live tensor storages. For compiled layers, it uses the allocations planned by Inductor's scheduler. Attention
+workspaces and allocator rounding are not included. ZeRO runs on the CPU with a few tokens, because DeepSpeed reads
+tensor values.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from support.ranks_on_fake_cuda import MODELS, prepared
 
 
 class PeakOfStep(LiveBytes):
-    """Live bytes that include the loss's temporary tensors and the allocations of compiled graphs."""
+    """Live bytes, including the loss's temporary tensors and the memory that compiled graphs allocate."""
 
     runs_graph = False
 

@@ -31,7 +31,7 @@ class MemorySetup:
     layers: int | None = None
     """Number of layers; None: the model's default."""
     size: int | None = None
-    """Size of the strategy's dimension; None: the default in its accelerate config."""
+    """Size of the strategy's mesh dimension; None: the default in its accelerate config."""
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ TYPICAL = [
     zero(2, 1),
     zero(3, 1),
 ]
-"""Setups in every run of the test suite."""
+"""Setups to test in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
 DIVIDED += [MemorySetup("fsdp_tp", "llama_125m", layers=3), MemorySetup("ep", "qwen3_moe_500m", layers=3)]
 WHOLE = ("gpt2_124m", "llama_125m", "qwen3_0.6b", "qwen3_moe_500m", "llama_1b", "nanochat_d12")

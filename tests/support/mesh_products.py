@@ -1,4 +1,4 @@
-"""Combinations of parallel dimensions that the tests train, with their models and pipeline schedules."""
+"""Combinations of parallel dimensions to test, with their models and pipeline schedules."""
 
 from itertools import product
 

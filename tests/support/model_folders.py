@@ -11,7 +11,7 @@ from support.tiny_models import TINY_LLAMA
 
 
 def save_tiny(folder, tokenizer, manifest, model_type="llama", **changes) -> Path:
-    """Saves a model with scaled-up weights, so that its predictions differ from each other."""
+    """Saves a model with scaled-up weights, so that its predictions vary."""
     config = AutoConfig.for_model(**{**TINY_LLAMA, "model_type": model_type, **changes})
     set_end_of_document(config, manifest.end_of_document_id)
     model = build_model(config, seed=3)

@@ -110,7 +110,7 @@ def names_of(path: str) -> list[str]:
 
 
 def put(values: dict, path: str, value: object) -> None:
-    """Sets the value at a dotted path, in the first item of each list. Creates missing sections."""
+    """Sets the value at a dotted path, using the first item of each list. Creates missing sections."""
     here = values
     parts = path.split(".")
     for part in parts[:-1]:

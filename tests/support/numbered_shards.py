@@ -1,4 +1,4 @@
-"""Shards whose token IDs show their positions."""
+"""Shards whose token IDs encode their positions."""
 
 import json
 

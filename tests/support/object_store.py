@@ -74,8 +74,8 @@ def faulty(
     Args:
         store: the store behind the proxy.
         latency: seconds before each response.
-        fail_every: every n-th request gets status 503.
-        cut_every: every n-th response ends in the middle.
+        fail_every: every n-th request fails with status 503.
+        cut_every: every n-th response is truncated.
     """
     behind = store.environment["AWS_ENDPOINT_URL"].removeprefix("http://")
     numbers = itertools.count(1)

@@ -24,7 +24,7 @@ VARIABLES = r"^([A-Z_]+=\S* +)+"
 
 @dataclass(frozen=True)
 class Command:
-    """A command on a page, with continued lines joined."""
+    """A command on a page, with its continuation lines joined."""
 
     page: str
     line: int

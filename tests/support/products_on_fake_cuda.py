@@ -1,7 +1,7 @@
 """Fake CUDA cases for tests/parallel/test_products.py: combinations of parallel dimensions on one of 64 GPUs.
 
-In addition to support.ranks_on_fake_cuda, cases record each collective's dimension and the bytes on the device.
-Workspaces of the fused loss and attention kernels are not included.
+Unlike those in support.ranks_on_fake_cuda, these cases also record each collective's dimension and the bytes on the
+device. Workspaces of the fused loss and attention kernels are not included.
 """
 
 import functools
@@ -58,7 +58,7 @@ MODELS |= {f"{name} of 64": {**model, **SHAPE} for name, model in MODELS.items()
 
 
 class CounterByDimension(Counter):
-    """Counter of collectives per dimension, and of peak bytes on the device."""
+    """Counts collectives per dimension, and measures peak bytes on the device."""
 
     def __enter__(self):
         LiveBytes.current.peak = 0
@@ -151,7 +151,8 @@ LAUNCHES = {
     name_of(model, sizes): (sizes, launch_of(model, sizes, rank)) for model in ALL for sizes, rank in ALL[model]
 }
 OLMOE = json.loads((ROOT / "model_configs/olmoe_7b.json").read_text())
-"""OLMoE at its full width. Its layers are identical, so two and three layers are enough to predict all sixteen."""
+"""OLMoE at full width. Its layers are identical, so two-layer and three-layer models are enough to predict all
+sixteen."""
 MODELS["olmoe of 64"] = OLMOE
 OLMOE_SIZES = [Sizes(dp_shard=8, ep=8), *([Sizes(dp_shard=8)] if EVERYTHING else [])]
 OLMOE_LAUNCHES = {

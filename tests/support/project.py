@@ -1,4 +1,4 @@
-"""Helpers to run the project's scripts and to read metrics."""
+"""Helpers for running the project's scripts and reading metrics."""
 
 import contextlib
 import functools
@@ -74,7 +74,7 @@ def run_in_turn(*commands, **environment) -> list[tuple[str, str]]:
 
 @functools.cache
 def cpu_seconds(*arguments, tries=3) -> float:
-    """Returns a script's CPU time including imports, the minimum of several tries."""
+    """Returns a script's CPU time, including imports, as the minimum of several tries."""
 
     def used() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -119,5 +119,5 @@ def events(run: Path, name: str) -> list[dict]:
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Returns {step: loss} for a run. For a repeated step, the last loss counts."""
+    """Returns {step: loss} for a run. For repeated steps, the last loss is used."""
     return {line["step"]: line["loss"] for line in events(run, "train")}

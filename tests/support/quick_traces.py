@@ -1,4 +1,4 @@
-"""Approximate formula for activations, used instead of traces that take seconds each."""
+"""Approximate formula for activation memory, used instead of traces, which take seconds each."""
 
 from pretrain_tools.planning import memory
 from pretrain_tools.planning.activations import Activations, Line

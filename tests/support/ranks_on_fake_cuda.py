@@ -1,9 +1,9 @@
 """Fake CUDA cases for tests/parallel/test_communication.py: each strategy on one of eight GPUs.
 
 A single process acts as one rank in torch's "fake" process group, which sends nothing. The environment, Accelerator,
-model and optimizer are the same as in a real launch. The first step creates buffers and optimizer state. Then two
-micro-steps, an update and a validation batch are counted, none of which may wait for the device. ZeRO runs on the CPU,
-because DeepSpeed reads values.
+model and optimizer are the same as in a real launch. The first step creates buffers and optimizer state. Cases then
+count the operations in two micro-steps, an update and a validation batch, none of which may wait for the device. ZeRO
+runs on the CPU, because DeepSpeed reads tensor values.
 """
 
 import functools
@@ -122,7 +122,7 @@ KINDS = {
 
 @dataclass
 class Seen:
-    """Counts of operations in one phase of a step."""
+    """Operation counts for one phase of a step."""
 
     collectives: dict[str, list[int]] = field(default_factory=dict)
     """{'<kind> of <group size>': [number of calls, bytes of the full tensors]}."""
@@ -135,7 +135,7 @@ class Seen:
     casts_to_fp32: int = 0
     """Casts of hidden states to fp32."""
     head_dtypes: list[str] = field(default_factory=list)
-    """Compute dtype of each matmul with the output head."""
+    """Compute dtype of each output head matmul."""
     peak_bytes: int = 0
     """Peak bytes on the device; see products_on_fake_cuda.py."""
 
@@ -273,7 +273,7 @@ def flex_attention(query, key, value, *, block_mask, **_):
 
 
 def even_rows(counts: FakeTensor) -> list[list[int]]:
-    """Replaces `tolist` for the number of rows sent and received per process, (2, processes). All are equal."""
+    """Replaces `tolist` for the number of rows sent and received per process, (2, processes). All counts are equal."""
     if Counter.current is not None:
         Counter.current.seen.waits += 1
     sizes = launched_sizes()
@@ -291,7 +291,7 @@ def final_limits(config: object, **_) -> tuple[list[int], list[int]]:
 
 
 class FixedBuckets:
-    """Wrapper for DDP's reducer that never rebuilds buckets, because that reads values."""
+    """Wrapper for DDP's reducer that never rebuilds buckets, because rebuilding reads tensor values."""
 
     def __init__(self, reducer):
         self._reducer = reducer
@@ -312,7 +312,7 @@ def all_reduce_bucket(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def forget_meshes() -> None:
-    """Clears torch's DTensor caches, which may refer to destroyed groups of earlier launches."""
+    """Clears torch's DTensor caches, which may refer to destroyed groups from earlier launches."""
     torch._C._clear_DTensor_sharding_propagator_cache()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
 
@@ -408,7 +408,7 @@ class Prepared:
 
 
 def prepared(launch: Launch, stack: ExitStack) -> Prepared:
-    """Builds a launch's model as train.py does. Fake CUDA and the process group are active until the stack closes."""
+    """Builds a launch's model as train.py does. Fake CUDA and the process group stay active until the stack closes."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = read_config(folder, launch)
     stack.enter_context(as_rank_of(launch))
@@ -461,7 +461,7 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
 
 
 class Order(TorchDispatchMode):
-    """Collectives and matmuls in the order of their calls, as (gather, reduce or product, stream)."""
+    """Collectives and matmuls in call order, as (gather, reduce or product, stream)."""
 
     def __init__(self):
         super().__init__()
@@ -480,7 +480,7 @@ class Order(TorchDispatchMode):
 
 
 def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
-    """Returns the `Order` of a micro-step's forward and backward pass."""
+    """Returns the `Order` for a micro-step's forward and backward pass."""
     with ExitStack() as stack:
         run = prepared(launch, stack)
         take_step(run.strategy, run.model, run.batch, Counter)
@@ -547,8 +547,8 @@ OFFLOADED = {
         may_wait=True,
     ),
 }
-"""Launches with parameters in CPU memory and a dimension whose ranks sum gradients on their GPUs."""
+"""Launches with parameters in CPU memory and a dimension that sums gradients on GPUs."""
 OVERLAPPED = {name: Launch(name, layers=6) for name in ("ddp", "fsdp2", "hsdp")}
-"""Launches whose order of operations is recorded."""
+"""Launches whose operation order is recorded."""
 CASES = {name: functools.partial(count, launch) for name, launch in {**LAUNCHES, **ATTENTIONS, **OFFLOADED}.items()}
 CASES |= {f"order: {name}": functools.partial(order, launch) for name, launch in OVERLAPPED.items()}

@@ -14,9 +14,9 @@ from support.run_logs import end_line, start_line, train_line, validation_line, 
 
 
 def record_instead_of_training(monkeypatch, losses: Callable[[RunConfig], dict[str, float]]) -> list[str]:
-    """Makes experiments write finished runs with these {source: validation loss} instead of running train.py.
+    """Makes experiments write finished runs with these validation losses, {source: loss}, instead of running train.py.
 
-    Returns a list that receives the name of each run when it starts.
+    Returns a list to which each run's name is added when the run starts.
     """
     trained: list[str] = []
 

@@ -80,7 +80,7 @@ def recipe_values(run: Path) -> dict:
 
 
 def write_run(run: Path, *, model: dict = TINY_LLAMA, steps: tuple[int, ...] = (4, 8), **settings: object) -> Path:
-    """Writes a run with a checkpoint at each of `steps` and final/. The first has the best validation loss.
+    """Writes a run with final/ and a checkpoint at each of `steps`. The first checkpoint has the best validation loss.
 
     settings: recipe sections.
     """

@@ -52,7 +52,7 @@ def end_line(step: int, code: int = 0, reason: str = "done") -> dict:
 
 
 def write_run(folder: Path, lines: list[dict], *, seed: int = 1, learning_rate: float = 1e-3) -> Path:
-    """Writes a run folder with these log lines. Lines without a time are one second apart and end now."""
+    """Writes a run folder with these log lines. Lines without a time are spaced one second apart, ending now."""
     folder.mkdir(parents=True, exist_ok=True)
     first = time.time() - len(lines)
     timed = [{**line, "time": line.get("time", first + n)} for n, line in enumerate(lines)]
@@ -65,7 +65,7 @@ def write_run(folder: Path, lines: list[dict], *, seed: int = 1, learning_rate: 
 
 
 def finished_run(folder: Path, **settings) -> Path:
-    """Writes a finished run with a hundred steps, three validations and an evaluation."""
+    """Writes a finished run with 100 steps, three validations and an evaluation."""
     lines = [start_line()]
     for step in range(1, 101):
         lines.append(train_line(step))

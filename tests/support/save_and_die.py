@@ -2,9 +2,9 @@
 
     python tests/support/save_and_die.py FOLDER EVERY
 
-Moments are just before a file or folder is opened, renamed, created or removed, before and after each fsync, and in
-the middle of writing tensors. The script kills a single rank, then each of two ranks, at moments 1, 1 + EVERY, ...
-until a save completes. After each kill, the next start must load the previous or the new checkpoint. Prints a JSON
+The process is killed just before a file or folder is opened, renamed, created or removed, before and after each fsync,
+and in the middle of writing tensors. The script kills a single rank, then each of two ranks, at moments 1, 1 + EVERY,
+... until a save completes. After each kill, the next start must load the previous or the new checkpoint. Prints a JSON
 list with [ranks, victim, moments, problems] for each case.
 """
 
@@ -55,7 +55,7 @@ def strategy_of(rank: int = 0, count: int = 1, meeting_point: Path | None = None
 
 
 def tensors_of(step: int) -> dict:
-    """Returns groups of ten small tensors whose values are the step."""
+    """Returns groups of ten small tensors filled with the step number."""
     names = [f"layers.{number}.weight" for number in range(10)]
     model = {name: torch.full((8,), float(step)) for name in names}
     return {
@@ -65,7 +65,7 @@ def tensors_of(step: int) -> dict:
 
 
 def describe(folder: Path) -> None:
-    """Writes a stand-in for the other files of an HF model folder."""
+    """Writes a stand-in for the other files in an HF model folder."""
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
@@ -76,7 +76,7 @@ def save(run: Path, ranks: Ranks, step: int) -> None:
 
 
 class Executioner:
-    """Counter of file operations under a folder, which kills this process at a given count."""
+    """Counts file operations in a folder, and kills this process at a given count."""
 
     def __init__(self, folder: Path, moment: int):
         self.folder, self.moment, self.count = str(folder), moment, 0
@@ -128,7 +128,7 @@ def save_in_processes(run: Path, ranks: int, victim: int, moment: int) -> bool:
 
 
 def problems_of(run: Path) -> list[str]:
-    """Returns problems with the checkpoints after the kill, and with the next start."""
+    """Returns problems with the checkpoints after the kill or with the next start."""
     folder = run / "checkpoints"
     problems = [f"{path.name}: {found}" for path in folder.glob("step-*") if (found := damage(path))]
     log: list[str] = []

@@ -35,7 +35,7 @@ def search_path() -> str:
 
 
 class SlurmCluster:
-    """A cluster that `running_cluster` started in a folder."""
+    """A cluster started by `running_cluster` in a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -89,7 +89,7 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def settings(folder: Path, user: str) -> list[str]:
-    """Returns slurm.conf without the machines. Requeued jobs wait for cred_expire, here five seconds."""
+    """Returns slurm.conf without the machines. Requeued jobs wait for cred_expire, which is set to five seconds."""
     return [
         "ClusterName=test", f"SlurmctldHost={socket.gethostname().split('.')[0]}(127.0.0.1)",
         f"SlurmUser={user}", f"SlurmdUser={user}", f"SlurmctldPort={free_port()}",

@@ -46,7 +46,7 @@ CHOICES = {
     "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),
     "document_mask": (True, False),
 }
-"""Settings that determine which kernels run. fp8 and 8-bit AdamW are left out, as they need additional packages."""
+"""Settings that determine which kernels run. fp8 and 8-bit AdamW are excluded because they need more packages."""
 WINDOW = 128
 
 
@@ -223,7 +223,7 @@ def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scal
 
 
 def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
-    """Returns token IDs of 41-token documents, (2, WINDOW + 1), and their layout."""
+    """Returns token IDs for 41-token documents, (2, WINDOW + 1), and their layout."""
     ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
     return ids, document_layout(ids[:, :-1], 0) if document_mask else None
 
@@ -261,7 +261,7 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
 
 
 def train_four_steps() -> None:
-    """Runs train.py's loop with prefetching, report exchange, copying of weights for a checkpoint and compiled layers.
+    """Runs train.py's loop with prefetching, report exchange, a checkpoint's weight copies, and compiled layers.
 
     The first two steps may wait for the device, because they compile.
     """
@@ -341,7 +341,8 @@ def compiled_by(compiles: Callable) -> Iterator[None]:
 
 
 def attend(attention: str, precision: str, document_mask: bool, dropout: float = 0.0) -> None:
-    """Runs one attention, forward and backward, with grouped queries. Fails if it allocates full scores."""
+    """Runs an attention implementation forward and backward with grouped queries. Fails if it allocates full
+    scores."""
     name, batch, heads, length = chosen_attention(attention, precision, document_mask), 2, 8, 256
     with replacements(), fake_cuda():
         tensors = [
@@ -356,11 +357,12 @@ def attend(attention: str, precision: str, document_mask: bool, dropout: float =
 
 
 def loss_body(dtype: torch.dtype, compiled: bool) -> None:
-    """Runs the implementation of the chunked loss. Other cases run its fake implementation."""
+    """Runs the chunked loss's real implementation. Other cases run the fake one."""
     matrix_products = []
 
     def addmm(total, left, right, *, out_dtype, out):
-        """Replaces torch.addmm, whose fake doesn't support an `out` in a different dtype than the matrices."""
+        """Replaces torch.addmm, whose fake implementation fails if the dtype of `out` differs from that of the
+        matrices."""
         assert out is total and total.dtype == out_dtype == torch.float32
         matrix_products.append(left.shape)
         return total.copy_(torch.ops.aten.addmm.dtype(total, left, right, out_dtype))
@@ -456,7 +458,7 @@ SCORES = {
     for dropout in (0.0, 0.1)
     if attention not in ("flex_attention", *FLASH_PACKAGES) and chosen_attention(attention, precision, document_mask)
 }
-"""{name: arguments of `attend`}, without flex attention and FlashAttention, which are replaced by stand-ins here."""
+"""{name: arguments for `attend`}. Flex attention and FlashAttention are excluded, because stand-ins replace them."""
 CASES = {f"scores: {name}": functools.partial(attend, *given) for name, given in SCORES.items()}
 
 KERNELS = {

@@ -1,4 +1,4 @@
-"""Terminals in which tests run scripts and press keys such as Ctrl-C."""
+"""Terminals for running scripts in tests and pressing keys such as Ctrl-C."""
 
 import fcntl
 import io
@@ -65,7 +65,7 @@ class InTerminal:
         os.close(self._terminal)
 
     def read_until(self, text: str) -> None:
-        """Waits until the text appears in the output after this call."""
+        """Waits until the text appears in output that arrives after this call."""
         begin, deadline = len(self.output), time.monotonic() + SOON
         while text not in self.output[begin:]:
             assert time.monotonic() < deadline and self._read(), f"{text!r} is not in the output:\n{self.output}"
@@ -82,7 +82,7 @@ class InTerminal:
         return self.process.returncode
 
     def _read(self, seconds: float = 10.0) -> bool:
-        """Reads output. Returns False if there won't be any more."""
+        """Reads output. Returns False at the end of the output."""
         if not select.select([self._terminal], [], [], seconds)[0]:
             return True
         try:

@@ -50,7 +50,8 @@ class Threads:
 
 
 def edges_of_chunks(size: int) -> list[int]:
-    """Returns the shard boundaries of a dimension as split by torch.chunk. The last shards can be small or empty."""
+    """Returns the shard boundaries of a dimension split with torch.chunk. The last shards can be small or
+    empty."""
     share = -(-size // PROCESSES)
     return [min(size, share * rank) for rank in range(PROCESSES + 1)]
 

@@ -1,6 +1,6 @@
-"""Mesh dimension that is added as described in docs/new_strategy.md.
+"""Mesh dimension added as described in docs/new_strategy.md.
 
-Like dp_replicate, its ranks read different data and have the same weights. Run as a script, this is
+Like dp_replicate, its ranks read different data and have the same weights. When run as a script, this is
 train_strategies.py with the added dimension.
 """
 
@@ -21,7 +21,7 @@ ROW = Row("support.toy_dimension:Toy", reads=True)
 
 
 class Toy(Dimension):
-    """A dimension that averages gradients over its ranks."""
+    """A dimension that averages gradients across its ranks."""
 
     def combine(self, gradients):
         for gradient in gradients.values():

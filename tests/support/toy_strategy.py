@@ -1,6 +1,6 @@
-"""Strategy that is added as described in docs/new_strategy.md.
+"""Strategy added as described in docs/new_strategy.md.
 
-Run as a script, this is train.py with the added strategy.
+When run as a script, this is train.py with the added strategy.
 """
 
 import sys

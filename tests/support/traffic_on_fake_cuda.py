@@ -1,8 +1,8 @@
 """Fake CUDA cases for tests/model/test_gpu_traffic.py: the GPU memory traffic of a layer.
 
-Each case runs a full-width model on a full-size micro-batch as one of eight GPUs, and adds up the bytes read and
-written by the kernels that Inductor generates for an H100, except matmuls and attention. Each buffer is counted once
-per kernel, as with perfect caches.
+Each case runs a full-width model with a full-size micro-batch on one of eight simulated GPUs, and adds up the bytes
+read and written by the kernels that Inductor generates for an H100, except matmuls and attention. Each buffer is
+counted once per kernel, as with perfect caches.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Traffic:
 
 @contextmanager
 def measured(hidden_shape: tuple[int, ...]) -> Iterator[Traffic]:
-    """Measures the layers that are compiled in this context."""
+    """Measures layers that are compiled in this context."""
     traffic = Traffic()
 
     class Counting(GraphLowering):
@@ -76,7 +76,7 @@ MODELS |= {setup.model: setup.model_config() for setup in SETUPS}
 
 
 def layer(setup: Setup) -> dict[str, object]:
-    """Runs a micro-batch forward and backward with compiled layers."""
+    """Runs the forward and backward pass for a micro-batch with compiled layers."""
     launch = Launch(
         setup.strategy,
         model=setup.model,

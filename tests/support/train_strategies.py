@@ -1,10 +1,10 @@
-"""Trains several runs with different strategies in the same processes, because starting them is slow.
+"""Trains several runs with different strategies in the same processes, because starting processes is slow.
 
     accelerate launch ... tests/support/train_strategies.py RECIPE RUNS.json
 
 RUNS.json is a list of runs, each with a `strategy`, the `arguments` for train.py and optionally:
 
-    nan_at_call         call of the model, counted from 0, whose loss becomes NaN on the last rank
+    nan_at_call         model call, counted from 0, whose loss becomes NaN on the last rank
     environment         variables that launcher options would set
     start_from          checkpoint to copy to the run folder first
     nan_norm_in_step    step, counted from 1, that reports a NaN gradient norm the first time
@@ -25,7 +25,7 @@ script writes a hash of the initial weights and these files:
 
     dropout.json        dropout seeds of each rank in the last 4 micro-steps
     reductions.json     number of gradient reductions by the first rank's pipeline stages
-    replicas.json       differences between weight replicas at the end, before and after a change on the last rank
+    replicas.json       differences between weight replicas at the end, before and after the last rank changes a weight
 """
 
 import functools
@@ -132,7 +132,7 @@ def spoil_call(number: int):
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Recorder of collectives that fails if an operation would wait for the device."""
+    """Records collectives, and fails if an operation would wait for the device."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +186,7 @@ def kill_launch(ranks: list[int], seconds: float) -> None:
 
 
 def record_replicas(strategy, code: int, run: dict) -> None:
-    """Replaces Ranks.exit, and compares the weight replicas before and after a change on the last rank."""
+    """Replaces Ranks.exit, and compares the weight replicas before and after changing a weight on the last rank."""
     assert code == run.get("exits_with", 0), f"{strategy.config.output} exited with status {code}"
     groups = strategy.replicas()
     found = [replica_differences(groups, strategy.device)]

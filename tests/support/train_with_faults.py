@@ -137,7 +137,7 @@ def strike_around_a_step(faults: Faults) -> None:
 
 
 def strike_between_steps(faults: Faults) -> None:
-    """Patches the main rank's work between steps, for which the other ranks wait."""
+    """Patches the main rank's work between steps, which the other ranks wait for."""
     generate_text = pretrain.training.samples.generate_text
     verify_export = pretrain.training.ending.verify_export
 

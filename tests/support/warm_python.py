@@ -1,4 +1,5 @@
-"""Server process with all imports, which forks for each script because imports would take most of a test's time.
+"""Server process that imports everything once and forks for each script, because imports would take most of a test's
+time.
 
 All xdist workers share one server. `WarmPopen` works like `subprocess.Popen`, but forks Python scripts from the server
 if possible, with the same arguments, environment, working folder, files, session, signals and exit status. Launchers
@@ -240,7 +241,7 @@ def import_everything() -> None:
 
 
 def draw_once() -> None:
-    """Saves a plot, because the first one in a process has to find the fonts."""
+    """Saves a plot, because the first plot in a process is slow: it searches for fonts."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
@@ -374,7 +375,7 @@ def run(asked: list[str]) -> None:
 
 
 def leave(code: object) -> None:
-    """Exits like sys.exit(code), but without cleaning up modules. Returns if the code is a message."""
+    """Exits like sys.exit(code), but doesn't clean up modules. Returns if the code is a message."""
     if code is None or isinstance(code, int):
         threading._shutdown()
         atexit._run_exitfuncs()

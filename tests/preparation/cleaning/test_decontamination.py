@@ -38,8 +38,8 @@ COPIES = (str, str.upper, lambda text: text.translate(str.maketrans(" ", "\n", "
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """(arguments, indices of the documents with items): items from two files, spelled differently, in 24 of 96
-    documents."""
+    """(arguments, indices of the documents with items). 24 of 96 documents contain an item from one of two files, in
+    different spelling."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 3000)
     write_jsonl(tmp_path / "long.jsonl", LONG)
@@ -166,7 +166,7 @@ UNNATURAL = [
 
 @pytest.fixture
 def tasks(tmp_path, monkeypatch):
-    """Folders with tasks, and with the same items as plain files."""
+    """A folder that contains tasks/, and files/ with the same items as plain files."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for folder in ("tasks", "files"):
         (tmp_path / folder).mkdir()

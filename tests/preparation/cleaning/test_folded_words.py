@@ -1,4 +1,4 @@
-"""Tests that near-duplicate detection ignores case, accents, width, line ends and invisible characters."""
+"""Tests that near-duplicate detection ignores case, accents, width, line endings and invisible characters."""
 
 import unicodedata
 
@@ -66,8 +66,8 @@ def test_different_words_differ():
 
 
 def test_composed_or_not_and_in_either_case_a_letter_is_the_same():
-    """Case and Unicode normalization make no difference for any letter in the BMP, except three. Dotless ı becomes I;
-    the others become two words."""
+    """Case and Unicode normalization make no difference for letters in the BMP, with three exceptions: dotless ı
+    becomes I, and the other two become two words."""
     letters = [chr(code) for code in range(0x10000) if unicodedata.category(chr(code))[0] in "LN"]
     changes = (lambda letter: unicodedata.normalize("NFD", letter)), str.casefold, str.upper
     for change, different in zip(changes, ("ဦ", "ŉ", "ıŉ"), strict=True):

@@ -37,7 +37,7 @@ def found_in(documents, items, words=WORDS):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_index_finds_the_same_runs_as_a_string_search(seed):
-    """There are only a few distinct words, so that many runs match."""
+    """Uses only a few distinct words, so that many runs match."""
     rng = np.random.default_rng(seed)
     vocabulary = ["a", "Élan", "ΜΕΘΟΔΟΣ", "Gänse", "reason", "mentions"]
 
@@ -79,7 +79,7 @@ def test_a_run_has_at_least_thirteen_words():
     for count in (11, 12, 13, 14):
         for first in range(len(words) - count):
             document = "Some words. " + " ".join(words[first : first + count]) + " And others."
-            # "—" is no word.
+            # "—" isn't a word.
             is_run = sum(any(c.isalnum() for c in word) for word in words[first : first + count]) >= 13
             assert bool(found_in([document], [ITEM], words=13)) == is_run
 

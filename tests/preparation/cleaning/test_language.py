@@ -1,4 +1,4 @@
-"""Tests for language detection, by function words if they are clear and with lingua otherwise."""
+"""Tests for language detection, using function words if they are conclusive, otherwise lingua."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def words(rng, count):
 
 
 def edited(rng, document, share):
-    """Returns a copy with this share of its words replaced, and sometimes rotated."""
+    """Returns a copy with this fraction of its words replaced. Some copies are also rotated."""
     changed = [words(rng, 1)[0] if rng.random() < share else word for word in document]
     if rng.random() < 0.2:
         cut = rng.randrange(len(changed))
@@ -47,7 +47,7 @@ def documents_with_copies(count, seed=0):
 
 
 def documents_in(folder):
-    """Returns {place: (split, IDs)} for a folder prepared from one file."""
+    """Returns {line number: (split, IDs)} for a folder prepared from one file."""
     found = {}
     for shard in read_manifest(folder).shards:
         index = read_index(folder / shard.file, shard.documents)
@@ -64,8 +64,8 @@ def exact(one, other, shingle=5):
 
 
 def test_near_copies_are_removed_and_others_kept(tmp_path, run):
-    """Recall is 0.95 for similarities of 0.8 and more, also across splits. At most 0.02 of pairs below 0.5 are
-    removed."""
+    """At least 95% of copies with a similarity of 0.8 or more are removed, including across splits, and at most 2% of
+    those below 0.5."""
     documents, pairs = documents_with_copies(900)
     write_jsonl(tmp_path / "a.jsonl", documents)
     arguments = ("--input", tmp_path / "a.jsonl", "--validation_fraction", 0.3)
@@ -109,7 +109,7 @@ DISGUISES = [
     lambda text: re.sub(r"(\w{4})(\w{4})", "\\1\u00ad\\2", text).replace(" ", " \u200b"),
     lambda text: re.sub(r"\b(\w{4})(\w{4})", "\\1-\n\\2", text).replace(" ", ", "),
 ]
-"""Changes of case, spaces, line ends and punctuation that hide a copy."""
+"""Changes to case, spaces, line endings and punctuation that disguise a copy."""
 
 
 def excerpts():
@@ -137,7 +137,7 @@ def excerpts():
 
 
 def similar_pairs(documents):
-    """Returns {(one, other): Jaccard similarity} of all pairs with a common shingle, computed from its definition."""
+    """Returns {(one, other): Jaccard similarity} for all pairs with a common shingle, computed from its definition."""
     sets = []
     holders = {}
     shared = collections.Counter()
@@ -153,7 +153,7 @@ def similar_pairs(documents):
 
 
 def test_disguised_copies_of_real_prose_are_removed_by_similarity(tmp_path, run):
-    """Recall is 0.95 for similarities from 0.8 to 0.83, and only documents connected at 0.8 are removed."""
+    """Recall is at least 0.95 for similarities from 0.8 to 0.83, and only documents connected at 0.8 are removed."""
     documents, contents = excerpts()
     write_jsonl(tmp_path / "a.jsonl", contents)
     run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--near_duplicates", "0.8")
@@ -235,8 +235,8 @@ MOMENTS = (
     "broken/.unfinished/.progress.json",
     "broken/.manifest.json",
 )
-"""Kill moments: in the first pass, at its end, in the search, before and in the second pass, and before the
-manifest."""
+"""Kill points: during and at the end of the first pass, during the search, before and during the second pass,
+and before the manifest is written."""
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -34,7 +34,7 @@ SENTENCES = [
 
 @cache
 def web_texts() -> list[str]:
-    """Returns prose, lists, repetitions and fragments, with several kinds of line ends."""
+    """Returns prose, lists, repetitions and fragments, with different line endings."""
     rng = np.random.default_rng(5)
     texts = [PROSE]
     for number in range(240):
@@ -105,7 +105,7 @@ RULES = {
     ("name", "stage", "known"),
     [
         ("gopher_quality", GopherQuality(by_form=False), []),
-        # Lines are compared without trailing spaces and count in both line rules.
+        # Lines are compared without trailing spaces and count for both line rules.
         ("gopher_repetition", GopherRepetition(by_form=False),
          [("duplicate_line_characters", "duplicate_lines"), ("top_4_gram", "top_3_gram")]),
         ("c4", C4Quality(by_form=False), []),
@@ -124,7 +124,7 @@ def test_verdicts_match_datatrove_with_words_split_at_spaces(name, stage, known,
         monkeypatch.setattr(module, "split_into_words", lambda text, language: text.split())
     ends = re.compile(r"(?<=[.!?])[\"')]*\s+")
     monkeypatch.setattr(filters.c4_filters, "split_into_sentences", lambda text, language: ends.split(text))
-    # In datatrove, lines of spaces count as repeated, and some rules know only one kind of line end.
+    # In datatrove, lines with only spaces count as repeated, and some rules only support one kind of line ending.
     texts = [text for text in web_texts() if not re.search("\n \n|\r|\u2028", text)]
     removed, changed = judged(stage, texts)
     expected_changed, differing = {}, []

@@ -1,4 +1,4 @@
-"""Tests that cleaning removes and counts the same documents with any number of workers and after kills."""
+"""Tests that cleaning removes and counts the same documents with any number of workers and after being killed."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def keep(text):
 
 @pytest.fixture
 def request_of(tmp_path, tokenizer, monkeypatch):
-    """Returns the arguments to prepare three files in many partitions, with a filter that removes and changes
+    """Returns arguments for preparing three files in many partitions, with a filter that removes and changes
     documents."""
     for name in ("documents.formats.PART_BYTES", "documents.sources.PART_BYTES", "documents.byte_stream.READ_BYTES"):
         monkeypatch.setattr(f"pretrain_tools.preparation.{name}", 2000)
@@ -146,7 +146,7 @@ WRITES = (
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
-"""Files in the order in which a full cleaning writes them: all documents, near duplicates, kept documents."""
+"""Files in the order in which a full cleaning run writes them: all documents, near duplicates, kept documents."""
 
 
 def test_a_full_disk_in_any_stage_is_reported_and_the_same_command_continues(tmp_path, run, monkeypatch):

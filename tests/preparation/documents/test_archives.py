@@ -1,4 +1,4 @@
-"""Tests for tar archives: no data is lost silently, and every member is either a document or counted."""
+"""Tests for tar archives: no data is lost silently, and every member is either read as a document or counted."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""Tests of the real scripts with datasets, tokenizers and models from the Hub."""
+"""Tests for the real scripts with datasets, tokenizers and models from the Hub."""
 
 import json
 

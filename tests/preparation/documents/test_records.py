@@ -1,4 +1,4 @@
-"""Tests for texts built from several fields, and for selecting documents by field and length."""
+"""Tests for text built from several fields, and for selecting documents by field and length."""
 
 import csv
 import io
