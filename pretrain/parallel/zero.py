@@ -69,7 +69,7 @@ class Zero(Strategy):
         if config.optim.muon.qk_clip:
             problems.append(
                 f"optim.muon.qk_clip: not supported with {name}, which updates weights before they can be "
-                "scaled; use ddp, fsdp2 or a mesh, or null"
+                "scaled; use ddp, fsdp2 or a mesh, or set qk_clip to null"
             )
         if uses_nvme() and (missing := missing_for_nvme()):
             problems.append(

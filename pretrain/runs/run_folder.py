@@ -78,7 +78,7 @@ def trunk_checkpoint(text: str) -> Path:
     if not step.isdecimal() or int(step) not in folders:
         available = ", ".join(map(str, folders)) or "none"
         raise InputError(
-            f"branch_from: {text}: must be RUN@STEP, a checkpoint of another run; available steps: {available}"
+            f"branch_from: {text}: must be RUN@STEP, a checkpoint from another run; available steps: {available}"
         )
     return folders[int(step)]
 

@@ -256,7 +256,7 @@ class MirrorCopies:
         if step not in (None, self._reported) and size is not None:
             self._reported = step
             self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
-        last = f"The last copy is step {step:,}." if step is not None else "Nothing has been copied since the start."
+        last = f"The last copy is step {step:,}." if step is not None else "Nothing has been copied in this session."
         tries = counted(status["failures"], "attempt")
         what_now = "Copying stops." if status["is_over"] else "Copying will be retried, and training does not wait."
         self._warn_once(

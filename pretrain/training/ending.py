@@ -33,11 +33,12 @@ def end_early(run: Run) -> int:
         run.mirror.settle(run.watch.beat)
     request = run.request  # may have become more urgent during the save
     saved = "nothing saved" if request == Request.ABORT else f"saved at step {run.state.step:,}"
-    how = "set it to a later step, or null, to" if request == Request.PAUSE else "run the same command to"
+    set_later = "to resume, set it to a later step or to null"
+    how = set_later if request == Request.PAUSE else "run the same command to resume"
     answer(run)
     run.watch.close()
     code = EXIT_PREEMPTED if request == Request.PREEMPT else EXIT_INTERRUPTED
-    run.log.end(code, f"{REASONS[request]}, {saved}; {how} resume")
+    run.log.end(code, f"{REASONS[request]}, {saved}; {how}")
     if run.mirror:
         run.mirror.close()
     return code

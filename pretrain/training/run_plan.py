@@ -319,7 +319,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     if model is not None and config.loss.terms and not model.from_hidden_states:
         of_data.append(
             f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
-            "alone, but loss terms receive only these; use a model that does, such as llama or qwen3"
+            "alone, but loss terms have no access to anything else; use a model that does, such as llama or qwen3"
         )
         model = None
     if model is not None:

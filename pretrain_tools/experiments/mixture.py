@@ -197,9 +197,9 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     # The gain is relative to the recipe's own mixture, so that run must have finished.
     if finished[:1] != list(results[:1]) or len(finished) < LEAST_RUNS_PER_SOURCE * len(sources):
         print(
-            f"{len(finished)} of {len(results)} mixtures finished, but a proposal needs the recipe's own mixture and "
-            f"at least {LEAST_RUNS_PER_SOURCE * len(sources)} in total. Run the same command again to retry failed "
-            "runs."
+            f"{len(finished)} of {len(results)} mixtures finished. To propose weights, the recipe's own mixture and "
+            f"at least {LEAST_RUNS_PER_SOURCE * len(sources)} mixtures in total must have finished. Run the same "
+            "command again to retry failed runs."
         )
         return 1
     weights = np.array([[s["weight"] for s in parse_yaml(r.settings["data.train"])] for r in finished])

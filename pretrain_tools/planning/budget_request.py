@@ -127,7 +127,9 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         )
     for name in ("config", "comment"):
         if getattr(options, name):
-            problems.append(f"--{name}: can't be combined with a budget, which creates a new recipe; omit one of them")
+            problems.append(
+                f"--{name}: can't be combined with a budget, because plan.py creates a new recipe for it; omit one"
+            )
     if rest:
         problems.append(f"{rest[0]}: with a budget, plan.py chooses the settings; edit the generated recipe instead")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):

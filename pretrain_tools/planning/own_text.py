@@ -255,7 +255,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
     # Keep an existing tokenizer's vocabulary size, because a second measurement may suggest a different one.
     trained = read_json(Path(place.tokenizer, RECORD_FILE)) or {}
     vocabulary = trained.get("vocabulary_size") or vocabulary_for(text_bytes, machine.flops(OF_THE_DEMO))
-    row("vocabulary", f"{vocabulary:,} IDs, based on the text size and the model size that the time allows")
+    row("vocabulary", f"{vocabulary:,} IDs, based on the amount of text and the model size that fits the time budget")
     commands = preparation_commands(asked, files, vocabulary, fraction)
     for command in commands:
         run_to_its_end(command)

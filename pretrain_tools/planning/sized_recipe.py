@@ -154,7 +154,7 @@ class SizedRecipe:
         flops = f"{count_text(rate)} per second with an assumed MFU of {mfu:.0%}"
         unique = count_text(sizing.unique_tokens)
         rows = {
-            "model": f"{self.in_words()}: the best size for this time and amount of text",
+            "model": f"{self.in_words()}: the best size for this time budget and amount of text",
             "tokens": f"about {count_text(sizing.tokens)} ({sizing.epochs:.3g} epochs of {unique}), at {flops}",
             "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
             f"{shape.sequence_length:,}; Muon with a learning rate of {self.learning_rate:g}",

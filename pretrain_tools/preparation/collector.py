@@ -104,9 +104,8 @@ def count_problems(problems: Sequence[Problem], tally: Tally, options: Preparati
     for problem in problems:
         bad_records += problem.records
         if bad_records > options.max_errors:
-            more = "one more" if bad_records == options.max_errors + 1 else f"{bad_records:,}, which is more"
             raise InputError(
-                f"{problem.place}: {problem.reason}. The number of bad records is {more} than --max_errors "
+                f"{problem.place}: {problem.reason}. That makes {bad_records:,} bad records, but --max_errors is "
                 f"{options.max_errors:,}; fix the input, or use a larger --max_errors to resume from this record"
             )
     tally.bad_records = bad_records

@@ -48,7 +48,7 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
     parts += [ranks_text(evidence), kernels_text(evidence), phases_text(evidence)]
     parts += [*filter(None, [lines_text(evidence)]), memory_text(evidence)]
     problems = [problem for rank in evidence.ranks for problem in rank.facts["problems"]]
-    parts += [f"could not be written: {problem}" for problem in problems[:3]]
+    parts += [f"some profiles could not be written: {problem}" for problem in problems[:3]]
     return "\n\n".join(parts)
 
 

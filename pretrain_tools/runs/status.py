@@ -183,7 +183,7 @@ def mirror_text(run: Path) -> str | None:
     copied = status.get("copied_step")
     latest = latest_step(run)
     if copied is None:
-        said = "no checkpoint copied since the start"
+        said = "no checkpoint copied in this session"
     elif latest is None or copied >= latest:
         said = f"step {copied:,}, the newest checkpoint"
     else:

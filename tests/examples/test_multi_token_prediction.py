@@ -129,5 +129,5 @@ def test_terms_with_unscaled_parameters_are_rejected_with_mup(monkeypatch):
 
 
 def test_a_checkpoint_with_other_parameters_is_refused():
-    with pytest.raises(InputError, match=r"first loss_terms\.a: \(2,\) here, \(3,\) there"):
+    with pytest.raises(InputError, match=r"starting with loss_terms\.a \(\(2,\) now, \(3,\) in the checkpoint\)"):
         refuse_other_terms({"loss_terms.a": (2,)}, {"loss_terms.a": (3,), "loss_terms.b": (1,)})

@@ -148,7 +148,7 @@ def test_bad_lines_are_skipped_and_counted_up_to_the_limit(tmp_path, run):
     assert manifest["skipped"]["empty_documents"] == 1
     assert manifest["skipped"]["bad_records"] == 4
     assert manifest["skipped"]["first_bad_records"][3].startswith("a.jsonl, line 7: not valid Unicode")
-    with pytest.raises(InputError, match=r"line 7: .*one more than --max_errors 3"):
+    with pytest.raises(InputError, match=r"line 7: .*makes 4 bad records, but --max_errors is 3"):
         run(*arguments, "--output", tmp_path / "other", "--max_errors", 3)
     assert not (tmp_path / "other").exists()
 
