@@ -192,7 +192,9 @@ def test_a_term_that_is_not_one_value_for_each_token_is_refused(value, monkeypat
     terms = loss_terms.LossTerms(Loss(terms={"plain": None}), PreTrainedConfig(), seed=0, dtype=torch.float32)
     ids = torch.zeros(2, 3, dtype=torch.long)
     model = SimpleNamespace(get_output_embeddings=int, get_input_embeddings=int)
-    with pytest.raises(InputError, match=r"loss.terms.plain: returned .* of shape \(2, 3\) with one value per token"):
+    with pytest.raises(
+        InputError, match=r"loss.terms.plain: must return .* of shape \(2, 3\) with one value per token"
+    ):
         terms.add(ids, ids, torch.zeros(2, 3, 4), model, None, {})
 
 

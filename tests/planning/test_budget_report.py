@@ -103,11 +103,11 @@ def test_a_ladder_predicts_the_loss(made, tmp_path):
     truth = 1.7 + 400 / found["parameters"] ** 0.34 + 1200 / found["tokens"] ** 0.34
     assert expected["low"] < truth < expected["high"]
     assert expected["loss"] == pytest.approx(truth, rel=0.05)
-    assert "times the compute of its largest run, if the scaling law still holds there" in expected["source"]
+    assert "settings if the scaling law still holds there" in expected["source"]
 
 
 def test_ladders_that_predict_nothing_are_refused(tmp_path):
-    with pytest.raises(InputError, match="contains 3 model sizes; a prediction needs at least 4"):
+    with pytest.raises(InputError, match="contains only 3 model sizes; a prediction needs at least 4"):
         read_ladder(ladder_of_law(tmp_path / "l.json", [10**7, 2 * 10**7, 4 * 10**7]))
     (tmp_path / "x.json").write_text("[1]")
     for name in ("x.json", "none.json"):

@@ -87,7 +87,7 @@ def test_every_evaluation_and_the_energy_are_in_its_card(contents):
     metrics = {(m["type"], m["slice"]): m for m in card["quantitativeAnalysis"]["performanceMetrics"]}
     assert metrics["loss", "validation text of docs, step 8"]["value"] == "4"
     assert metrics["acc", "quiz"]["confidenceInterval"] == {"lowerBound": "0.304", "upperBound": "0.696"}
-    assert "confidenceInterval" not in metrics["acc", "half, part of the task, not comparable"]
+    assert "confidenceInterval" not in metrics["acc", "half, only part of the task, not comparable"]
     (used,) = card["considerations"]["environmentalConsiderations"]["energyConsumptions"]
     assert used["activity"] == "training" and used["activityEnergyCost"] == {"value": 2.0, "unit": "kWh"}
     assert used["co2CostEquivalent"] == {"value": 0.001, "unit": "tCO2eq"}
