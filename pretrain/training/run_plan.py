@@ -505,9 +505,12 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     nearest = " or ".join(f"{n:,}" for n in (tokens // common * common, math.ceil(tokens / common) * common) if n)
     ramp = f" x {levels} ramp levels" if levels > 1 else ""
     if tokens % group:
+        unit = group // micro_batch  # tokens per step with one sequence per micro-batch
+        smaller = [n for n in range(micro_batch - 1, 0, -1) if n % parts == 0 and tokens % (unit * n) == 0]
+        other = f", or use batch.sequences_per_micro_batch {smaller[0]}" if smaller else ""
         problems.append(
             f"batch.tokens_per_step: {tokens:,} is not a multiple of {micro_batch} sequences per micro-batch x "
-            f"{length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}"
+            f"{length:,} tokens x {ranks} processes{ramp} = {group:,}; nearest: {nearest}{other}"
         )
     for number, (window, of_stage) in enumerate(zip(config.data.windows, groups_of_stages, strict=True)):
         setting = f"data.stages[{number}].sequence_length"

@@ -1,9 +1,13 @@
-"""Tests for determining which actions are due between two steps."""
+"""Tests for the actions due between two steps, and for the batch size."""
 
 from types import SimpleNamespace
 
+import pytest
+
 from pretrain.config import Benchmarks, Cadence, Checkpoint, Diagnostics, Guard, Samples, Validation
-from pretrain.training.run_plan import Due, due_after, steps_between
+from pretrain.errors import InputError
+from pretrain.recipe import read_run_config
+from pretrain.training.run_plan import Due, derive, due_after, steps_between
 
 
 def found(step: int, total_steps: int, factor: float = 1.0, **sections: Cadence) -> Due:
@@ -49,3 +53,18 @@ def test_a_pause_before_the_end_is_logged_and_validated():
     pausing = Checkpoint(stop_at_step=5)
     assert found(5, 7, checkpoint=pausing) == due(logs=True, validates=True, pauses=True)
     assert not found(5, 5, checkpoint=pausing).pauses and not found(10, 20, checkpoint=pausing).pauses
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences", "ranks", "advice"),
+    [
+        (256, 4, 2, "nearest: 512, or use batch.sequences_per_micro_batch 2"),
+        (320, 2, 4, "nearest: 512"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_rejected_with_what_works(recipe, tokens, sequences, ranks, advice):
+    batch = {"batch.tokens_per_step": tokens, "batch.sequences_per_micro_batch": sequences}
+    config = read_run_config(recipe, [(name, str(value)) for name, value in batch.items()])
+    with pytest.raises(InputError) as caught:
+        derive(config, ranks)
+    assert caught.value.problems[0].endswith(advice)
