@@ -85,7 +85,7 @@ def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
     assert manifest["cleaning"]["removed"]["decontamination.short.txt"]["documents"] == 12
     assert "long.jsonl: found 9 of 12 items in 12 documents; removed the documents" in told
     assert "short.txt: found 12 of 13 items (1 too short to search for) in 12 documents" in told
-    assert "short.txt: 12 of 13 items" in run("--inspect", tmp_path / "out", with_tokenizer=False)
+    assert "short.txt: found 12 of 13 items" in run("--inspect", tmp_path / "out", with_tokenizer=False)
     assert str(tmp_path) not in (tmp_path / "out/manifest.json").read_text()
 
 
