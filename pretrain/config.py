@@ -446,14 +446,14 @@ class Cadence(Section):
 
 
 class Validation(Cadence):
-    """Without every_steps or every_tokens, validation runs only at the end of the run."""
+    """The run always ends with a validation. Set every_steps or every_tokens to also validate during training."""
 
     sequences: Count = 512
     """Number of sequences per source. They are fixed and evenly spread over the split."""
 
 
 class Samples(Cadence):
-    """Without every_steps or every_tokens, no samples are generated."""
+    """Set every_steps or every_tokens to generate samples."""
 
     prompts: Annotated[list[str], Field(min_length=1)] = [""]
     """Prompts to continue. An empty prompt starts a new document."""
@@ -492,7 +492,7 @@ class Benchmarks(Cadence):
 
 
 class Checkpoint(Cadence):
-    """Without every_steps or every_tokens, a checkpoint is saved only at the end of the run."""
+    """Set every_steps or every_tokens to save checkpoints during training, not only at the end of the run."""
 
     keep_last: Count = 3
     """Number of most recent checkpoints to keep."""

@@ -1,7 +1,7 @@
 """Reads recipes and command lines into a RunConfig.
 
-Reports all problems at once: misspelled keys, wrong types and conflicting settings. Each message contains the file,
-dotted path, invalid value and allowed values.
+InputError lists all misspelled keys, wrong types and conflicting settings, with the file, dotted path, invalid value
+and allowed values.
 """
 
 import json

@@ -117,7 +117,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Manifests from earlier versions have no "beside".
+        # Earlier versions didn't write "beside".
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,

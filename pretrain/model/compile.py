@@ -107,7 +107,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     if not needs:
         return []
     return [
-        f"compile: {requested} needs {' and '.join(needs)}; install what is missing "
+        f"compile: {requested} needs {' and '.join(needs)}; install the missing software "
         f"({'; '.join(install)}), or use none, which is slower"
     ]
 

@@ -58,7 +58,7 @@ NUMBER_RULES = (
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a non-negative number (such as 0.02)"),
 )
-"""(pattern for a key's name, check for the value, allowed values in words)"""
+"""(regex for key names, function that checks a value, description of the allowed values)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)

@@ -171,7 +171,7 @@ class Zero(Strategy):
             if self.precision != "fp32":  # DeepSpeed doesn't cast partitioned parameters
                 for parameter in module.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
-            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has none of its own
+            if not any(parameter.is_meta for parameter in module.parameters()):  # a tied head has no separate weights
                 deepspeed.zero.Init(module=module, config_dict_or_path=self.settings)
 
         for unit in units_of(causal_lm):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pretrain_tools.preparation.documents.records import Record
 
 DIVIDERS = (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-"""Where to split a document, in order of preference: between paragraphs, lines or words."""
+"""Preferred places to split a document: between paragraphs, otherwise between lines, otherwise between words."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class _Open:
     waits: bool = False
     """True if its own time may be waiting time, because it is a DTensor operator that redispatches or communicates."""
     pieces: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
-    """Spans of its own time, excluding operators that it calls: (kind, (start, end))."""
+    """(kind, (start, end)) of the time spent in the operator itself, not in operators that it calls."""
 
 
 def walk(events: Iterable[TraceEvent], is_update: Callable[[int], bool], launched: dict[int, str]) -> Work:

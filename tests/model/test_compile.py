@@ -108,13 +108,13 @@ def test_layers_that_share_no_compilation_are_all_compiled(monkeypatch):
 @pytest.mark.parametrize(
     ("device_type", "missing", "message"),
     [
-        ("cpu", ("g++",), "compile: auto needs a C++ compiler (g++ not found); install what is missing (apt"),
-        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (gcc, clang not found); install what is"),
-        ("cuda", ("triton",), "compile: auto needs Triton; install what is missing (pip install triton), or use"),
+        ("cpu", ("g++",), "compile: auto needs a C++ compiler (g++ not found); install the missing software (apt"),
+        ("cuda", ("gcc", "clang"), "compile: auto needs a C compiler (gcc, clang not found); install the missing"),
+        ("cuda", ("triton",), "compile: auto needs Triton; install the missing software (pip install triton), or use"),
         (
             "cuda",
             ("Python.h", "triton"),
-            "Python.h is missing) and Triton; install what is missing (apt install build-essential python3-dev, or ",
+            "Python.h is missing) and Triton; install the missing software (apt install build-essential python3-dev, ",
         ),
     ],
 )

@@ -192,7 +192,7 @@ def test_impossible_sizes_are_rejected_with_alternatives(sizes, given, message):
 
 
 def test_a_missing_size_is_rejected(sizes, recipe):
-    """Without the launcher file, the pp size would be missing and the run would use plain replicas."""
+    """accelerate drops the pp size, so it must be read from the launcher file. Otherwise, the run would use DDP."""
     sizes(2, "MULTI_GPU")
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert problem.startswith(

@@ -297,7 +297,7 @@ def test_needless_recomputation_is_reported(recipe):
 
 
 def test_a_memory_budget_that_frees_nothing_is_reported(recipe):
-    """Without compiled layers, a memory budget frees no memory, and the plan says so."""
+    """plan.py warns that a memory budget has no effect if the layers aren't compiled."""
     budget = ("activation_checkpointing", "{memory_budget: 0.5}")
     plan = plan_of(recipe, budget, ("compile", "none"), gpus=1)
     assert "single: activation_checkpointing: {memory_budget: 0.5} saves no memory" in remarks(plan)

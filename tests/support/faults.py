@@ -116,7 +116,7 @@ def launch_with_faults(
         arguments: arguments for train.py.
         faults: see train_with_faults.py.
         launcher: additional launcher arguments.
-        meanwhile: called with the process while it runs.
+        meanwhile: function to call with the running process.
         fresh: start new interpreters instead of forking a warm one.
         architecture: module with a local architecture.
         constants: {module.NAME: value} to override in the product.
