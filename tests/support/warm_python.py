@@ -231,6 +231,7 @@ def import_everything() -> None:
         for name in (*(module.name for module in pkgutil.walk_packages(pretrain.__path__, "pretrain.")), *LIBRARIES):
             importlib.import_module(name)
         draw_once()
+        fill_caches()
         sys.stdout.flush()
     finally:
         for number, own in enumerate(kept, start=1):
@@ -247,6 +248,16 @@ def draw_once() -> None:
     figure = Figure(layout="constrained")
     figure.add_subplot(title="text").set_xlabel("text")
     figure.savefig(io.BytesIO())
+
+
+def fill_caches() -> None:
+    """Fills caches that every run would fill again, which takes as long as training a tiny model."""
+    import platform
+
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions
+    platform.processor()  # starts a process
 
 
 def measure_once() -> None:
