@@ -99,8 +99,6 @@ class Ladder:
 
     rungs: list[Rung]
     law: ScalingLaw
-    count: str
-    """How N is counted: matrix (non-embedding parameters) or total."""
     backtest: Prediction | None
     """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
@@ -112,7 +110,7 @@ class Ladder:
         return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
 
-def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
+def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str]]:
     """Reads the finished runs in these folders. Also returns a message for each run it skips.
 
     Raises InputError if no run is usable, or if the runs aren't comparable.
@@ -134,7 +132,7 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
         if history and (reason := unusable(history)):
             said.append(f"{shown}: skipped: {reason}")
         elif history:
-            points += [point] if (point := problems.attempt(ladder_run, history, count)) else []
+            points += [point] if (point := problems.attempt(ladder_run, history)) else []
     problems.stop_if_any()
     if not points:
         raise InputError(*said, "no usable runs; a ladder needs finished runs with a validation loss")
@@ -154,14 +152,13 @@ def unusable(history: History) -> str | None:
     )
 
 
-def ladder_run(history: History, count: str) -> LadderRun | None:
+def ladder_run(history: History) -> LadderRun | None:
     """Reads a run's size, token count and final loss. Returns None if the loss isn't finite."""
-    from pretrain.model.build import active_parameters, matrix_parameters
+    from pretrain.model.build import matrix_parameters
     from pretrain.model.model_config import load_model_config
 
     folder = history.folder
-    model = load_model_config(str(folder / "model.json"))
-    parameters = matrix_parameters(model) if count == "matrix" else active_parameters(model)
+    parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
     config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
@@ -246,7 +243,7 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
     return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
 
 
-def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
+def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Ladder:
     """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
 
     Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
@@ -275,7 +272,7 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count:
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
         backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
-    return Ladder(rungs, law, count, backtest, [predict_loss(law, rungs, *one) for one in asked])
+    return Ladder(rungs, law, backtest, [predict_loss(law, rungs, *one) for one in asked])
 
 
 def cautions_of(ladder: Ladder) -> list[str]:
@@ -319,15 +316,15 @@ def cautions_of(ladder: Ladder) -> list[str]:
     return said
 
 
-def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
+def read_predictions(texts: Iterable[str]) -> list[tuple[str, int, int]]:
     """Parses --predict arguments into (name, parameters, tokens). Raises InputError listing all problems."""
     problems = Problems()
-    found = [problems.attempt(read_prediction, text, count) for text in texts]
+    found = [problems.attempt(read_prediction, text) for text in texts]
     problems.stop_if_any()
     return found
 
 
-def read_prediction(text: str, count: str) -> tuple[str, int, int]:
+def read_prediction(text: str) -> tuple[str, int, int]:
     """Parses 'parameters=30M,tokens=600M', or reads a recipe. The recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
@@ -335,7 +332,7 @@ def read_prediction(text: str, count: str) -> tuple[str, int, int]:
 
         config = read_run_config(Path(text))
         work = work_of_run(config, planned_model_config(config.model, config.data))
-        return text, work.non_embedding if count == "matrix" else work.active, work.tokens
+        return text, work.non_embedding, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
     numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):

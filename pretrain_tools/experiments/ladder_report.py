@@ -37,13 +37,9 @@ from pretrain_tools.experiments.scaling_law import (
 from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_panel
 
-LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
+LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1, "count": "matrix"}
 MOSTLY_PRIOR = 0.5
 """An estimate is marked "mostly the prior" if its standard deviation exceeds this fraction of the prior's."""
-COUNTED = {
-    "matrix": "N: parameters in matmuls, including the head but not the embedding tables",
-    "total": "N: all parameters (active parameters in an MoE model)",
-}
 HOW = (
     f"90% intervals come from {REFITS} refits with resampled losses, noise levels and priors. Priors: alpha and "
     f"beta are {EXPONENT} +- {EXPONENT_SD}; E is {SHARE_OF_E:.0%} of the lowest loss, within a factor of "
@@ -51,25 +47,24 @@ HOW = (
 )
 
 
-def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str, output: Path | None) -> None:
+def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Path | None) -> None:
     """Fits a scaling law to the runs in these folders, prints it, and writes it as JSON and PNG.
 
     Raises InputError listing all problems.
 
     Args:
         predict: arguments to predict; see `read_predictions`.
-        count: how N is counted: matrix (non-embedding parameters) or total.
         output: path without a suffix. None means `ladder` in the runs' folder, or in the current folder if several
             are passed.
     """
     base = output or (folders[0] if len(folders) == 1 else Path()) / "ladder"
     problems = Problems()
-    asked = problems.attempt(read_predictions, predict, count)
-    found = problems.attempt(read_ladder_runs, folders, count)
+    asked = problems.attempt(read_predictions, predict)
+    found = problems.attempt(read_ladder_runs, folders)
     problems.attempt(require_writable, base)
     problems.stop_if_any()
     runs, left_out = found
-    ladder = make_ladder(rungs_of(runs), asked, count)
+    ladder = make_ladder(rungs_of(runs), asked)
     print(ladder_text(ladder, left_out))
     values, picture = (base.with_name(f"{base.name}{ending}") for ending in (".json", ".png"))
     write_durably(values, json.dumps(ladder_values(ladder), indent=1) + "\n")
@@ -99,7 +94,8 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         low, high = law.coefficient_intervals[name]
         note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
         fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
-    lines = ["L(N, D) = E + A / N^alpha + B / D^beta", COUNTED[ladder.count], "", table(rows, right=set(range(8))), ""]
+    counted_as = "N: parameters in matmuls, including the head but not the embedding tables"
+    lines = ["L(N, D) = E + A / N^alpha + B / D^beta", counted_as, "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the scaling law: {law.noise:.2%}"]
     if told := ladder.backtest:
         low, high = told.interval
@@ -128,7 +124,6 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
     law = ladder.law
     return {
         **LADDER_FORMAT,
-        "count": ladder.count,
         "coefficients": law.coefficients,
         "intervals": law.coefficient_intervals,
         "prior_shares": law.prior_shares,
@@ -145,11 +140,11 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
     }
 
 
-def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, float, str]]:
+def read_ladder(path: Path) -> Callable[[int, int], tuple[float, float, float, str]]:
     """Reads a ladder.json. Raises InputError if the file is invalid or its fit doesn't allow predictions.
 
-    Returns a function (matrix parameters, total parameters, tokens) -> (loss, low, high, note), with the 90% interval
-    in nats per token.
+    Returns a function (parameters in matmuls, tokens) -> (loss, low, high, note), with the 90% interval in nats per
+    token.
     """
     try:
         values = json.loads(read_small_file(path, most_bytes=1 << 24))
@@ -159,7 +154,6 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
         rungs = values["rungs"]
         sizes = distinct_sizes(rung["parameters"] for rung in rungs)
         largest_compute = max(compute_of(rung["parameters"], rung["tokens"]) for rung in rungs)
-        counts_matrices = values["count"] == "matrix"
     except InputError as error:
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -174,15 +168,14 @@ def read_ladder(path: Path) -> Callable[[int, int, int], tuple[float, float, flo
             f"{MOST_NOISE:.0%}"
         )
 
-    def expect(matrix_parameters: int, parameters: int, tokens: int) -> tuple[float, float, float, str]:
-        size = matrix_parameters if counts_matrices else parameters
-        times = compute_of(size, tokens) / largest_compute
+    def expect(parameters: int, tokens: int) -> tuple[float, float, float, str]:
+        times = compute_of(parameters, tokens) / largest_compute
         far = " if the scaling law still holds there" if times > FAR_COMPUTE else ""
         known = (
             f"90% interval from {path}, at {times:.3g} times the compute of its largest run; valid for the same data, "
             f"tokenizer and settings{far}"
         )
-        return float(law.loss(size, tokens)), *law.interval(size, tokens), known
+        return float(law.loss(parameters, tokens)), *law.interval(parameters, tokens), known
 
     return expect
 

@@ -91,7 +91,7 @@ def test_insufficient_data_is_reported(made):
 def ladder_of_law(path: Path, sizes) -> Path:
     """Writes a ladder.json, as runs.py ladder would, with losses from a scaling law."""
     rungs = [Rung(n, 20 * n, 1.7 + 400 / n**0.34 + 1200 / (20 * n) ** 0.34, None, (Path("x"),), 0) for n in sizes]
-    path.write_text(json.dumps(ladder_values(make_ladder(rungs, [], "total"))))
+    path.write_text(json.dumps(ladder_values(make_ladder(rungs, []))))
     return path
 
 
