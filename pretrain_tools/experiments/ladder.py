@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems
 from pretrain.recipe import read_run_config
@@ -29,8 +27,8 @@ MOST_NOISE = 0.02
 """Maximum relative noise around the scaling law for a prediction."""
 FAR_COMPUTE = 8.0
 """Predictions beyond this multiple of the largest run's compute get a warning."""
-SAME_DIRECTION = 0.98
-"""Correlation of log N and log D above which alpha and beta can't be separated."""
+MOSTLY_PRIOR = 0.5
+"""An exponent isn't determined by the runs if its standard deviation exceeds this fraction of the prior's."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
@@ -178,11 +176,9 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
     """Lists differences between the runs that make their losses incomparable."""
     problems = []
     for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
-        values: dict[str, list[str]] = {}
-        for run in runs:
-            values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
-        if len(values) > 1:
-            shown = "; ".join(f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in values.items())
+        found = {json.dumps(run.settings.get(name)): run.folder for run in runs}
+        if len(found) > 1:
+            shown = "; ".join(f"{value} in {folder}" for value, folder in found.items())
             problems.append(
                 f"the runs differ in {name}, so losses aren't comparable: {shown}; use the same value for all runs"
             )
@@ -243,29 +239,35 @@ def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: 
     return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
 
 
+def prediction_problem(sizes: int, noise: float) -> str | None:
+    """Returns why a fit to this many model sizes doesn't allow predictions, or None if it does."""
+    if sizes < LEAST_SIZES:
+        return (
+            f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example by "
+            "doubling the size each time"
+        )
+    if noise > MOST_NOISE:
+        return (
+            f"the noise around the scaling law is {noise:.1%}, but must be at most {MOST_NOISE:.0%}; remove outliers "
+            "(run without --predict to see the residuals), or train more seeds"
+        )
+    return None
+
+
 def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Ladder:
     """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
 
     Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
-    shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
-            f"all runs have the same size, {shown} parameters; a ladder needs several sizes, and a prediction needs "
-            f"at least {LEAST_SIZES}"
-        )
-    if asked and len(sizes) < LEAST_SIZES:
-        raise InputError(
-            f"--predict: {len(sizes)} model sizes ({shown}) aren't enough for a prediction; train at least "
-            f"{LEAST_SIZES} sizes, for example by doubling the size each time"
+            f"all runs have the same size, {count_text(sizes[0])} parameters; a ladder needs several sizes, and a "
+            f"prediction needs at least {LEAST_SIZES}"
         )
     law = fit_rungs(rungs)
-    if asked and law.noise > MOST_NOISE:
-        raise InputError(
-            f"--predict: the noise around the scaling law is {law.noise:.1%}, but must be at most {MOST_NOISE:.0%}; "
-            "remove outliers (run without --predict to see the residuals), or train more seeds"
-        )
+    if asked and (problem := prediction_problem(len(sizes), law.noise)):
+        raise InputError(f"--predict: {problem}")
     backtest = None
     if len(sizes) >= LEAST_SIZES:
         # Hold out all rungs close to the largest size, because they would leak its loss.
@@ -283,13 +285,11 @@ def cautions_of(ladder: Ladder) -> list[str]:
         said.append(
             f"{sizes} model sizes aren't enough to determine a scaling law; the fit mostly reflects the priors"
         )
-    logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
-    flat = logs.std(axis=1) < 1e-3
-    if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
-        how = "all runs have the same token count" if flat[1] else "tokens grow with model size"
+    if max(ladder.law.prior_shares) > MOSTLY_PRIOR:
         said.append(
-            f"{how}, so alpha and beta can't be determined separately and mostly reflect the priors. This affects all "
-            "predictions except those at the same number of tokens per parameter"
+            "the runs don't determine alpha and beta separately, for example because tokens grow with model size, so "
+            "they mostly reflect the priors. This affects all predictions except those at the same number of tokens "
+            "per parameter"
         )
     if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
         said.append(

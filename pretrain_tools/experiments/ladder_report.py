@@ -13,38 +13,21 @@ from pretrain.files import write_durably
 from pretrain.units import count_text, counted, table
 from pretrain_tools.experiments.ladder import (
     FAR_COMPUTE,
-    LEAST_SIZES,
-    MOST_NOISE,
     Ladder,
     cautions_of,
     compute_of,
     distinct_sizes,
     make_ladder,
+    prediction_problem,
     read_ladder_runs,
     read_predictions,
     rungs_of,
 )
-from pretrain_tools.experiments.scaling_law import (
-    EXPONENT,
-    EXPONENT_SD,
-    LOG_BALANCE_SD,
-    LOG_E_SD,
-    REFITS,
-    SHARE_OF_E,
-    law_of,
-    law_values,
-)
+from pretrain_tools.experiments.scaling_law import law_of, law_values
 from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_panel
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1, "count": "matrix"}
-MOSTLY_PRIOR = 0.5
-"""An estimate is marked "mostly the prior" if its standard deviation exceeds this fraction of the prior's."""
-HOW = (
-    f"90% intervals come from {REFITS} refits with resampled losses, noise levels and priors. Priors: alpha and "
-    f"beta are {EXPONENT} +- {EXPONENT_SD}; E is {SHARE_OF_E:.0%} of the lowest loss, within a factor of "
-    f"{math.exp(LOG_E_SD):.1f}; the size and token terms are equal, within a factor of {math.exp(LOG_BALANCE_SD):.1f}."
-)
 
 
 def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Path | None) -> None:
@@ -89,11 +72,10 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
                 f"{residual:+.2%}",
             ]
         )
-    fits = [["", "fit", "90% interval", ""]]
+    fits = [["", "fit", "90% interval"]]
     for name, value in law.coefficients.items():
         low, high = law.coefficient_intervals[name]
-        note = "mostly the prior" if law.prior_shares.get(name, 0.0) > MOSTLY_PRIOR else ""
-        fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}", note])
+        fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"])
     counted_as = "N: parameters in matmuls, including the head but not the embedding tables"
     lines = ["L(N, D) = E + A / N^alpha + B / D^beta", counted_as, "", table(rows, right=set(range(8))), ""]
     lines += [table(fits), "", f"noise around the scaling law: {law.noise:.2%}"]
@@ -113,7 +95,7 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
             half = f"+- {(high - low) / 2 / one.loss:.1%}"
             rows.append([one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}", half])
         lines += ["", table(rows, right={1, 2, 3, 4})]
-    lines += ["", HOW, *left_out]
+    lines += ["", *left_out]
     if worse := sum(rung.left_out for rung in ladder.rungs):
         lines.append(f"skipped: {counted(worse, 'run')} with worse settings at the same size and token count")
     return "\n".join([*lines, *(f"warning: {caution}" for caution in cautions_of(ladder))])
@@ -126,7 +108,6 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
         **LADDER_FORMAT,
         "coefficients": law.coefficients,
         "intervals": law.coefficient_intervals,
-        "prior_shares": law.prior_shares,
         "noise": law.noise,
         "rungs": [
             {**vars(rung), "folders": list(map(str, rung.folders)), "residual": round(float(residual), 6)}
@@ -135,7 +116,6 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
         "backtest": vars(ladder.backtest) if ladder.backtest else None,
         "predictions": [vars(one) for one in ladder.predictions],
         "cautions": cautions_of(ladder),
-        "interval_method": HOW,
         "law": law_values(law),
     }
 
@@ -158,15 +138,8 @@ def read_ladder(path: Path) -> Callable[[int, int], tuple[float, float, float, s
         raise InputError(f"--ladder {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"--ladder {path}: wasn't written by runs.py ladder ({one_line(error)})") from None
-    if len(sizes) < LEAST_SIZES:
-        raise InputError(
-            f"--ladder {path}: contains only {len(sizes)} model sizes; a prediction needs at least {LEAST_SIZES}"
-        )
-    if law.noise > MOST_NOISE:
-        raise InputError(
-            f"--ladder {path}: the noise around the scaling law is {law.noise:.1%}, but must be at most "
-            f"{MOST_NOISE:.0%}"
-        )
+    if problem := prediction_problem(len(sizes), law.noise):
+        raise InputError(f"--ladder {path}: {problem}")
 
     def expect(parameters: int, tokens: int) -> tuple[float, float, float, str]:
         times = compute_of(parameters, tokens) / largest_compute

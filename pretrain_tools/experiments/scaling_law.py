@@ -83,10 +83,9 @@ class ScalingLaw:
         return {name: (float(a), float(b)) for name, a, b in zip(LAW_COEFFICIENTS, low, high, strict=True)}
 
     @property
-    def prior_shares(self) -> dict[str, float]:
-        """Posterior / prior standard deviation of the exponents; near 1 if the runs don't determine them."""
-        spreads = self.refits.std(axis=0) / EXPONENT_SD
-        return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
+    def prior_shares(self) -> list[float]:
+        """Posterior / prior standard deviation of alpha and beta; near 1 if the runs don't determine them."""
+        return (self.refits[:, 3:].std(axis=0) / EXPONENT_SD).tolist()
 
     def _scaled(self, parameters: ArrayLike, tokens: ArrayLike) -> tuple[NDArray, NDArray]:
         return np.log(np.asarray(parameters) / self.reference[0]), np.log(np.asarray(tokens) / self.reference[1])
