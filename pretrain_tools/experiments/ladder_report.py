@@ -170,14 +170,11 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     compute = compute_of(sizes, tokens)
     panel.fill_between(compute, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90% interval for one run")
     panel.plot(compute, law.loss(sizes, tokens), color=COLORS[0], linewidth=1.5, label="scaling law, along the ladder")
-    measured = [(rung.compute, rung.loss, rung.spread or 0.0) for rung in ladder.rungs]
-    panel.errorbar(*zip(*measured, strict=True), fmt="o", color="#000000", markersize=5, label="measured")
-    for number, one in enumerate(ladder.predictions):
-        place = (compute_of(one.parameters, one.tokens), one.loss)
-        ends = [[one.loss - one.interval[0]], [one.interval[1] - one.loss]]
-        label = "predicted" if number == 0 else None
-        panel.errorbar(*place, ends, fmt="*", color=COLORS[1], markersize=11, capsize=4, label=label)
-        panel.annotate(f"{one.loss:.3f}", place, xytext=(8, 6), textcoords="offset points", fontsize=9)
+    measured = [(rung.compute, rung.loss) for rung in ladder.rungs]
+    panel.plot(*zip(*measured, strict=True), "o", color="#000000", markersize=5, label="measured")
+    predicted = [(compute_of(one.parameters, one.tokens), one.loss) for one in ladder.predictions]
+    if predicted:
+        panel.plot(*zip(*predicted, strict=True), "*", color=COLORS[1], markersize=11, label="predicted")
     style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")
