@@ -20,11 +20,7 @@ from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
 from pretrain_tools.experiments.sweep import pick_settings
 from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
-from pretrain_tools.experiments.sweep_report import (
-    PointResult,
-    at_the_edge,
-    verdict_of_sweep,
-)
+from pretrain_tools.experiments.sweep_report import PointResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 
@@ -117,34 +113,6 @@ def test_the_verdict_depends_on_the_spread_of_the_seeds(second, said, tmp_path):
     best = point([3.0, 3.101])
     text = verdict_of_sweep([best, point(second)] if second else [best])
     assert said in text.replace("Best", "best") and ("interval" in text) == bool(second)
-
-
-def finished_point(folder, loss, **settings):
-    return PointResult(settings, 9, [finished_run(folder, loss)])
-
-
-@pytest.mark.parametrize(
-    ("rates", "said"),
-    [
-        (
-            {"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2},
-            "rate: 1e-4 is the smallest value tried, so the optimum may be lower",
-        ),
-        (
-            {"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2},
-            "rate: 1e-3 is the largest value tried, so the optimum may be higher",
-        ),
-        ({"3e-4": 3.0, "1e-3": math.inf, "1e-4": 3.2}, None),
-        ({"0": 3.0, "0.1": 3.1}, None),
-        ({"cosine": 3.0, "wsd": 3.1}, None),
-        ({"1e-4": 3.0}, None),
-    ],
-    ids=["smallest", "largest", "a larger one diverged", "none at all", "no numbers", "one value"],
-)
-def test_a_best_value_at_the_end_of_the_range_is_reported(rates, said, tmp_path):
-    results = [finished_point(tmp_path, loss, rate=rate) for rate, loss in rates.items()]
-    lines = at_the_edge(request(f"rate={','.join(rates)}", output=tmp_path), results)
-    assert [line[: len(said or "")] for line in lines] == ([said] if said else [])
 
 
 def test_a_search_learns_from_earlier_trials_and_is_deterministic(tmp_path):
