@@ -44,24 +44,17 @@ class PointResult:
 
     @property
     def state(self) -> str:
-        """finished, failed, diverged, or 'ended at step 120'."""
+        """finished, failed, diverged or unfinished."""
         states = {outcome.state for outcome in self.outcomes}
         if states == {"finished"}:
             return "finished"
-        last = max(outcome.step for outcome in self.outcomes)
-        return next((state for state in ("failed", "diverged") if state in states), f"ended at step {last:,}")
-
-    @property
-    def last_loss(self) -> float:
-        """Mean loss over seeds at the last validation step that all seeds reached."""
-        shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
-        return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
+        return next((state for state in ("failed", "diverged") if state in states), "unfinished")
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     """Prints the table and writes the files. Returns the exit status: 1 if no combination finished."""
-    # Unfinished combinations have an infinite mean loss and come last, sorted by last_loss.
-    results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
+    # Unfinished combinations have an infinite mean loss and come last.
+    results = sorted(results, key=lambda result: result.mean_loss)
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
     finished = [result for result in results if math.isfinite(result.mean_loss)]
@@ -81,17 +74,16 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """Formats one row per combination, best first. Losses of unfinished runs are in parentheses."""
+    """Formats one row per combination, best first."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
-        loss = f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else f"({result.last_loss:.4f})"
         why = next((outcome.reason for outcome in result.outcomes if outcome.state == "failed"), "")
         state = "" if result.state == "finished" else result.state + (f": {why[:60]}" if why else "")
         rows.append(
             [
                 *(result.settings[path] for path in paths),
-                loss if math.isfinite(min(result.mean_loss, result.last_loss)) else "-",
+                f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else "-",
                 f"{result.spread:.4f}" if result.spread is not None else "-",
                 str(len(result.losses)),
                 count_text(max(outcome.tokens for outcome in result.outcomes)),
