@@ -116,7 +116,7 @@ class Sweep:
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
-    def ended(self, run: SmallRun, status: int | None) -> None:
+    def ended(self, run: SmallRun, status: int) -> None:
         """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
         took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
