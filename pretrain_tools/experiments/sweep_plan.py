@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.files import write_durably
-from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
+from pretrain.recipe import parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
 from pretrain.units import bytes_text, count_text, counted
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
     from pretrain.training.run_plan import RunPlan
 
 PLAN_FILE = "plan.json"
-PLAN_FORMAT = {"format": "groundwork-sweep", "version": 2}
+PLAN_FORMAT = {"format": "groundwork-sweep", "version": 3}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
-MOST_DIFFERENCES = 8
 BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
 """Bytes per parameter on disk: weights (4) and AdamW moments (8) in fp32, and the exported model in bf16 (2)."""
 
@@ -282,33 +281,20 @@ def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
     there = read_json(path)
     if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
         raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use a different --output")
-    before = there["plan"]
-    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # Settings added in a newer version are ignored if they have their default value.
-    now = {
-        name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
-    }
     lines = [
         f"{request.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
-        for name, (was, given) in setting_differences([before, now]).items()
+        for name, (was, given) in setting_differences([there["plan"], plan["plan"]]).items()
     ]
     if lines:
-        more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-        raise InputError(*lines[:MOST_DIFFERENCES], *more, "run the original command, or use a different --output")
+        raise InputError(*lines, "run the original command, or use a different --output")
 
 
 def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
     """Returns everything that identifies a sweep, as {name: value}."""
-    varied = [axis.path for axis in request.axes]
     config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
     values = {"--seeds": request.seeds, "--search": request.search}
     values |= {f"--vary {path}": given for path, given in request.described["vary"].items()}
-    values["seed"] = None if "seed" in varied else config.seed
-    values |= {
-        path: value
-        for path, value in flatten_settings(config.model_dump(mode="json")).items()
-        if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
-    }
+    values |= flatten_settings(config.model_dump(mode="json"))
     # Shards and models may have been replaced at the same path.
     return values | {
         f"{key} on disk, of setting {number}": value
