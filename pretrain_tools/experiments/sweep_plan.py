@@ -252,14 +252,11 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) 
 
 
 def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the settings that have a problem, as in 'with optim.learning_rate 1e-3: '. Returns '' if all do."""
+    """Formats the first combination that has a problem. Returns '' if all combinations have it."""
     if len(numbers) in (0, len(points)):
         return ""
-    for path, value in points[numbers[0]].items():
-        if [n for n, settings in enumerate(points) if settings[path] == value] == list(numbers):
-            return f"with {path} {value}: "
-    shown = [", ".join(f"{path} {value}" for path, value in points[number].items()) for number in numbers[:3]]
-    return f"with {'; '.join(shown)}{'; ...' * (len(numbers) > 3)}: "
+    settings = ", ".join(f"{path} {value}" for path, value in points[numbers[0]].items())
+    return f"for example with {settings}: "
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
