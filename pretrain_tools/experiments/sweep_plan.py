@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pretrain.files import write_durably
 from pretrain.recipe import parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
-from pretrain.units import bytes_text, count_text, counted
+from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
 from pretrain_tools.runs.comparison import flatten_settings, setting_differences
 
@@ -29,8 +28,6 @@ PLAN_FILE = "plan.json"
 PLAN_FORMAT = {"format": "groundwork-sweep", "version": 3}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
-BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
-"""Bytes per parameter on disk: weights (4) and AdamW moments (8) in fp32, and the exported model in bf16 (2)."""
 
 
 @dataclass(frozen=True)
@@ -314,9 +311,4 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("the varied settings also change the validation loss itself, so losses aren't comparable")
-    needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
-    if needed > (free := shutil.disk_usage(request.output).free):
-        said.append(
-            f"the checkpoints and models of all runs need {bytes_text(needed)}, but only {bytes_text(free)} is free"
-        )
     return said
