@@ -94,15 +94,11 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     given = Sizes(**sizes)
     if "dp_shard" not in sizes and processes % given.world == 0:
         given = Sizes(**sizes, dp_shard=processes // given.world)
-    works = f"--processes {given.world}, sizes whose product is {processes}, or --mesh all"
-    if given.world != processes:
-        raise InputError(f"--mesh: {mesh} needs {given.world} processes, but --processes is {processes}; use {works}")
-    if (exchange := given.fsdp * given.tp) % given.ep:
+    if processes == 1 or given.world != processes or given.fsdp * given.tp % given.ep:
         raise InputError(
-            f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
+            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes, "
+            "which must be at least 2 (ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
         )
-    if given.world == 1:
-        raise InputError("--mesh: needs more than one process; use --processes 2 or more")
     return [named(given)]
 
 

@@ -270,11 +270,8 @@ def test_all_meshes_of_four_processes():
     [
         ("tp=two", "tp=two is invalid; use all, or sizes for pp, dp_replicate, dp_shard, cp, tp, ep"),
         ("sp=2", "sp=2 is invalid"),
-        (
-            "tp=3",
-            "tp=3 needs 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all",
-        ),
-        ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
+        ("tp=3", "tp=3 doesn't fit --processes 4; use sizes whose product is the number of processes"),
+        ("pp=2,ep=4", "ep isn't part of the product, but must divide dp_shard x cp x tp"),
     ],
 )
 def test_impossible_meshes_are_rejected_with_the_possible_ones(mesh, message):
