@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pretrain.units import bytes_text, counted
+from pretrain.units import counted
 from pretrain_tools.profiling.trace_events import BACKWARD, COMMUNICATION, FORWARD, POINTWISE, StepRecord
 
 DATA_SHARE = 0.10
@@ -83,8 +83,6 @@ class Evidence:
     ranks: list[RankSteps]
     micro_steps: int
     on_device: bool
-    read_bytes: int = 0
-    """Size of a micro-batch's token IDs on disk, in bytes."""
     compile_mode: str = "none"
 
     @cached_property
@@ -170,16 +168,12 @@ def slow_data(evidence: Evidence) -> Cause | None:
     if not late:
         return None
     worst = max(late, key=lambda rank: rank.typical("data"))
-    reads = worst.facts["read_seconds"]
-    detail = ""
-    if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
-        rate = f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
-        detail = f". Reading {bytes_text(evidence.read_bytes)} takes {milliseconds(read)} ({rate})"
+    others = ""
     if len(late) < len(evidence.ranks):
-        detail += f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
+        others = f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
     seconds = worst.typical("data")
     verb = "waits" if len(late) == 1 else "wait"
-    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{detail}"
+    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{others}"
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 

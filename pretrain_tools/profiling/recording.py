@@ -126,7 +126,6 @@ class Recording:
         strategy = run.strategy
         self.folder = folder
         self.strategy = strategy
-        self.read_ahead = read_ahead
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
@@ -215,7 +214,6 @@ class Recording:
             "steps": steps,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
-            "read_seconds": list(self.read_ahead.last_seconds),
             "memory": self._memory(),
             "problems": self.problems,
         }
