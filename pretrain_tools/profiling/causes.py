@@ -315,18 +315,15 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
 
 
 def full_memory(evidence: Evidence) -> Cause | None:
-    def most(name: str) -> tuple[float, RankSteps]:
-        return max(((rank.facts["memory"].get(name, 0.0), rank) for rank in evidence.ranks), key=lambda pair: pair[0])
-
-    retries, rank = most("retries_per_step")
-    if retries:
+    rank = max(evidence.ranks, key=lambda rank: rank.facts["retries_per_step"])
+    if retries := rank.facts["retries_per_step"]:
         text = (
             f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
             f"{retries:.1f} times per step"
         )
         return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
-    pages, rank = most("swapped_per_step")
-    if pages >= MOST_SWAPPED:
+    rank = max(evidence.ranks, key=lambda rank: rank.facts["swapped_per_step"])
+    if (pages := rank.facts["swapped_per_step"]) >= MOST_SWAPPED:
         text = f"{named([rank])}'s machine is swapping: {pages:,.0f} pages per step are read back from disk"
         return Cause("memory", 0.0, text, "use fewer processes on this machine, or smaller micro-batches")
     return None

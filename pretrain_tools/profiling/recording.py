@@ -21,7 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import one_line
 from pretrain.hardware import available_cores
-from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
@@ -214,21 +213,10 @@ class Recording:
             "steps": steps,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
-            "memory": self._memory(),
+            "retries_per_step": self._per_step(self._count_retries() - self._retries),
+            "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped),
             "problems": self.problems,
         }
-
-    def _memory(self) -> dict[str, float]:
-        found = {
-            "resident_peak": peak_memory_bytes(torch.device("cpu")),
-            "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped),
-        }
-        if self.on_device:
-            found["retries_per_step"] = self._per_step(self._count_retries() - self._retries)
-            found["allocated_peak"] = torch.cuda.max_memory_allocated(self.strategy.device)
-            found["reserved_peak"] = torch.cuda.max_memory_reserved(self.strategy.device)
-            found["total"] = torch.cuda.get_device_properties(self.strategy.device).total_memory
-        return found
 
     def _per_step(self, count: float) -> float:
         return count / max(1, len(self.records))
