@@ -157,8 +157,7 @@ class Recording:
         """Ends a step. following: number of the next step if it is in the same block, else None."""
         self._marks.end_step()
         now = read_machine()
-        spent = {name: now[name] - self._machine[name] for name in ("cpu", "starved")}
-        self._beside.append({**now, **spent})
+        self._beside.append({**now, "starved": now["starved"] - self._machine["starved"]})
         if following is not None:
             self._begin_step(following)
 
@@ -207,7 +206,6 @@ class Recording:
         return {
             "rank": self.strategy.ranks.rank,
             "host": socket.gethostname(),
-            "pid": os.getpid(),
             "device": torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU",
             "cores": available_cores(),
             "steps": steps,
@@ -232,16 +230,13 @@ def pages_swapped_in() -> int:
 
 
 def read_machine() -> dict[str, float]:
-    """Returns `cpu`, `starved` and `runnable` for a StepRecord. The first two are totals since the thread started.
-
-    `starved` and `runnable` are always 0 on systems other than Linux.
-    """
+    """Returns `starved` (in total since the thread started) and `runnable` for a StepRecord; 0 if not on Linux."""
     starved = 0.0
     runnable = 0
     with suppress(OSError, ValueError, IndexError):
         starved = int(SCHEDSTAT.read_text().split()[1]) / 1e9
         runnable = int(LOADAVG.read_text().split()[3].partition("/")[0])
-    return {"cpu": time.thread_time(), "starved": starved, "runnable": runnable}
+    return {"starved": starved, "runnable": runnable}
 
 
 def compilations_since(began: float) -> list[dict[str, Any]]:

@@ -118,8 +118,6 @@ class StepRecord:
     """Kernel time per kind."""
     launched: int = 0
     """Number of kernels launched on the device; 0 on a CPU."""
-    cpu: float = 0.0
-    """CPU time of the main thread."""
     starved: float = 0.0
     """Time the main thread was runnable but waiting for a core."""
     runnable: int = 0
