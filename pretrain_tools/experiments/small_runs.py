@@ -1,6 +1,7 @@
 """Trains many runs, each in a separate train.py process, and resumes killed ones.
 
     FOLDER/recipes/NAME.yaml   complete recipe, written when the run starts
+    FOLDER/recipes/NAME.json   everything that must not change when it resumes
     FOLDER/runs/NAME           run folder
     FOLDER/logs/NAME.log       console output; locked by the training process so that no run starts twice
 
@@ -8,6 +9,7 @@ If this process is killed, its runs continue, and the next call waits for them. 
 checkpoint.
 """
 
+import json
 import math
 import os
 import signal
@@ -19,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import RunConfig
 from pretrain.errors import EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
@@ -28,6 +31,7 @@ from pretrain.processes import hold_while_open, is_held
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_folders
+from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import count_hours, current_events, is_number
 
 POLL_SECONDS_OF_RUNS = 0.2
@@ -42,6 +46,17 @@ class SmallRun:
     """Experiment folder."""
     config: RunConfig = field(repr=False)
     """Complete recipe."""
+    on_disk: dict[str, Any] = field(repr=False)
+    """Model and shards, as {name: value}."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that identifies the run, as {name: value}."""
+        return flatten_settings(self.config.model_dump(mode="json", exclude={"output"})) | self.on_disk
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "recipes" / f"{self.name}.json"
 
     @property
     def recipe(self) -> Path:
@@ -201,6 +216,7 @@ def start_training(run: SmallRun, environment: Mapping[str, str]) -> subprocess.
         folder.mkdir(parents=True, exist_ok=True)
     # Written only now, because a run that is still training may read its recipe again.
     write_durably(run.recipe, as_yaml(run.config))
+    write_durably(run.record, json.dumps(run.settings))
     with open(run.log, "ab") as log:
         # The child inherits the lock, so it outlives this process.
         hold_while_open(log)

@@ -13,19 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
-from pretrain.files import write_durably
 from pretrain.recipe import parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
-from pretrain_tools.runs.comparison import flatten_settings, setting_differences
+from pretrain_tools.runs.comparison import setting_differences
 
 if TYPE_CHECKING:
     from pretrain.training.run_plan import RunPlan
 
-PLAN_FILE = "plan.json"
-PLAN_FORMAT = {"format": "groundwork-sweep", "version": 3}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 
@@ -74,7 +71,7 @@ class SweepRequest:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The request as recorded in plan.json."""
+        """The request as recorded in results.json."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -232,19 +229,23 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
     if len(tokenizers) > 1:
         found["data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately"] = []
     Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
-    return [
-        SweepPoint(settings, runs_of(request, settings, config), plan)
+    checked = [
+        SweepPoint(settings, runs_of(request, settings, config, plan), plan)
         for settings, config, plan in zip(points, configs, plans, strict=True)
     ]
+    refuse_changes(checked)
+    return checked
 
 
-def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) -> list[SmallRun]:
+def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> list[SmallRun]:
     """Returns a combination's runs, with consecutive seeds starting from the recipe's seed."""
+    # Shards and models may be replaced at the same path.
+    on_disk = {f"{key} on disk": value for key, value in plan.identity.items() if key.startswith(("model", "data."))}
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
         config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
-        runs.append(SmallRun(name, request.output, config_of_seed))
+        runs.append(SmallRun(name, request.output, config_of_seed, on_disk))
     return runs
 
 
@@ -263,39 +264,16 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
     return [f"--vary: several combinations would use the folder {name}; use shorter values" for name in twice]
 
 
-def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
-    """Writes plan.json, or compares the request with an existing one. Raises InputError listing the differences."""
-    plan = json.loads(json.dumps({**PLAN_FORMAT, "plan": plan_values(request, points)}))  # tuples become lists
-    path = request.output / PLAN_FILE
-    if not path.is_file():
-        if any(not there.name.startswith(".") for there in request.output.iterdir()):
-            raise InputError(f"--output {request.output}: contains other files; use another folder")
-        write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
-        return
-    there = read_json(path)
-    if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
-        raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use a different --output")
-    lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
-        for name, (was, given) in setting_differences([there["plan"], plan["plan"]]).items()
-    ]
-    if lines:
-        raise InputError(*lines, "run the original command, or use a different --output")
-
-
-def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Returns everything that identifies a sweep, as {name: value}."""
-    config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
-    values = {"--seeds": request.seeds, "--search": request.search}
-    values |= {f"--vary {path}": given for path, given in request.described["vary"].items()}
-    values |= flatten_settings(config.model_dump(mode="json"))
-    # Shards and models may have been replaced at the same path.
-    return values | {
-        f"{key} on disk, of setting {number}": value
-        for number, point in enumerate(points, start=1)
-        for key, value in point.plan.identity.items()
-        if key.startswith(("model", "data."))
-    }
+def refuse_changes(points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if a run was started with other settings, another model or other shards."""
+    for run in itertools.chain.from_iterable(point.runs for point in points):
+        before = read_json(run.record)
+        lines = [
+            f"{run.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
+            for name, (was, given) in setting_differences([before, run.settings]).items()
+        ]
+        if before and lines:
+            raise InputError(*lines, "run the original command, or use a different --output")
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:

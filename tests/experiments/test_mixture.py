@@ -85,9 +85,10 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
     assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, (
         "a second call must not train again"
     )
+    assert mixture(7) == 0 and trained[6:] == ["train=006"], "more mixtures can be added"
     for count, more, problem in (
         (5, [], "isn't enough to fit 2 sources; use at least 6"),
-        (7, [], "--vary data.train"),
+        (7, ["--optim.weight_decay", "0"], "optim.weight_decay was 0.1, but is now 0.0"),
         (6, ["--data.train", f"[{{shards: {other}}}]"], "a mixture needs at least two sources, got 1"),
     ):
         with pytest.raises(InputError, match=problem):

@@ -145,12 +145,13 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert sweeps.run_sweep(asked, 2) == 0
     said = capsys.readouterr()
     assert len(trained) == 5 and "5 runs, 2 runs at a time" in said.err and "Best: optim.learning_rate" in said.out
-    trials = json.loads((output / "trials.json").read_text())
+    trials = json.loads((output / "trials.json").read_text())["trials"]
     assert [f"learning_rate={trial['optim.learning_rate']}" for trial in trials] == trained
     results = json.loads((output / "results.json").read_text())["results"]
     losses = [point["loss"] for point in results]
     assert losses == sorted(losses) and losses[0] == pytest.approx(min(losses))
     assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
+    assert "use the same --vary" in refusal(replace(asked, axes=tuple(read_axes(["optim.learning_rate=1e-4..1e-2"]))))
 
 
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
