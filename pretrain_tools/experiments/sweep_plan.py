@@ -97,20 +97,15 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
     axes = []
     for text in texts:
         path, equals, given = text.removeprefix("--").partition("=")
-        values = tuple(split_values(given))
+        values = tuple(dict.fromkeys(split_values(given)))
         ends = given.split("..")
         if not path or not equals or not all(values):
             problems.append(f"--vary {text}: must be a setting and its values, such as optim.learning_rate=1e-3,2e-3")
         elif path in [axis.path for axis in axes]:
             problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
-            axes.append(Axis(path, tuple(ends), is_range=True))
-            low, high = axes[-1].ends
-            if not low < high:
-                problems.append(f"--vary {text}: a range must be ascending; use --vary {path}={ends[1]}..{ends[0]}")
+            axes.append(Axis(path, tuple(sorted(ends, key=parse_yaml)), is_range=True))
         else:
-            if len(set(values)) < len(values):
-                problems.append(f"--vary {text}: contains a duplicate value; use --seeds to train several seeds")
             axes.append(Axis(path, values))
     problems.stop_if_any()
     return axes
