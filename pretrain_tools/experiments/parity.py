@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -271,12 +271,11 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
                     start_new_session=True,
                 )
             )
-        while running := [process for process in launched if process.poll() is None]:
-            if failed := [process.returncode for process in launched if process.returncode]:
-                return failed[0]
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(0.2)
-        return next((process.returncode for process in launched if process.returncode), 0)
+        while True:
+            statuses = [process.poll() for process in launched]
+            if any(statuses) or None not in statuses:
+                return next(filter(None, statuses), 0)
+            time.sleep(0.2)
     finally:
         for process in launched:
             if process.poll() is None:
