@@ -85,10 +85,13 @@ class Prediction:
     interval: tuple[float, float]
     times_compute: float
     """Compute relative to the largest run."""
+    measured: float | None = None
+    """Measured loss, for a back-test."""
 
-    def holds(self, loss: float) -> bool:
-        """Returns True if a measured loss is within the interval."""
-        return self.interval[0] <= loss <= self.interval[1]
+    @property
+    def holds(self) -> bool:
+        """True if the measured loss is within the interval."""
+        return self.interval[0] <= self.measured <= self.interval[1]
 
 
 @dataclass(frozen=True)
@@ -100,12 +103,6 @@ class Ladder:
     backtest: Prediction | None
     """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
-
-    @property
-    def measured(self) -> float:
-        """Measured loss of the back-tested rung."""
-        asked = (self.backtest.parameters, self.backtest.tokens)
-        return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
 
 def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str]]:
@@ -232,11 +229,13 @@ def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
     )
 
 
-def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
+def predict_loss(
+    law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int, measured: float | None = None
+) -> Prediction:
     """Predicts the loss of a run."""
     times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
     loss = float(law.loss(parameters, tokens))
-    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
+    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times, measured)
 
 
 def prediction_problem(sizes: int, noise: float) -> str | None:
@@ -273,27 +272,24 @@ def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Lad
         # Hold out all rungs close to the largest size, because they would leak its loss.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
-        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
+        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens, last.loss)
     return Ladder(rungs, law, backtest, [predict_loss(law, rungs, *one) for one in asked])
 
 
 def cautions_of(ladder: Ladder) -> list[str]:
     """Returns warnings about the fit and the predictions."""
-    said = []
-    sizes = len(distinct_sizes(rung.parameters for rung in ladder.rungs))
-    if sizes < LEAST_SIZES:
-        said.append(
-            f"{sizes} model sizes aren't enough to determine a scaling law; the fit mostly reflects the priors"
-        )
+    sizes = distinct_sizes(rung.parameters for rung in ladder.rungs)
+    said = [problem] if (problem := prediction_problem(len(sizes), ladder.law.noise)) else []
     if max(ladder.law.prior_shares) > MOSTLY_PRIOR:
         said.append(
             "the runs don't determine alpha and beta separately, for example because tokens grow with model size, so "
             "they mostly reflect the priors. This affects all predictions except those at the same number of tokens "
             "per parameter"
         )
-    if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
+    told = ladder.backtest
+    if told and not told.holds:
         said.append(
-            f"the loss at the largest size differs by {ladder.measured / ladder.backtest.loss - 1:+.2%} from the "
+            f"the loss at the largest size differs by {told.measured / told.loss - 1:+.2%} from the "
             "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a "
             "single scaling law, or the settings aren't equally good at every size"
         )

@@ -83,9 +83,8 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         low, high = told.interval
         lines.append(
             f"back-test: a fit without the largest size predicts {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
-            f"{told.times_compute:.3g} times the compute. The measured loss is {ladder.measured:.4f} "
-            f"({ladder.measured / told.loss - 1:+.2%}), {'within' if told.holds(ladder.measured) else 'OUTSIDE'} the "
-            "interval."
+            f"{told.times_compute:.3g} times the compute. The measured loss is {told.measured:.4f} "
+            f"({told.measured / told.loss - 1:+.2%}), {'within' if told.holds else 'OUTSIDE'} the interval."
         )
     if ladder.predictions:
         rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval", ""]]

@@ -90,7 +90,7 @@ def test_predictions_without_enough_runs_are_rejected(tmp_path, capsys):
     few = refusal(tmp_path / "three", predict=asked)
     assert "3 model sizes" in few and "aren't enough for a prediction" in few
     report_ladder([tmp_path / "three"], predict=[], output=None)
-    assert "3 model sizes aren't enough to determine a scaling law" in capsys.readouterr().out
+    assert "warning: 3 model sizes aren't enough for a prediction" in capsys.readouterr().out
     assert "all runs have the same size" in refusal(tmp_path / "three/32")
 
     for number, width in enumerate(WIDTHS):
