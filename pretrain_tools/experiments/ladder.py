@@ -286,13 +286,6 @@ def cautions_of(ladder: Ladder) -> list[str]:
             "they mostly reflect the priors. This affects all predictions except those at the same number of tokens "
             "per parameter"
         )
-    told = ladder.backtest
-    if told and not told.holds:
-        said.append(
-            f"the loss at the largest size differs by {told.measured / told.loss - 1:+.2%} from the "
-            "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a "
-            "single scaling law, or the settings aren't equally good at every size"
-        )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
         fewer, steps = (round(rung.tokens / rung.tokens_per_step) for rung in (more, less))
