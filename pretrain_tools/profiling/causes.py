@@ -30,8 +30,6 @@ BETWEEN_SHARE = 0.15
 POINTWISE_SHARE = 0.45
 """Minimum fraction of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
 BUSY = "busy machine"
-MOST_SWAPPED = 1000
-"""Minimum number of pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
 """Minimum time per step for rules whose threshold is a fraction of a step."""
 
@@ -316,17 +314,14 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
 
 def full_memory(evidence: Evidence) -> Cause | None:
     rank = max(evidence.ranks, key=lambda rank: rank.facts["retries_per_step"])
-    if retries := rank.facts["retries_per_step"]:
-        text = (
-            f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
-            f"{retries:.1f} times per step"
-        )
-        return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
-    rank = max(evidence.ranks, key=lambda rank: rank.facts["swapped_per_step"])
-    if (pages := rank.facts["swapped_per_step"]) >= MOST_SWAPPED:
-        text = f"{named([rank])}'s machine is swapping: {pages:,.0f} pages per step are read back from disk"
-        return Cause("memory", 0.0, text, "use fewer processes on this machine, or smaller micro-batches")
-    return None
+    retries = rank.facts["retries_per_step"]
+    if not retries:
+        return None
+    text = (
+        f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
+        f"{retries:.1f} times per step"
+    )
+    return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:

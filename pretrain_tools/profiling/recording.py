@@ -5,7 +5,6 @@ last block's trace is written to a file.
 """
 
 import os
-import resource
 import socket
 import sys
 import time
@@ -15,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -132,7 +130,6 @@ class Recording:
         self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
         self._beside: list[dict[str, Any]] = []
         self._began = time.time()
-        self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
 
     def begin_block(self, step: int) -> None:
@@ -211,22 +208,13 @@ class Recording:
             "steps": steps,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
-            "retries_per_step": self._per_step(self._count_retries() - self._retries),
-            "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped),
+            "retries_per_step": (self._count_retries() - self._retries) / max(1, len(self.records)),
             "problems": self.problems,
         }
-
-    def _per_step(self, count: float) -> float:
-        return count / max(1, len(self.records))
 
     def _count_retries(self) -> int:
         """Returns how often torch freed its cache and retried a failed allocation."""
         return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
-
-
-def pages_swapped_in() -> int:
-    """Returns the number of pages read back from swap since boot; 0 if unknown."""
-    return psutil.swap_memory().sin // resource.getpagesize()
 
 
 def read_machine() -> dict[str, float]:

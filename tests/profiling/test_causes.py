@@ -31,7 +31,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
     steps = [StepRecord(**(vars(record) | {"step": 10 + n, "runnable": 9})) for n in range(count)]
     common = {
         "rank": number, "host": f"node{number}", "device": "CPU", "cores": 2, "sync_lines": [], "compilations": [],
-        "retries_per_step": 0.0, "swapped_per_step": 0.0, "problems": [],
+        "retries_per_step": 0.0, "problems": [],
     }  # fmt: skip
     return RankSteps(common | dict(facts), steps)
 
@@ -130,8 +130,6 @@ def test_what_is_done_between_steps():
 def test_memory_that_is_too_full():
     (text,) = found(rank(0, facts={"retries_per_step": 1.5}), on_device=True).values()
     assert "on rank 0, torch freed its cache and retried an allocation 1.5 times per step" in text
-    (text,) = found(rank(0, facts={"swapped_per_step": 5000.0})).values()
-    assert text.startswith("rank 0's machine is swapping: 5,000 pages per step")
 
 
 def test_kernels_of_a_gpu():
