@@ -215,8 +215,7 @@ def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
         for part, seconds in of.typical_parts("blocked_in").items():
-            # Keys of `blocked_in` are 'MICRO_STEP/PHASE'.
-            phases[part.partition("/")[2]] -= seconds
+            phases[part] -= seconds
         return phases
 
     mine = own_phases(rank)

@@ -111,7 +111,7 @@ class StepRecord:
     phases: dict[str, float] = field(default_factory=dict)
     """Time per phase, which also adds up to `seconds`."""
     blocked_in: dict[str, float] = field(default_factory=dict)
-    """`blocked` per 'MICRO_STEP/PHASE'."""
+    """`blocked` per phase."""
     idle_in: dict[str, float] = field(default_factory=dict)
     """`idle` per phase."""
     kernels: dict[str, float] = field(default_factory=dict)
@@ -278,17 +278,15 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             kernels={kind: spans.seconds(*within) for kind, spans in by_kind.items()},
             launched=int(((starts >= step.start) & (starts < step.end)).sum()) if on_device else 0,
         )
-        micro_step = -1
         for mark in phases:
             if not step.start <= mark.start < step.end:
                 continue
             name = mark.name.removeprefix(MARK)
-            micro_step += name == WAITING_FOR_DATA  # a micro-step starts by waiting for data
             within = mark.start, min(mark.end, step.end)
             seconds = (within[1] - within[0]) / 1e9
             worked = either.seconds(*within)
             _add(record.phases, name, seconds)
-            _add(record.blocked_in, f"{micro_step}/{name}", worked - busy.seconds(*within))
+            _add(record.blocked_in, name, worked - busy.seconds(*within))
             # Clamp, because CPU and device times may overlap by a few nanoseconds.
             _add(record.idle_in, name, max(0.0, seconds - worked))
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)

@@ -23,7 +23,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
         data=data / 1e3,
         idle=idle / 1e3,
         phases={"data": data / 1e3, "forward": (forward + idle) / 1e3, "backward": (backward + blocked) / 1e3},
-        blocked_in={"0/backward": blocked / 1e3},
+        blocked_in={"backward": blocked / 1e3},
         idle_in={name: value / 1e3 for name, value in more.get("idle_in", {"forward": idle}).items()},
         kernels={name: value / 1e3 for name, value in more.get("kernels", {"matmuls": 70, "copies": 5}).items()},
         **{name: value / 1e3 if name != "launched" else value for name, value in changes.items()},
