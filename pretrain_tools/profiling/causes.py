@@ -254,38 +254,29 @@ def recompilations(evidence: Evidence) -> Cause | None:
 
 
 def synchronizing_lines(evidence: Evidence) -> Cause | None:
-    """Finds lines of code that wait for the device in every micro-step.
-
-    The report lists lines in the update separately.
-    """
-    lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
-    # It's normal to read a value less often than once per micro-step, for example to log the loss.
-    lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
-    if not lines:
-        return None
-    said = ", ".join(
-        f"{place} ({call} in {phase}, {count:,.0f} times per step)"
-        for (place, call, phase), count in list(lines.items())[:5]
-    )
-    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
-    idle = evidence.median("idle") if evidence.on_device else 0.0
-    cost = "on a CPU, this costs little, but on a GPU, the CPU would wait for all launched kernels"
-    if evidence.on_device:
-        cost = f"the GPU is idle for {milliseconds(idle)} per step"
-    verb = "waits" if len(lines) == 1 else "wait"
-    text = f"{counted(len(lines), 'line')} {verb} for the device in every micro-step: {said}{more}; {cost}"
-    remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
-    return Cause("synchronizing line", idle, text, remedy)
-
-
-def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
-    """Returns {(file and line, call, phase): waits per step} for lines that wait for the device, most waits first."""
-    found: Counter[tuple[str, str, str]] = Counter()
+    """Finds lines of code in the forward or backward pass that wait for the GPU in every micro-step."""
+    lines: Counter[tuple[str, str]] = Counter()
     for rank in evidence.ranks:
         for line in rank.facts["sync_lines"]:
-            key = (line["place"], line["call"], line["phase"])
-            found[key] = max(found[key], line["count"] / len(rank.steps))
-    return dict(found.most_common())
+            key = (line["place"], line["phase"])
+            lines[key] = max(lines[key], line["count"] / len(rank.steps))
+    # It's normal to read a value less often than once per micro-step, for example to log the loss.
+    often = [
+        f"{place} (in {phase}, {count:,.0f} times per step)"
+        for (place, phase), count in lines.most_common()
+        if phase in (FORWARD, BACKWARD) and count >= evidence.micro_steps
+    ]
+    if not often:
+        return None
+    idle = evidence.median("idle")
+    more = f" and {len(often) - 5} more" if len(often) > 5 else ""
+    verb = "waits" if len(often) == 1 else "wait"
+    text = (
+        f"{counted(len(often), 'line')} {verb} for the device in every micro-step: {', '.join(often[:5])}{more}; the "
+        f"GPU is idle for {milliseconds(idle)} per step"
+    )
+    remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
+    return Cause("synchronizing line", idle, text, remedy)
 
 
 def idle_device(evidence: Evidence) -> Cause | None:

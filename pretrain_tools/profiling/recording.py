@@ -127,7 +127,7 @@ class Recording:
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
         self._marks = PhaseMarks(run, read_ahead)
-        self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
+        self._lines = SyncLines(lambda: self._marks.phase, self.on_device)
         self._beside: list[dict[str, Any]] = []
         self._began = time.time()
         self._retries = self._count_retries()
