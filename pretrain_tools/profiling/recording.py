@@ -8,8 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import one_line
 from pretrain.hardware import available_cores
+from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
@@ -42,50 +42,28 @@ LOADAVG = Path("/proc/loadavg")
 class PhaseMarks:
     """Marks the phases of a step in the trace. Phases don't overlap and add up to the whole step."""
 
-    def __init__(self, run: Run, read_ahead: ReadAhead):
-        strategy = run.strategy
+    def __init__(self, strategy: Strategy, read_ahead: ReadAhead):
         self.phase = BETWEEN_STEPS
         """The current phase."""
-        self._step: record_function | None = None
         self._open: record_function | None = None
         self._marked: list[tuple[Any, str]] = []
         self._mark(read_ahead, "micro_batch", WAITING_FOR_DATA, FORWARD)
         self._mark(strategy, "backward", BACKWARD, BETWEEN_STEPS)
         self._mark(strategy, "update", UPDATE, BETWEEN_STEPS)
-        self._mark(run.log, "write", "logging", None)
-        self._mark_pauses(run)
 
-    def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method so that it enters the phase `during`, then the phase `after` (None for the previous one)."""
+    def _mark(self, owner: Any, verb: str, during: str, after: str) -> None:
+        """Wraps a method so that it enters the phase `during`, then the phase `after`."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
-            before = self.phase
             self._enter(during)
             result = call(*arguments, **named)
-            self._enter(after or before)
+            self._enter(after)
             return result
 
         # Set it on the instance, so that `remove` can restore the method by deleting the attribute.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
-
-    def _mark_pauses(self, run: Run) -> None:
-        """Wraps `run.pausing`, so that tasks between steps, such as a save, become phases."""
-        pausing = run.pausing
-
-        @contextmanager
-        def marked(work: str) -> Iterator[None]:
-            with pausing(work):
-                in_step = self._step is not None
-                if in_step:
-                    self._enter(work)
-                yield
-                if in_step:
-                    self._enter(BETWEEN_STEPS)
-
-        run.pausing = marked
-        self._marked.append((run, "pausing"))
 
     def _enter(self, phase: str) -> None:
         if self._open is not None:
@@ -102,10 +80,9 @@ class PhaseMarks:
 
     def end_step(self) -> None:
         # record_function ranges must nest, so close the inner one first.
-        for mark in (self._open, self._step):
-            mark.__exit__(None, None, None)
+        self._open.__exit__(None, None, None)
+        self._step.__exit__(None, None, None)
         self._open = None
-        self._step = None
 
     def remove(self) -> None:
         for owner, verb in self._marked:
@@ -126,7 +103,7 @@ class Recording:
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
-        self._marks = PhaseMarks(run, read_ahead)
+        self._marks = PhaseMarks(strategy, read_ahead)
         self._lines = SyncLines(lambda: self._marks.phase, self.on_device)
         self._beside: list[dict[str, Any]] = []
         self._began = time.time()

@@ -22,7 +22,7 @@ FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""Phase between micro-steps or steps. Tasks such as saving a checkpoint have their own phases."""
+"""Phase between micro-steps or steps."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -146,7 +146,7 @@ class StepRecord:
     @property
     def idle_between(self) -> float:
         """Idle time after the update: logging, trackers, synchronization between ranks."""
-        return self.idle_in.get(BETWEEN_STEPS, 0.0) + self.idle_in.get("logging", 0.0)
+        return self.idle_in.get(BETWEEN_STEPS, 0.0)
 
 
 def read_events(profiler: Any) -> list[TraceEvent]:
