@@ -23,8 +23,6 @@ BUSY_SHARE = 0.15
 """Minimum fraction of a step in which the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
 """Minimum fraction of a step in which a GPU is idle."""
-IDLE_SHARE_OF_CPU = 0.60
-"""IDLE_SHARE for CPUs. It is higher, because Python always runs between small operators."""
 BETWEEN_SHARE = 0.15
 """Minimum fraction of a step spent on logging and synchronizing ranks after the update."""
 POINTWISE_SHARE = 0.45
@@ -280,13 +278,10 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
 
 
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Finds idle time on all ranks. For a single idle rank, see `slow_rank`."""
+    """Finds idle time on all GPUs. For a single idle rank, see `slow_rank`."""
     idle = min(evidence.each("idle_in_passes"))
-    if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
+    if not evidence.on_device or idle < evidence.least(IDLE_SHARE):
         return None
-    if not evidence.on_device:
-        text = f"Python takes {evidence.part(idle)} between operators, because the operators are too small"
-        return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
     text = f"the GPU is idle for {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
     remedy = "use compile: regional or full to launch fewer kernels, larger micro-batches, or a faster CPU"
