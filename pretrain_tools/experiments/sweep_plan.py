@@ -206,12 +206,11 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         for settings in points
     ]
     unreadable.stop_if_any()
-    found: dict[str, list[int]] = {}
+    problems = Problems()
     plans = []
     tokenizers = set()
     say_stage(f"Checking {counted(len(points), 'setting')}")
-    for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
-        problems = Problems()
+    for settings, config in zip(points, configs, strict=True):
         output = request.output / "runs" / run_name(request, settings, config.seed)
         with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
@@ -219,11 +218,9 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
         if validation == {}:
             problems.append("data.validation: no source has a validation split; a sweep needs one to compare losses")
-        for problem in problems:
-            found.setdefault(problem, []).append(number)
     if len(tokenizers) > 1:
-        found["data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately"] = []
-    Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
+        problems.append("data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately")
+    Problems(dict.fromkeys(problems)).stop_if_any()
     checked = [
         SweepPoint(settings, runs_of(request, settings, config, plan), plan)
         for settings, config, plan in zip(points, configs, plans, strict=True)
@@ -242,14 +239,6 @@ def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, 
         config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
         runs.append(SmallRun(name, request.output, config_of_seed, on_disk))
     return runs
-
-
-def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the first combination that has a problem. Returns '' if all combinations have it."""
-    if len(numbers) in (0, len(points)):
-        return ""
-    settings = ", ".join(f"{path} {value}" for path, value in points[numbers[0]].items())
-    return f"for example with {settings}: "
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
