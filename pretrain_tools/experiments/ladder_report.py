@@ -58,27 +58,28 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
 def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     """Formats the fit, residuals, back-test, predictions and warnings as text."""
     law = ladder.law
-    rows = [["N", "tokens", "D/N", "loss", "spread", "seeds", "law", "residual"]]
+    rows = [["N", "tokens", "loss", "spread", "seeds", "residual"]]
     for rung, residual in zip(ladder.rungs, law.residuals, strict=True):
         rows.append(
             [
                 count_text(rung.parameters),
                 count_text(rung.tokens),
-                f"{rung.tokens / rung.parameters:.3g}",
                 f"{rung.loss:.4f}",
                 f"{rung.spread:.4f}" if rung.spread is not None else "-",
                 str(len(rung.folders)),
-                f"{float(law.loss(rung.parameters, rung.tokens)):.4f}",
                 f"{residual:+.2%}",
             ]
         )
-    fits = [["", "fit", "90% interval"]]
-    for name, value in law.coefficients.items():
-        low, high = law.coefficient_intervals[name]
-        fits.append([name, f"{value:.4g}", f"{low:.4g} to {high:.4g}"])
+    fit = ", ".join(f"{name} = {value:.4g}" for name, value in law.coefficients.items())
     counted_as = "N: parameters in matmuls, including the head but not the embedding tables"
-    lines = ["L(N, D) = E + A / N^alpha + B / D^beta", counted_as, "", table(rows, right=set(range(8))), ""]
-    lines += [table(fits), "", f"noise around the scaling law: {law.noise:.2%}"]
+    lines = [
+        f"L(N, D) = E + A / N^alpha + B / D^beta with {fit}",
+        counted_as,
+        "",
+        table(rows, right=set(range(6))),
+        "",
+    ]
+    lines += [f"noise around the scaling law: {law.noise:.2%}"]
     if told := ladder.backtest:
         low, high = told.interval
         lines.append(
@@ -87,12 +88,11 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
             f"({told.measured / told.loss - 1:+.2%}), {'within' if told.holds else 'OUTSIDE'} the interval."
         )
     if ladder.predictions:
-        rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval", ""]]
+        rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval"]]
         for one in ladder.predictions:
             low, high = one.interval
             sizes = [count_text(one.parameters), count_text(one.tokens), f"{one.times_compute:.3g} x"]
-            half = f"+- {(high - low) / 2 / one.loss:.1%}"
-            rows.append([one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}", half])
+            rows.append([one.name, *sizes, f"{one.loss:.4f}", f"{low:.4f} to {high:.4f}"])
         lines += ["", table(rows, right={1, 2, 3, 4})]
     lines += ["", *left_out]
     if worse := sum(rung.left_out for rung in ladder.rungs):
@@ -106,7 +106,6 @@ def ladder_values(ladder: Ladder) -> dict[str, Any]:
     return {
         **LADDER_FORMAT,
         "coefficients": law.coefficients,
-        "intervals": law.coefficient_intervals,
         "noise": law.noise,
         "rungs": [
             {**vars(rung), "folders": list(map(str, rung.folders)), "residual": round(float(residual), 6)}

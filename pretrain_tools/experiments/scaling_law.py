@@ -40,7 +40,6 @@ REFITS = 500
 QUANTILES = (0.05, 0.95)
 """Bounds of the 90% intervals."""
 MOST_ITERATIONS = 60
-LAW_COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,11 @@ class ScalingLaw:
     @cached_property
     def coefficients(self) -> dict[str, float]:
         """Coefficients E, A, alpha, B and beta."""
-        return dict(zip(LAW_COEFFICIENTS, map(float, self._as_formula(self.theta)), strict=True))
-
-    @cached_property
-    def coefficient_intervals(self) -> dict[str, tuple[float, float]]:
-        """90% intervals of the coefficients."""
-        low, high = np.quantile(self._as_formula(self.refits.T), QUANTILES, axis=-1)
-        return {name: (float(a), float(b)) for name, a, b in zip(LAW_COEFFICIENTS, low, high, strict=True)}
+        e, p, q, alpha, beta = map(float, self.theta)
+        log_n, log_d = map(math.log, self.reference)
+        a = math.exp(p + alpha * log_n)
+        b = math.exp(q + beta * log_d)
+        return {"E": math.exp(e), "A": a, "alpha": alpha, "B": b, "beta": beta}
 
     @property
     def prior_shares(self) -> list[float]:
@@ -89,11 +86,6 @@ class ScalingLaw:
 
     def _scaled(self, parameters: ArrayLike, tokens: ArrayLike) -> tuple[NDArray, NDArray]:
         return np.log(np.asarray(parameters) / self.reference[0]), np.log(np.asarray(tokens) / self.reference[1])
-
-    def _as_formula(self, theta: NDArray) -> NDArray:
-        e, p, q, alpha, beta = theta
-        log_n, log_d = map(math.log, self.reference)
-        return np.stack([np.exp(e), np.exp(p + alpha * log_n), alpha, np.exp(q + beta * log_d), beta])
 
 
 def law_values(law: ScalingLaw) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from pretrain_tools.experiments.scaling_law import (
-    LAW_COEFFICIENTS,
     Drawn,
     _fit,
     _objective,
@@ -38,9 +37,6 @@ def test_many_exact_runs_recover_the_law():
     assert found.coefficients["beta"] == pytest.approx(0.45, abs=0.02)
     assert found.coefficients["E"] == pytest.approx(2.0, rel=0.01)
     assert max(found.prior_shares) < 0.3 and found.noise < 0.0015
-    for name, value in zip(LAW_COEFFICIENTS, OTHERS[1], strict=True):
-        low, high = found.coefficient_intervals[name]
-        assert low <= value <= high, name
 
 
 @pytest.mark.parametrize("law", [HOFFMANN, *OTHERS])
