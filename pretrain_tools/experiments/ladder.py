@@ -122,10 +122,9 @@ def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str
     points = []
     # Deduplicate: a run may be passed both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
-        shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-        history = problems.attempt(read_history, shown)
+        history = problems.attempt(read_history, run)
         if history and (reason := unusable(history)):
-            said.append(f"{shown}: skipped: {reason}")
+            said.append(f"{run}: skipped: {reason}")
         elif history:
             points += [point] if (point := problems.attempt(ladder_run, history)) else []
     problems.stop_if_any()

@@ -86,8 +86,6 @@ class RunOutcome:
     seconds: float = 0.0
     reason: str = ""
     """Why the run ended early."""
-    was_stopped: bool = False
-    """True if the run saved and stopped because of a signal or `runs.py stop`."""
 
     def loss_at(self, step: int | None) -> float:
         """Returns the validation loss at a step, averaged over sources; inf if missing."""
@@ -125,7 +123,6 @@ def read_outcome(run: SmallRun) -> RunOutcome:
         tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
         seconds=3600 * events[-1]["hours"] if events else 0.0,
         reason=str(end.get("reason", "")) if state != "finished" else "",
-        was_stopped=end.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
     )
 
 

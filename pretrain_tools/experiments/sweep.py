@@ -13,7 +13,7 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.processes import folder_lock
 from pretrain.runs.run_folder import read_json
-from pretrain.units import counted, duration_text
+from pretrain.units import counted
 from pretrain_tools.experiments.small_runs import (
     RunOutcome,
     SmallRun,
@@ -117,14 +117,13 @@ class Sweep:
     def ended(self, run: SmallRun, status: int) -> None:
         """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
-        took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
         if outcome.state == "finished":
-            text = f"validation loss {outcome.loss:.4f}{took}"
+            text = f"validation loss {outcome.loss:.4f}"
         elif outcome.state == "diverged":
             text = f"diverged at step {outcome.step:,}: {outcome.reason.splitlines()[0]}"
         else:
-            text = self.failures[run.name] = failure_text(run, outcome, status)
-            text = text if outcome.was_stopped else f"FAILED: {text}; see {run.log}"
+            self.failures[run.name] = failure_text(run, outcome, status)
+            text = f"ended early: {self.failures[run.name]}; see {run.log}"
         print(f"{run.name}: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[PointResult]:

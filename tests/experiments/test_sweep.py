@@ -216,5 +216,5 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     shutil.rmtree(damaged / "final")
     next(damaged.glob("checkpoints/*/model.safetensors")).write_bytes(b"")
     failed = sweep(recipe, output, *arguments)
-    assert re.search(f"learning_rate={best},seed=2: FAILED: .*checkpoint", failed.stderr)
+    assert re.search(f"learning_rate={best},seed=2: ended early: .*checkpoint", failed.stderr)
     assert f"Best: optim.learning_rate {best}" not in failed.stdout and "1 of 2 combinations failed" in failed.stdout
