@@ -78,8 +78,8 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
         "",
         table(rows, right=set(range(6))),
         "",
+        f"noise around the scaling law: {law.noise:.2%}",
     ]
-    lines += [f"noise around the scaling law: {law.noise:.2%}"]
     if told := ladder.backtest:
         low, high = told.interval
         lines.append(
