@@ -212,8 +212,8 @@ def start_training(run: SmallRun, environment: Mapping[str, str]) -> subprocess.
     for folder in (run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
     # Written only now, because a run that is still training may read its recipe again.
-    write_durably(run.recipe, as_yaml(run.config))
     write_durably(run.record, json.dumps(run.settings))
+    write_durably(run.recipe, as_yaml(run.config))
     with open(run.log, "ab") as log:
         # The child inherits the lock, so it outlives this process.
         hold_while_open(log)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
+MOST_DIFFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -251,13 +252,12 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
     """Raises InputError if a run was started with other settings, another model or other shards."""
     for run in itertools.chain.from_iterable(point.runs for point in points):
-        before = read_json(run.record)
         lines = [
             f"{run.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
-            for name, (was, given) in setting_differences([before, run.settings]).items()
+            for name, (was, given) in setting_differences([read_json(run.record), run.settings]).items()
         ]
-        if before and lines:
-            raise InputError(*lines, "run the original command, or use a different --output")
+        if run.recipe.is_file() and lines:
+            raise InputError(*lines[:MOST_DIFFERENCES], "run the original command, or use a different --output")
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
