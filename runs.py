@@ -238,8 +238,6 @@ def add_ladder(commands: Commands) -> None:
     command = add_command(commands, "ladder", ladder, text, runs=several)
     text = "run to predict: parameters=30M,tokens=600M, or a recipe; can be repeated"
     command.add_argument("--predict", action="append", default=[], metavar="RUN", help=text)
-    text = "how to count parameters: matrix (in matmuls, without embedding tables) or total (default: matrix)"
-    command.add_argument("--count", choices=["matrix", "total"], default="matrix", help=text)
     text = (
         "output path without suffix (default: ladder in the given folder, or in the current one if you pass several)"
     )

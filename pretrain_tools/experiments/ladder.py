@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pretrain.data.data_record import DATA_FILE
 from pretrain.errors import InputError, Problems
 from pretrain.recipe import read_run_config
@@ -29,8 +27,8 @@ MOST_NOISE = 0.02
 """Maximum relative noise around the scaling law for a prediction."""
 FAR_COMPUTE = 8.0
 """Predictions beyond this multiple of the largest run's compute get a warning."""
-SAME_DIRECTION = 0.98
-"""Correlation of log N and log D above which alpha and beta can't be separated."""
+MOSTLY_PRIOR = 0.5
+"""An exponent isn't determined by the runs if its standard deviation exceeds this fraction of the prior's."""
 IRRELEVANT = ("seed", "output", "group", "branch_from", "model", "budget", "samples", "benchmarks", "checkpoint",
               "logging", "interval_scale", "export", "publish", "hub", "trackers", "tracking", "guard",
               "validation.every", "batch.sequences_per_micro_batch", "compile", "attention",
@@ -87,10 +85,13 @@ class Prediction:
     interval: tuple[float, float]
     times_compute: float
     """Compute relative to the largest run."""
+    measured: float | None = None
+    """Measured loss, for a back-test."""
 
-    def holds(self, loss: float) -> bool:
-        """Returns True if a measured loss is within the interval."""
-        return self.interval[0] <= loss <= self.interval[1]
+    @property
+    def holds(self) -> bool:
+        """True if the measured loss is within the interval."""
+        return self.interval[0] <= self.measured <= self.interval[1]
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,12 @@ class Ladder:
 
     rungs: list[Rung]
     law: ScalingLaw
-    count: str
-    """How N is counted: matrix (non-embedding parameters) or total."""
     backtest: Prediction | None
     """Prediction for the largest rung from a fit to the smaller sizes; None with fewer than LEAST_SIZES sizes."""
     predictions: list[Prediction]
 
-    @property
-    def measured(self) -> float:
-        """Measured loss of the back-tested rung."""
-        asked = (self.backtest.parameters, self.backtest.tokens)
-        return next(rung.loss for rung in self.rungs if (rung.parameters, rung.tokens) == asked)
 
-
-def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRun], list[str]]:
+def read_ladder_runs(folders: Iterable[Path]) -> tuple[list[LadderRun], list[str]]:
     """Reads the finished runs in these folders. Also returns a message for each run it skips.
 
     Raises InputError if no run is usable, or if the runs aren't comparable.
@@ -129,12 +122,11 @@ def read_ladder_runs(folders: Iterable[Path], count: str) -> tuple[list[LadderRu
     points = []
     # Deduplicate: a run may be passed both directly and as part of a sweep.
     for run in dict.fromkeys(path.resolve() for path in runs):
-        shown = run.relative_to(Path.cwd()) if run.is_relative_to(Path.cwd()) else run
-        history = problems.attempt(read_history, shown)
+        history = problems.attempt(read_history, run)
         if history and (reason := unusable(history)):
-            said.append(f"{shown}: skipped: {reason}")
+            said.append(f"{run}: skipped: {reason}")
         elif history:
-            points += [point] if (point := problems.attempt(ladder_run, history, count)) else []
+            points += [point] if (point := problems.attempt(ladder_run, history)) else []
     problems.stop_if_any()
     if not points:
         raise InputError(*said, "no usable runs; a ladder needs finished runs with a validation loss")
@@ -154,14 +146,13 @@ def unusable(history: History) -> str | None:
     )
 
 
-def ladder_run(history: History, count: str) -> LadderRun | None:
+def ladder_run(history: History) -> LadderRun | None:
     """Reads a run's size, token count and final loss. Returns None if the loss isn't finite."""
-    from pretrain.model.build import active_parameters, matrix_parameters
+    from pretrain.model.build import matrix_parameters
     from pretrain.model.model_config import load_model_config
 
     folder = history.folder
-    model = load_model_config(str(folder / "model.json"))
-    parameters = matrix_parameters(model) if count == "matrix" else active_parameters(model)
+    parameters = matrix_parameters(load_model_config(str(folder / "model.json")))
     config = flatten_settings(read_config(folder))
     settings = {key: value for key, value in config.items() if not key.startswith(IRRELEVANT)}
     data = read_json(folder / DATA_FILE)
@@ -181,11 +172,9 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
     """Lists differences between the runs that make their losses incomparable."""
     problems = []
     for name in ("the tokenizer", "the validation sources", "data.sequence_length", "optim.schedule"):
-        values: dict[str, list[str]] = {}
-        for run in runs:
-            values.setdefault(json.dumps(run.settings.get(name)), []).append(str(run.folder))
-        if len(values) > 1:
-            shown = "; ".join(f"{value} in {names[0]}{' ...' * (len(names) > 1)}" for value, names in values.items())
+        found = {json.dumps(run.settings.get(name)): run.folder for run in runs}
+        if len(found) > 1:
+            shown = "; ".join(f"{value} in {folder}" for value, folder in found.items())
             problems.append(
                 f"the runs differ in {name}, so losses aren't comparable: {shown}; use the same value for all runs"
             )
@@ -239,66 +228,62 @@ def fit_rungs(rungs: Sequence[Rung]) -> ScalingLaw:
     )
 
 
-def predict_loss(law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int) -> Prediction:
+def predict_loss(
+    law: ScalingLaw, rungs: Sequence[Rung], name: str, parameters: int, tokens: int, measured: float | None = None
+) -> Prediction:
     """Predicts the loss of a run."""
     times = compute_of(parameters, tokens) / max(rung.compute for rung in rungs)
     loss = float(law.loss(parameters, tokens))
-    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times)
+    return Prediction(name, parameters, tokens, loss, law.interval(parameters, tokens), times, measured)
 
 
-def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]], count: str) -> Ladder:
+def prediction_problem(sizes: int, noise: float) -> str | None:
+    """Returns why a fit to this many model sizes doesn't allow predictions, or None if it does."""
+    if sizes < LEAST_SIZES:
+        return (
+            f"{sizes} model sizes aren't enough for a prediction; train at least {LEAST_SIZES} sizes, for example by "
+            "doubling the size each time"
+        )
+    if noise > MOST_NOISE:
+        return (
+            f"the noise around the scaling law is {noise:.1%}, but must be at most {MOST_NOISE:.0%}; remove outliers "
+            "(run without --predict to see the residuals), or train more seeds"
+        )
+    return None
+
+
+def make_ladder(rungs: list[Rung], asked: Sequence[tuple[str, int, int]]) -> Ladder:
     """Fits and back-tests a scaling law, and predicts each (name, parameters, tokens) in `asked`.
 
     Raises InputError if all runs have the same size, or if there are too few sizes or too much noise for a prediction.
     """
     sizes = distinct_sizes(rung.parameters for rung in rungs)
-    shown = ", ".join(count_text(size) for size in sizes)
     if len(sizes) < 2:
         raise InputError(
-            f"all runs have the same size, {shown} parameters; a ladder needs several sizes, and a prediction needs "
-            f"at least {LEAST_SIZES}"
-        )
-    if asked and len(sizes) < LEAST_SIZES:
-        raise InputError(
-            f"--predict: {len(sizes)} model sizes ({shown}) aren't enough for a prediction; train at least "
-            f"{LEAST_SIZES} sizes, for example by doubling the size each time"
+            f"all runs have the same size, {count_text(sizes[0])} parameters; a ladder needs several sizes, and a "
+            f"prediction needs at least {LEAST_SIZES}"
         )
     law = fit_rungs(rungs)
-    if asked and law.noise > MOST_NOISE:
-        raise InputError(
-            f"--predict: the noise around the scaling law is {law.noise:.1%}, but must be at most {MOST_NOISE:.0%}; "
-            "remove outliers (run without --predict to see the residuals), or train more seeds"
-        )
+    if asked and (problem := prediction_problem(len(sizes), law.noise)):
+        raise InputError(f"--predict: {problem}")
     backtest = None
     if len(sizes) >= LEAST_SIZES:
         # Hold out all rungs close to the largest size, because they would leak its loss.
         smaller = [rung for rung in rungs if rung.parameters * SIZES_DIFFER < sizes[-1]]
         last = max((rung for rung in rungs if rung not in smaller), key=lambda rung: rung.compute)
-        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens)
-    return Ladder(rungs, law, count, backtest, [predict_loss(law, rungs, *one) for one in asked])
+        backtest = predict_loss(fit_rungs(smaller), smaller, "backtest", last.parameters, last.tokens, last.loss)
+    return Ladder(rungs, law, backtest, [predict_loss(law, rungs, *one) for one in asked])
 
 
 def cautions_of(ladder: Ladder) -> list[str]:
     """Returns warnings about the fit and the predictions."""
-    said = []
-    sizes = len(distinct_sizes(rung.parameters for rung in ladder.rungs))
-    if sizes < LEAST_SIZES:
+    sizes = distinct_sizes(rung.parameters for rung in ladder.rungs)
+    said = [problem] if (problem := prediction_problem(len(sizes), ladder.law.noise)) else []
+    if max(ladder.law.prior_shares) > MOSTLY_PRIOR:
         said.append(
-            f"{sizes} model sizes aren't enough to determine a scaling law; the fit mostly reflects the priors"
-        )
-    logs = np.log([[rung.parameters, rung.tokens] for rung in ladder.rungs]).T
-    flat = logs.std(axis=1) < 1e-3
-    if flat.any() or abs(np.corrcoef(logs)[0, 1]) > SAME_DIRECTION:
-        how = "all runs have the same token count" if flat[1] else "tokens grow with model size"
-        said.append(
-            f"{how}, so alpha and beta can't be determined separately and mostly reflect the priors. This affects all "
-            "predictions except those at the same number of tokens per parameter"
-        )
-    if ladder.backtest is not None and not ladder.backtest.holds(ladder.measured):
-        said.append(
-            f"the loss at the largest size differs by {ladder.measured / ladder.backtest.loss - 1:+.2%} from the "
-            "prediction based on the smaller sizes and is outside its interval. Either the losses don't follow a "
-            "single scaling law, or the settings aren't equally good at every size"
+            "the runs don't determine alpha and beta separately, for example because tokens grow with model size, so "
+            "they mostly reflect the priors. This affects all predictions except those at the same number of tokens "
+            "per parameter"
         )
     by_compute = sorted((rung for rung in ladder.rungs if rung.tokens_per_step), key=lambda rung: rung.compute)
     for less, more in itertools.pairwise(by_compute):
@@ -319,15 +304,15 @@ def cautions_of(ladder: Ladder) -> list[str]:
     return said
 
 
-def read_predictions(texts: Iterable[str], count: str) -> list[tuple[str, int, int]]:
+def read_predictions(texts: Iterable[str]) -> list[tuple[str, int, int]]:
     """Parses --predict arguments into (name, parameters, tokens). Raises InputError listing all problems."""
     problems = Problems()
-    found = [problems.attempt(read_prediction, text, count) for text in texts]
+    found = [problems.attempt(read_prediction, text) for text in texts]
     problems.stop_if_any()
     return found
 
 
-def read_prediction(text: str, count: str) -> tuple[str, int, int]:
+def read_prediction(text: str) -> tuple[str, int, int]:
     """Parses 'parameters=30M,tokens=600M', or reads a recipe. The recipe's shards don't have to exist."""
     if text.endswith((".yaml", ".yml")):
         from pretrain.data.vocabulary import planned_model_config
@@ -335,7 +320,7 @@ def read_prediction(text: str, count: str) -> tuple[str, int, int]:
 
         config = read_run_config(Path(text))
         work = work_of_run(config, planned_model_config(config.model, config.data))
-        return text, work.non_embedding if count == "matrix" else work.active, work.tokens
+        return text, work.non_embedding, work.tokens
     given = dict(part.partition("=")[::2] for part in text.split(","))
     numbers = {key.strip(): parse_count(value.strip()) for key, value in given.items()}
     if set(numbers) != {"parameters", "tokens"} or not all(isinstance(n, int) and n > 0 for n in numbers.values()):

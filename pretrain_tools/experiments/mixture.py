@@ -7,7 +7,7 @@ the simplex. The ridge penalty is chosen by leave-one-out error.
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +26,12 @@ from pretrain_tools.experiments.sweep_report import PointResult
 LEAST_WEIGHT = 0.01
 """Minimum weight of a source in a candidate, because log(0) is undefined."""
 LEAST_RUNS_PER_SOURCE = 3
-STRENGTHS = tuple(10.0**power for power in range(-6, 2))
-"""Candidate ridge penalties."""
+STRENGTHS = 10.0 ** np.arange(-4, 2)
+"""Candidate ridge penalties, per run. Smaller ones are singular if a resample contains too few distinct runs."""
 PROPOSALS = 20_000
 """Number of random mixtures to choose the best from."""
 RESAMPLES = 300
 """Number of bootstrap resamples for the confidence interval."""
-
-
-Fit = Callable[[NDArray], NDArray]
-"""Predicts v validation losses, shape (..., v), from weights of shape (..., k)."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,7 @@ def candidate_weights(own: NDArray, count: int) -> NDArray[np.float64]:
         spread = np.ones(len(own)) if number % 2 else 2 * len(own) * own + 0.5
         candidates.append(random.dirichlet(spread))
     floored = np.maximum(np.array(candidates), LEAST_WEIGHT)
-    rounded = np.round(floored / floored.sum(axis=1, keepdims=True), 4)
-    return rounded / rounded.sum(axis=1, keepdims=True)
+    return floored / floored.sum(axis=1, keepdims=True)
 
 
 def reweighted(sources: Sequence[Source], weights: NDArray) -> list[Source]:
@@ -121,26 +116,6 @@ def as_setting(sources: Sequence[Source], weights: NDArray) -> str:
     return json.dumps([one.model_dump(mode="json", exclude_defaults=True) | {"weight": one.weight} for one in mixed])
 
 
-def fit_mixture(weights: NDArray, losses: NDArray, strength: float) -> Fit:
-    """Fits log losses (n, v) to log weights (n, k) by ridge regression with an unpenalized intercept."""
-    x = np.log(weights)
-    y = np.log(losses)
-    x_mean = x.mean(axis=0)
-    y_mean = y.mean(axis=0)
-    x = x - x_mean
-    y = y - y_mean
-    # Scale the penalty by the number of runs, so that the best strength doesn't depend on it.
-    slopes = np.linalg.solve(x.T @ x + strength * len(x) * np.eye(x.shape[1]), x.T @ y).T
-    return lambda weights: np.exp(np.log(weights) @ slopes.T + (y_mean - slopes @ x_mean))
-
-
-def unseen_losses(weights: NDArray, losses: NDArray, strength: float) -> NDArray[np.float64]:
-    """Predicts each run's mean loss from a fit to the other runs (leave-one-out), shape (n,)."""
-    rows = np.arange(len(weights))
-    fits = [fit_mixture(weights[rows != n], losses[rows != n], strength) for n in rows]
-    return np.stack([fit(own) for fit, own in zip(fits, weights, strict=True)]).mean(axis=1)
-
-
 def propose(weights: NDArray, losses: NDArray) -> Proposal:
     """Fits the losses and returns the random mixture with the lowest predicted mean loss.
 
@@ -148,33 +123,40 @@ def propose(weights: NDArray, losses: NDArray) -> Proposal:
         weights: shape (n, k), starting with the recipe's own weights.
         losses: shape (n, v), one column per validation source.
     """
+    from scipy.stats import spearmanr
+    from sklearn.linear_model import Ridge, RidgeCV
+    from sklearn.model_selection import LeaveOneOut, cross_val_predict
+
+    def as_losses(logs: NDArray) -> NDArray:
+        # For a single validation source, scikit-learn returns vectors.
+        return np.exp(logs).reshape(-1, losses.shape[1])
+
+    x = np.log(weights)
+    y = np.log(losses)
+    # Scale the penalty by the number of runs, so that the best strength doesn't depend on it.
+    ridge = Ridge(alpha=RidgeCV(alphas=STRENGTHS * len(x)).fit(x, y).alpha_)
     measured = losses.mean(axis=1)
-    unseen = {strength: unseen_losses(weights, losses, strength) for strength in STRENGTHS}
-    errors = {strength: float(np.sqrt(np.mean((means / measured - 1) ** 2))) for strength, means in unseen.items()}
-    strength = min(errors, key=errors.__getitem__)
+    unseen = as_losses(cross_val_predict(ridge, x, y, cv=LeaveOneOut())).mean(axis=1)
     random = np.random.default_rng(1)
     tried = np.concatenate([weights, random.dirichlet(np.ones(weights.shape[1]), PROPOSALS)])
     # Don't extrapolate beyond the range of the trained weights.
     tried = tried[((tried >= weights.min(axis=0)) & (tried <= weights.max(axis=0))).all(axis=1)]
-    fit = fit_mixture(weights, losses, strength)
-    best = tried[np.argmin(fit(tried).mean(axis=1))]
-    both = np.stack([weights[0], best])
+    predicted = as_losses(ridge.fit(x, y).predict(np.log(tried)))
+    best = np.argmin(predicted.mean(axis=1))
+    both = np.log([weights[0], tried[best]])
     gains = []
     for _ in range(RESAMPLES):
         rows = random.integers(0, len(weights), len(weights))
-        # Without a penalty, the system is singular if a resample contains too few distinct runs.
-        own, found = fit_mixture(weights[rows], losses[rows], max(strength, 1e-4))(both).mean(axis=1)
+        own, found = as_losses(ridge.fit(x[rows], y[rows]).predict(both)).mean(axis=1)
         gains.append(own - found)
-    own, found = fit(both).mean(axis=1)
     low, high = np.quantile(gains, (0.05, 0.95))
-    ranks = [np.argsort(np.argsort(values)) for values in (unseen[strength], measured)]
     return Proposal(
-        weights=best,
-        losses=fit(best),
-        gain=float(own - found),
+        weights=tried[best],
+        losses=predicted[best],
+        gain=float((predicted[0] - predicted[best]).mean()),
         gain_interval=(float(low), float(high)),
-        error=errors[strength],
-        agreement=float(np.corrcoef(*ranks)[0, 1]),
+        error=float(np.sqrt(np.mean((unseen / measured - 1) ** 2))),
+        agreement=float(spearmanr(unseen, measured).statistic),
     )
 
 
@@ -186,7 +168,7 @@ def losses_by_source(result: PointResult) -> dict[str, float]:
 
 
 def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int:
-    """Prints all mixtures and the proposal, and writes mixture.json and mixture.yaml.
+    """Prints all mixtures and the proposal, and writes mixture.yaml.
 
     Returns the exit status: 1 if too few runs finished.
     """
@@ -211,20 +193,10 @@ def report_mixture(request: SweepRequest, results: Sequence[PointResult]) -> int
     print(mixture_text(named, validation, weights, losses, found))
     proposed = config.data.model_copy(update={"train": reweighted(sources, found.weights)})
     folder = config.output.with_name(f"{config.output.name}_mixture")
-    values = {
-        "sources": named,
-        "validation": validation,
-        "mixtures": [
-            {"weights": w.round(4).tolist(), "losses": loss.tolist()} for w, loss in zip(weights, losses, strict=True)
-        ],
-        "proposal": {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in vars(found).items()},
-    }
-    report = request.output / "mixture.json"
     recipe = request.output / "mixture.yaml"
-    write_durably(report, json.dumps(values, indent=1) + "\n")
     header = f"# {request.recipe} with the weights proposed from the mixtures in {request.output}\n"
     write_durably(recipe, header + as_yaml(config.model_copy(update={"data": proposed, "output": folder})))
-    print(report, recipe, sep="\n")
+    print(recipe)
     return 0
 
 

@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
+
+import numpy as np
 
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
@@ -94,15 +96,11 @@ def products_asked_for(mesh: str, processes: int, has_experts: bool) -> list[str
     given = Sizes(**sizes)
     if "dp_shard" not in sizes and processes % given.world == 0:
         given = Sizes(**sizes, dp_shard=processes // given.world)
-    works = f"--processes {given.world}, sizes whose product is {processes}, or --mesh all"
-    if given.world != processes:
-        raise InputError(f"--mesh: {mesh} needs {given.world} processes, but --processes is {processes}; use {works}")
-    if (exchange := given.fsdp * given.tp) % given.ep:
+    if processes == 1 or given.world != processes or given.fsdp * given.tp % given.ep:
         raise InputError(
-            f"--mesh: ep={given.ep} does not divide dp_shard x cp x tp = {exchange}; use a size that does"
+            f"--mesh: {mesh} doesn't fit --processes {processes}; use sizes whose product is the number of processes, "
+            "which must be at least 2 (ep isn't part of the product, but must divide dp_shard x cp x tp), or all"
         )
-    if given.world == 1:
-        raise InputError("--mesh: needs more than one process; use --processes 2 or more")
     return [named(given)]
 
 
@@ -182,14 +180,10 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Resolves the recipe's `auto` settings for this number of processes. Imports torch only if there are any."""
-    config = read_run_config(recipe, changes)
-    optim = config.optim
-    if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
-        return []
+    """Resolves the recipe's `auto` settings for this number of processes. Imports torch."""
     from pretrain.training.auto_settings import resolve_auto
 
-    resolved = resolve_auto(config, processes)
+    resolved = resolve_auto(read_run_config(recipe, changes), processes)
     found = {name: attrgetter(name)(resolved) for name in RESOLVED}
     return [(name, str(value)) for name, value in found.items() if value is not None]
 
@@ -277,12 +271,11 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
                     start_new_session=True,
                 )
             )
-        while running := [process for process in launched if process.poll() is None]:
-            if failed := [process.returncode for process in launched if process.returncode]:
-                return failed[0]
-            with suppress(subprocess.TimeoutExpired):
-                running[0].wait(0.2)
-        return next((process.returncode for process in launched if process.returncode), 0)
+        while True:
+            statuses = [process.poll() for process in launched]
+            if any(statuses) or None not in statuses:
+                return next(filter(None, statuses), 0)
+            time.sleep(0.2)
     finally:
         for process in launched:
             if process.poll() is None:
@@ -327,19 +320,18 @@ def read_curve(run: Path) -> Curve:
     return Curve(by_step("loss"), by_step("grad_norm"))
 
 
-def distance(found: float, expected: float, relative: bool) -> float:
-    """Computes |found - expected|, divided by |expected| if relative. Returns 0 for two NaNs, and inf for one."""
-    if math.isnan(found) and math.isnan(expected):
-        return 0.0
-    difference = abs(found - expected) / (abs(expected) if relative else 1.0)
-    return math.inf if math.isnan(difference) else difference
-
-
 def largest_distance(curve: Mapping[int, float], reference: Mapping[int, float], relative: bool) -> float:
-    """Returns the largest distance over all steps, or inf if the curves have different steps."""
+    """Returns the largest |value - reference| over all steps, divided by |reference| if relative.
+
+    Two NaNs are equal. Returns inf if only one value is NaN, or if the curves have different steps.
+    """
     if curve.keys() != reference.keys():
         return math.inf
-    return max((distance(curve[step], reference[step], relative) for step in reference), default=0.0)
+    found = np.array([curve[step] for step in reference])
+    expected = np.array(list(reference.values()))
+    difference = np.abs(found - expected) / (np.abs(expected) if relative else 1.0)
+    difference[np.isnan(found) & np.isnan(expected)] = 0.0
+    return float(np.nan_to_num(difference, nan=math.inf).max(initial=0.0))
 
 
 def report_parity(

@@ -1,18 +1,16 @@
 """Fits L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3).
 
-As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs can't determine all
-five parameters: in a compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated.
-Therefore, the fit uses weak priors based on published fits. Intervals come from refits with resampled losses and prior
+As in the paper, the fit minimizes a Huber loss on log L. A few runs can't determine all five parameters: in a
+compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated. Therefore, the fit uses weak
+priors based on published fits, and starts from them. Intervals come from refits with resampled losses and prior
 means.
 
 All refits are vectorized in numpy. Shapes: R refits, n runs, 5 parameters.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +39,6 @@ REFITS = 500
 QUANTILES = (0.05, 0.95)
 """Bounds of the 90% intervals."""
 MOST_ITERATIONS = 60
-LAW_COEFFICIENTS = ("E", "A", "alpha", "B", "beta")
 
 
 @dataclass(frozen=True)
@@ -72,30 +69,22 @@ class ScalingLaw:
         low, high = np.quantile(np.exp(logs), QUANTILES)
         return float(low), float(high)
 
-    @cached_property
+    @property
     def coefficients(self) -> dict[str, float]:
         """Coefficients E, A, alpha, B and beta."""
-        return dict(zip(LAW_COEFFICIENTS, map(float, self._as_formula(self.theta)), strict=True))
-
-    @cached_property
-    def coefficient_intervals(self) -> dict[str, tuple[float, float]]:
-        """90% intervals of the coefficients."""
-        low, high = np.quantile(self._as_formula(self.refits.T), QUANTILES, axis=-1)
-        return {name: (float(a), float(b)) for name, a, b in zip(LAW_COEFFICIENTS, low, high, strict=True)}
+        e, p, q, alpha, beta = map(float, self.theta)
+        log_n, log_d = map(math.log, self.reference)
+        a = math.exp(p + alpha * log_n)
+        b = math.exp(q + beta * log_d)
+        return {"E": math.exp(e), "A": a, "alpha": alpha, "B": b, "beta": beta}
 
     @property
-    def prior_shares(self) -> dict[str, float]:
-        """Posterior / prior standard deviation of the exponents; near 1 if the runs don't determine them."""
-        spreads = self.refits.std(axis=0) / EXPONENT_SD
-        return {"alpha": float(spreads[3]), "beta": float(spreads[4])}
+    def prior_shares(self) -> list[float]:
+        """Posterior / prior standard deviation of alpha and beta; near 1 if the runs don't determine them."""
+        return (self.refits[:, 3:].std(axis=0) / EXPONENT_SD).tolist()
 
     def _scaled(self, parameters: ArrayLike, tokens: ArrayLike) -> tuple[NDArray, NDArray]:
         return np.log(np.asarray(parameters) / self.reference[0]), np.log(np.asarray(tokens) / self.reference[1])
-
-    def _as_formula(self, theta: NDArray) -> NDArray:
-        e, p, q, alpha, beta = theta
-        log_n, log_d = map(math.log, self.reference)
-        return np.stack([np.exp(e), np.exp(p + alpha * log_n), alpha, np.exp(q + beta * log_d), beta])
 
 
 def law_values(law: ScalingLaw) -> dict[str, Any]:
@@ -137,14 +126,11 @@ def fit_scaling_law(
     d = d - d.mean()
     assumed = max(ASSUMED_NOISE, least_noise)
     centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
-    starts = starting_points(float(np.exp(y.min())))
+    term = math.log((1 - SHARE_OF_E) / 2) + y.min()
+    theta = np.array([centers[0], term, term, EXPONENT, EXPONENT])
     noise = assumed
     for _ in range(3):  # the fit and the noise depend on each other
-        rows = (len(starts), 1)
-        same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
-        fits, objectives = _fit(starts, same)
-        theta = fits[np.argmin(objectives)]
-        starts = theta[None]
+        theta = _fit(theta[None], Drawn(n, d, y[None], np.array([noise]), centers[None]))[0]
         residuals = y - log_loss(theta, n, d)
         freedom = max(0.0, len(y) - _parameters_used(theta, n, d, noise))
         # Use Huber weights, so that outliers don't inflate the noise.
@@ -158,18 +144,8 @@ def fit_scaling_law(
     refit_noise = np.minimum(refit_noise, 10 * noise)
     noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
-    refits, _ = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
+    refits = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
     return ScalingLaw(theta, refits, refit_noise, reference, noise, residuals)
-
-
-def starting_points(lowest: float) -> NDArray:
-    """Returns a grid of starting points, shape (R, 5)."""
-    shares = (0.2, 0.5, 0.8)
-    exponents = (0.15, 0.35, 0.6)
-    share, balance, alpha, beta = np.array(list(itertools.product(shares, shares, exponents, exponents))).T
-    rest = (1 - share) * lowest
-    terms = np.log([share * lowest, balance * rest, (1 - balance) * rest])
-    return np.stack([*terms, alpha, beta], axis=1)
 
 
 PRIORS = np.array([[1.0, 0, 0, 0, 0], [0, 1.0, -1.0, 0, 0], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
@@ -196,11 +172,8 @@ class Drawn(NamedTuple):
         return (theta @ PRIORS.T - self.centers) / PRIOR_SDS
 
 
-def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
-    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5).
-
-    Returns the fits (R, 5) and their objectives (R,).
-    """
+def _fit(theta: NDArray, drawn: Drawn) -> NDArray:
+    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5). Returns the fits (R, 5)."""
     n, d, y, noise, _ = drawn
     damping = np.full(len(theta), 1e-2)
     objective = _objective(theta, drawn)
@@ -226,7 +199,7 @@ def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
         if better.any() and gained.max() < 1e-9:
             break
-    return theta, objective
+    return theta
 
 
 def _objective(theta: NDArray, drawn: Drawn) -> NDArray:

@@ -1,9 +1,9 @@
 """Trains many runs, each in a separate train.py process, and resumes killed ones.
 
     FOLDER/recipes/NAME.yaml   complete recipe, written when the run starts
+    FOLDER/recipes/NAME.json   everything that must not change when it resumes
     FOLDER/runs/NAME           run folder
     FOLDER/logs/NAME.log       console output; locked by the training process so that no run starts twice
-    FOLDER/slots/0.json        last run started on a GPU or share of the CPU
 
 If this process is killed, its runs continue, and the next call waits for them. A killed run resumes from its
 checkpoint.
@@ -18,19 +18,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrain.config import RunConfig
-from pretrain.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
+from pretrain.errors import EXIT_INTERRUPTED, EXIT_NUMERIC, EXIT_PREEMPTED
 from pretrain.files import ROOT, SEAL_FILE, write_durably
 from pretrain.parallel.launcher import environment_alone
 from pretrain.processes import hold_while_open, is_held
 from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
-from pretrain.runs.run_folder import LOCK_FILE, checkpoint_folders, read_json
-from pretrain_tools.experiments.parity import refusals
+from pretrain.runs.run_folder import checkpoint_folders
+from pretrain_tools.runs.comparison import flatten_settings
 from pretrain_tools.runs.history import count_hours, current_events, is_number
 
 POLL_SECONDS_OF_RUNS = 0.2
@@ -45,6 +46,17 @@ class SmallRun:
     """Experiment folder."""
     config: RunConfig = field(repr=False)
     """Complete recipe."""
+    on_disk: dict[str, Any] = field(repr=False)
+    """Model and shards, as {name: value}."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that identifies the run, as {name: value}."""
+        return flatten_settings(self.config.model_dump(mode="json", exclude={"output"})) | self.on_disk
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "recipes" / f"{self.name}.json"
 
     @property
     def recipe(self) -> Path:
@@ -74,8 +86,6 @@ class RunOutcome:
     seconds: float = 0.0
     reason: str = ""
     """Why the run ended early."""
-    was_stopped: bool = False
-    """True if the run saved and stopped because of a signal or `runs.py stop`."""
 
     def loss_at(self, step: int | None) -> float:
         """Returns the validation loss at a step, averaged over sources; inf if missing."""
@@ -113,7 +123,6 @@ def read_outcome(run: SmallRun) -> RunOutcome:
         tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
         seconds=3600 * events[-1]["hours"] if events else 0.0,
         reason=str(end.get("reason", "")) if state != "finished" else "",
-        was_stopped=end.get("code") in (EXIT_PREEMPTED, EXIT_INTERRUPTED),
     )
 
 
@@ -154,29 +163,11 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": str(max(1, available_cores() // parallel))} for _ in range(parallel)]
 
 
-@dataclass
-class Training:
-    """A train.py process started by this call or an earlier one."""
-
-    run: SmallRun
-    process: subprocess.Popen | None = None
-
-    def ended(self) -> bool:
-        return self.process.poll() is not None if self.process else not is_held(self.run.log)
-
-    def signal(self, number: int) -> None:
-        if self.process:
-            self.process.send_signal(number)
-        elif isinstance(pid := read_json(self.run.output / LOCK_FILE).get("pid"), int):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-
 def train_runs(
     runs: Mapping[str, SmallRun],
     slots: list[dict[str, str]],
     next_run: Callable[[set[str]], SmallRun | None],
-    ended: Callable[[SmallRun, int | None], None],
+    ended: Callable[[SmallRun, int], None],
 ) -> int:
     """Trains until `next_run` returns None and all runs have ended.
 
@@ -186,22 +177,29 @@ def train_runs(
     Args:
         runs: {name: run}. A search adds more later.
         next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
-        ended: called with each run that has ended, and with its exit status if known.
+        ended: called with each run that has ended, and with its exit status.
     """
-    training = left_behind(runs)
+    training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
     with signals_passed_on(training) as received:
+        for run in runs.values():
+            if is_held(run.log):
+                text = "started by an earlier command and still training; waiting for it to finish"
+                print(f"{run.name}: {text}", file=sys.stderr, flush=True)
+            while is_held(run.log) and not received:
+                time.sleep(POLL_SECONDS_OF_RUNS)
         while True:
-            for slot, one in [(slot, one) for slot, one in training.items() if one.ended()]:
-                del training[slot]
-                ended(one.run, one.process.returncode if one.process else None)
+            for slot, (run, process) in list(training.items()):
+                if process.poll() is not None:
+                    del training[slot]
+                    ended(run, process.returncode)
             for slot, environment in enumerate(slots):
                 if slot not in training and not received:
-                    run = next_run({one.run.name for one in training.values()})
+                    run = next_run({run.name for run, _ in training.values()})
                     # Slots are interchangeable, so no other slot can start a run either.
                     if run is None:
                         break
                     print(f"{run.name}: training", file=sys.stderr, flush=True)
-                    training[slot] = start_training(run, slot, environment)
+                    training[slot] = run, start_training(run, environment)
             if not training:
                 if not received:
                     return 0
@@ -209,36 +207,17 @@ def train_runs(
             time.sleep(POLL_SECONDS_OF_RUNS)
 
 
-def left_behind(runs: Mapping[str, SmallRun]) -> dict[int, Training]:
-    """Returns the runs of an earlier call that are still training, by slot."""
-    found = {}
-    # The slot file may be outdated; only the lock on the log shows that a run is still training.
-    for folder in {run.folder for run in runs.values()}:
-        for path in (folder / "slots").glob("*.json"):
-            run = runs.get(str(read_json(path).get("run")))
-            if run is not None and is_held(run.log):
-                print(
-                    f"{run.name}: started by an earlier command and still training; waiting for it to finish",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                found[int(path.stem)] = Training(run)
-    return found
-
-
-def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> Training:
+def start_training(run: SmallRun, environment: Mapping[str, str]) -> subprocess.Popen:
     """Starts train.py with its console output redirected to the run's log."""
-    record = run.folder / "slots" / f"{slot}.json"
-    for folder in (record.parent, run.log.parent, run.recipe.parent):
+    for folder in (run.log.parent, run.recipe.parent):
         folder.mkdir(parents=True, exist_ok=True)
     # Written only now, because a run that is still training may read its recipe again.
+    write_durably(run.record, json.dumps(run.settings))
     write_durably(run.recipe, as_yaml(run.config))
-    # Written before the start so that the next call finds the run even if this process is killed.
-    write_durably(record, json.dumps({"run": run.name}))
     with open(run.log, "ab") as log:
         # The child inherits the lock, so it outlives this process.
         hold_while_open(log)
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, str(ROOT / "train.py"), "--config", str(run.recipe)],
             # With a launcher's variables (RANK, WORLD_SIZE), the run would join this process's group.
             env=environment_alone() | environment,
@@ -247,18 +226,17 @@ def start_training(run: SmallRun, slot: int, environment: Mapping[str, str]) -> 
             stderr=subprocess.STDOUT,
             start_new_session=True,  # otherwise, the run would receive Ctrl-C twice
         )
-    return Training(run, process)
 
 
 @contextmanager
-def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
+def signals_passed_on(training: Mapping[int, tuple[SmallRun, subprocess.Popen]]) -> Iterator[list[int]]:
     """Forwards signals to all runs within the context. Yields a list of the signals received so far."""
     received: list[int] = []
 
     def pass_on(number: int, _frame: object) -> None:
         received.append(number)
-        for one in list(training.values()):
-            one.signal(number)
+        for _, process in list(training.values()):
+            process.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -268,12 +246,8 @@ def signals_passed_on(training: Mapping[int, Training]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def failure_text(run: SmallRun, outcome: RunOutcome, status: int | None) -> str:
-    """Returns why a run ended early: its input errors, or the last line of its log."""
-    log = run.log.read_text(encoding="utf-8", errors="replace") if run.log.is_file() else ""
-    if status == EXIT_BAD_INPUT and (found := refusals(log, status)):
-        return "; ".join(found[-3:])
-    if status is not None and status < 0:
-        return f"killed by signal {-status}"
+def failure_text(run: SmallRun, outcome: RunOutcome, status: int) -> str:
+    """Returns why a run ended early: its recorded reason, or the last line of its log."""
+    log = run.log.read_text(encoding="utf-8", errors="replace")
     lines = [line for line in (outcome.reason or log).splitlines() if line.strip()]
-    return lines[-1] if lines else f"exit {status}"
+    return f"{lines[-1]} (exit {status})" if lines else f"exit {status}"

@@ -1,9 +1,7 @@
 """Trains a recipe with every combination of settings, or with settings chosen by a search (runs.py sweep).
 
-FOLDER/plan.json      the request; the same command resumes the sweep
-FOLDER/trials.json    settings that a search has chosen so far
-
-FOLDER also contains the runs (see small_runs).
+FOLDER contains the runs (see small_runs) and, for a search, trials.json: the settings to vary, and those that it has
+chosen so far. The same command resumes a sweep.
 """
 
 import json
@@ -14,7 +12,8 @@ from dataclasses import replace
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.processes import folder_lock
-from pretrain.units import counted, duration_text
+from pretrain.runs.run_folder import read_json
+from pretrain.units import counted
 from pretrain_tools.experiments.small_runs import (
     RunOutcome,
     SmallRun,
@@ -31,7 +30,6 @@ from pretrain_tools.experiments.sweep_plan import (
     check_points,
     name_problems,
     request_problems,
-    seal_plan,
 )
 from pretrain_tools.experiments.sweep_report import PointResult, report_sweep
 
@@ -57,7 +55,6 @@ def run_sweep(
     problems.stop_if_any()
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
-        seal_plan(request, points)
         sweep = Sweep(request, [] if request.search else points)
         slots = device_slots(parallel)
         for caution in cautions_of_sweep(request, points):
@@ -79,7 +76,7 @@ class Sweep:
         self.runs: dict[str, SmallRun] = {}
         self.failures: dict[str, str] = {}
         """{run that failed in this call: reason}"""
-        trials = recorded_trials(request)
+        trials = recorded_trials(request) if request.search else []
         for point in [*points, *(check_points(request, trials) if trials else ())]:
             self._add(point)
 
@@ -107,7 +104,8 @@ class Sweep:
         except InputError as error:
             raise InputError(f"trial {len(recorded)} with {settings}: {error}; narrow the range") from None
         # Recorded before the runs start so that a killed search can resume them.
-        write_durably(self.request.output / TRIALS_FILE, json.dumps(recorded, indent=1))
+        values = {"vary": self.request.described["vary"], "trials": recorded}
+        write_durably(self.request.output / TRIALS_FILE, json.dumps(values, indent=1))
         self._add(point)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
@@ -116,17 +114,16 @@ class Sweep:
         failure = self.failures.get(run.name)
         return outcome if failure is None else replace(outcome, state="failed", reason=failure)
 
-    def ended(self, run: SmallRun, status: int | None) -> None:
+    def ended(self, run: SmallRun, status: int) -> None:
         """Prints a run's outcome and records a failure."""
         outcome = read_outcome(run)
-        took = f" after {duration_text(outcome.seconds)}" if outcome.seconds else ""
         if outcome.state == "finished":
-            text = f"validation loss {outcome.loss:.4f}{took}"
+            text = f"validation loss {outcome.loss:.4f}"
         elif outcome.state == "diverged":
             text = f"diverged at step {outcome.step:,}: {outcome.reason.splitlines()[0]}"
         else:
-            text = self.failures[run.name] = failure_text(run, outcome, status)
-            text = text if outcome.was_stopped else f"FAILED: {text}; see {run.log}"
+            self.failures[run.name] = failure_text(run, outcome, status)
+            text = f"ended early: {self.failures[run.name]}; see {run.log}"
         print(f"{run.name}: {text}", file=sys.stderr, flush=True)
 
     def results(self) -> list[PointResult]:
@@ -138,9 +135,14 @@ class Sweep:
 
 
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
-    """Reads the settings that a search has chosen so far."""
-    path = request.output / TRIALS_FILE
-    return json.loads(path.read_text()) if path.is_file() else []
+    """Reads the settings that a search has chosen so far. Raises InputError if the search varied other settings."""
+    found = read_json(request.output / TRIALS_FILE)
+    if found and found["vary"] != request.described["vary"]:
+        raise InputError(
+            f"{request.output}: the search varied {json.dumps(found['vary'])}; use the same --vary, or a different "
+            "--output"
+        )
+    return found.get("trials", [])
 
 
 def pick_settings(request: SweepRequest, results: Sequence[PointResult], active: set[str]) -> dict[str, str]:

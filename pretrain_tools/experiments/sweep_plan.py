@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import re
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
@@ -14,24 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
-from pretrain.files import write_durably
-from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
+from pretrain.recipe import parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
-from pretrain.units import bytes_text, count_text, counted
+from pretrain.units import count_text, counted
 from pretrain_tools.experiments.small_runs import SmallRun
-from pretrain_tools.runs.comparison import flatten_settings, setting_differences
+from pretrain_tools.runs.comparison import setting_differences
 
 if TYPE_CHECKING:
     from pretrain.training.run_plan import RunPlan
 
-PLAN_FILE = "plan.json"
-PLAN_FORMAT = {"format": "groundwork-sweep", "version": 2}
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
-BYTES_OF_A_KEPT_RUN = 4 + 8 + 2
-"""Bytes per parameter on disk: weights (4) and AdamW moments (8) in fp32, and the exported model in bf16 (2)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class SweepRequest:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The request as recorded in plan.json."""
+        """The request as recorded in results.json."""
         return {
             "vary": {axis.path: "..".join(axis.values) if axis.is_range else list(axis.values) for axis in self.axes},
             "seeds": self.seeds,
@@ -104,20 +98,15 @@ def read_axes(texts: Iterable[str]) -> list[Axis]:
     axes = []
     for text in texts:
         path, equals, given = text.removeprefix("--").partition("=")
-        values = tuple(split_values(given))
+        values = tuple(dict.fromkeys(split_values(given)))
         ends = given.split("..")
         if not path or not equals or not all(values):
             problems.append(f"--vary {text}: must be a setting and its values, such as optim.learning_rate=1e-3,2e-3")
         elif path in [axis.path for axis in axes]:
             problems.append(f"--vary {path}: was passed twice; list all values in a single --vary")
         elif len(ends) == 2 and all(is_number_text(end) for end in ends):
-            axes.append(Axis(path, tuple(ends), is_range=True))
-            low, high = axes[-1].ends
-            if not low < high:
-                problems.append(f"--vary {text}: a range must be ascending; use --vary {path}={ends[1]}..{ends[0]}")
+            axes.append(Axis(path, tuple(sorted(ends, key=parse_yaml)), is_range=True))
         else:
-            if len(set(values)) < len(values):
-                problems.append(f"--vary {text}: contains a duplicate value; use --seeds to train several seeds")
             axes.append(Axis(path, values))
     problems.stop_if_any()
     return axes
@@ -218,12 +207,11 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         for settings in points
     ]
     unreadable.stop_if_any()
-    found: dict[str, list[int]] = {}
+    problems = Problems()
     plans = []
     tokenizers = set()
     say_stage(f"Checking {counted(len(points), 'setting')}")
-    for number, (settings, config) in enumerate(zip(points, configs, strict=True)):
-        problems = Problems()
+    for settings, config in zip(points, configs, strict=True):
         output = request.output / "runs" / run_name(request, settings, config.seed)
         with redirect_stderr(io.StringIO()):  # otherwise, each point would print that its architecture is being tested
             plans.append(problems.attempt(derive, config_of_run(config, request, config.seed, output), ranks=1))
@@ -231,36 +219,27 @@ def check_points(request: SweepRequest, points: Sequence[dict[str, str]]) -> lis
         tokenizers |= {reader.manifest.tokenizer_sha256 for reader in (validation or {}).values()}
         if validation == {}:
             problems.append("data.validation: no source has a validation split; a sweep needs one to compare losses")
-        for problem in problems:
-            found.setdefault(problem, []).append(number)
     if len(tokenizers) > 1:
-        found["data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately"] = []
-    Problems(f"{where_found(at, points)}{problem}" for problem, at in found.items()).stop_if_any()
-    return [
-        SweepPoint(settings, runs_of(request, settings, config), plan)
+        problems.append("data: losses per token aren't comparable across tokenizers; sweep each tokenizer separately")
+    Problems(dict.fromkeys(problems)).stop_if_any()
+    checked = [
+        SweepPoint(settings, runs_of(request, settings, config, plan), plan)
         for settings, config, plan in zip(points, configs, plans, strict=True)
     ]
+    refuse_changes(checked)
+    return checked
 
 
-def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig) -> list[SmallRun]:
+def runs_of(request: SweepRequest, settings: dict[str, str], config: RunConfig, plan: "RunPlan") -> list[SmallRun]:
     """Returns a combination's runs, with consecutive seeds starting from the recipe's seed."""
+    # Shards and models may be replaced at the same path.
+    on_disk = {f"{key} on disk": value for key, value in plan.identity.items() if key.startswith(("model", "data."))}
     runs = []
     for seed in range(config.seed, config.seed + request.seeds):
         name = run_name(request, settings, seed)
         config_of_seed = config_of_run(config, request, seed, request.output / "runs" / name)
-        runs.append(SmallRun(name, request.output, config_of_seed))
+        runs.append(SmallRun(name, request.output, config_of_seed, on_disk))
     return runs
-
-
-def where_found(numbers: Sequence[int], points: Sequence[Mapping[str, str]]) -> str:
-    """Formats the settings that have a problem, as in 'with optim.learning_rate 1e-3: '. Returns '' if all do."""
-    if len(numbers) in (0, len(points)):
-        return ""
-    for path, value in points[numbers[0]].items():
-        if [n for n, settings in enumerate(points) if settings[path] == value] == list(numbers):
-            return f"with {path} {value}: "
-    shown = [", ".join(f"{path} {value}" for path, value in points[number].items()) for number in numbers[:3]]
-    return f"with {'; '.join(shown)}{'; ...' * (len(numbers) > 3)}: "
 
 
 def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) -> list[str]:
@@ -270,52 +249,15 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
     return [f"--vary: several combinations would use the folder {name}; use shorter values" for name in twice]
 
 
-def seal_plan(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
-    """Writes plan.json, or compares the request with an existing one. Raises InputError listing the differences."""
-    plan = json.loads(json.dumps({**PLAN_FORMAT, "plan": plan_values(request, points)}))  # tuples become lists
-    path = request.output / PLAN_FILE
-    if not path.is_file():
-        if any(not there.name.startswith(".") for there in request.output.iterdir()):
-            raise InputError(f"--output {request.output}: contains other files; use another folder")
-        write_durably(path, json.dumps(plan, indent=1, ensure_ascii=False) + "\n")
-        return
-    there = read_json(path)
-    if {key: there.get(key) for key in PLAN_FORMAT} != PLAN_FORMAT:
-        raise InputError(f"{path}: wasn't written by this version of runs.py sweep; use a different --output")
-    before = there["plan"]
-    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
-    # Settings added in a newer version are ignored if they have their default value.
-    now = {
-        name: value for name, value in plan["plan"].items() if name in before or (name, value) not in defaults.items()
-    }
-    lines = [
-        f"{request.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
-        for name, (was, given) in setting_differences([before, now]).items()
-    ]
-    if lines:
-        more = [f"... and {len(lines) - MOST_DIFFERENCES} more"] if len(lines) > MOST_DIFFERENCES else []
-        raise InputError(*lines[:MOST_DIFFERENCES], *more, "run the original command, or use a different --output")
-
-
-def plan_values(request: SweepRequest, points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """Returns everything that identifies a sweep, as {name: value}."""
-    varied = [axis.path for axis in request.axes]
-    config = read_run_config(request.recipe, [*request.changes, *points[0].settings.items()])
-    values = {"--seeds": request.seeds, "--search": request.search}
-    values |= {f"--vary {path}": given for path, given in request.described["vary"].items()}
-    values["seed"] = None if "seed" in varied else config.seed
-    values |= {
-        path: value
-        for path, value in flatten_settings(config.model_dump(mode="json")).items()
-        if path not in ("output", "seed") and not any(path == name or path.startswith(f"{name}.") for name in varied)
-    }
-    # Shards and models may have been replaced at the same path.
-    return values | {
-        f"{key} on disk, of setting {number}": value
-        for number, point in enumerate(points, start=1)
-        for key, value in point.plan.identity.items()
-        if key.startswith(("model", "data."))
-    }
+def refuse_changes(points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if a run was started with other settings, another model or other shards."""
+    for run in itertools.chain.from_iterable(point.runs for point in points):
+        lines = [
+            f"{run.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
+            for name, (was, given) in setting_differences([read_json(run.record), run.settings]).items()
+        ]
+        if run.recipe.is_file() and lines:
+            raise InputError(*lines[:MOST_DIFFERENCES], "run the original command, or use a different --output")
 
 
 def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> list[str]:
@@ -331,9 +273,4 @@ def cautions_of_sweep(request: SweepRequest, points: Sequence[SweepPoint]) -> li
         )
     if any(path.startswith(("data.sequence_length", "data.document_mask", "data.validation")) for path in varied):
         said.append("the varied settings also change the validation loss itself, so losses aren't comparable")
-    needed = (request.search or len(points)) * request.seeds * points[-1].plan.parameters * BYTES_OF_A_KEPT_RUN
-    if needed > (free := shutil.disk_usage(request.output).free):
-        said.append(
-            f"the checkpoints and models of all runs need {bytes_text(needed)}, but only {bytes_text(free)} is free"
-        )
     return said

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.files import write_durably
-from pretrain.recipe import as_yaml, parse_yaml, read_run_config
+from pretrain.recipe import as_yaml, read_run_config
 from pretrain.units import count_text, duration_text, table
 from pretrain_tools.experiments.small_runs import RunOutcome
-from pretrain_tools.experiments.sweep_plan import SweepRequest, is_number_text
+from pretrain_tools.experiments.sweep_plan import SweepRequest
 
 SWEEP_RESULTS = "results.json"
 BEST_RECIPE = "best.yaml"
@@ -44,24 +44,17 @@ class PointResult:
 
     @property
     def state(self) -> str:
-        """finished, failed, diverged, or 'ended at step 120'."""
+        """finished, failed, diverged or unfinished."""
         states = {outcome.state for outcome in self.outcomes}
         if states == {"finished"}:
             return "finished"
-        last = max(outcome.step for outcome in self.outcomes)
-        return next((state for state in ("failed", "diverged") if state in states), f"ended at step {last:,}")
-
-    @property
-    def last_loss(self) -> float:
-        """Mean loss over seeds at the last validation step that all seeds reached."""
-        shared = set.intersection(*(set(outcome.losses) for outcome in self.outcomes))
-        return statistics.fmean(outcome.loss_at(max(shared)) for outcome in self.outcomes) if shared else math.inf
+        return next((state for state in ("failed", "diverged") if state in states), "unfinished")
 
 
 def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
     """Prints the table and writes the files. Returns the exit status: 1 if no combination finished."""
-    # Unfinished combinations have an infinite mean loss and come last, sorted by last_loss.
-    results = sorted(results, key=lambda result: (result.mean_loss, result.last_loss))
+    # Unfinished combinations have an infinite mean loss and come last.
+    results = sorted(results, key=lambda result: result.mean_loss)
     print(sweep_table(request, results))
     write_durably(request.output / SWEEP_RESULTS, json.dumps(as_values(request, results), indent=1) + "\n")
     finished = [result for result in results if math.isfinite(result.mean_loss)]
@@ -73,8 +66,6 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
         return 1
     write_durably(request.output / BEST_RECIPE, best_recipe(request, finished[0]))
     print(f"\n{verdict_of_sweep(finished)}")
-    for line in at_the_edge(request, results):
-        print(line)
     if failed := [result for result in results if result.state == "failed"]:
         print(f"{len(failed)} of {len(results)} combinations failed; run the same command again to retry them.")
     for name in (SWEEP_RESULTS, BEST_RECIPE):
@@ -83,17 +74,16 @@ def report_sweep(request: SweepRequest, results: Sequence[PointResult]) -> int:
 
 
 def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
-    """Formats one row per combination, best first. Losses of unfinished runs are in parentheses."""
+    """Formats one row per combination, best first."""
     paths = [axis.path for axis in request.axes]
     rows = [[*paths, "loss", "spread", "seeds", "tokens", "time", ""]]
     for result in results:
-        loss = f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else f"({result.last_loss:.4f})"
         why = next((outcome.reason for outcome in result.outcomes if outcome.state == "failed"), "")
         state = "" if result.state == "finished" else result.state + (f": {why[:60]}" if why else "")
         rows.append(
             [
                 *(result.settings[path] for path in paths),
-                loss if math.isfinite(min(result.mean_loss, result.last_loss)) else "-",
+                f"{result.mean_loss:.4f}" if math.isfinite(result.mean_loss) else "-",
                 f"{result.spread:.4f}" if result.spread is not None else "-",
                 str(len(result.losses)),
                 count_text(max(outcome.tokens for outcome in result.outcomes)),
@@ -106,6 +96,8 @@ def sweep_table(request: SweepRequest, results: Sequence[PointResult]) -> str:
 
 def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
     """Describes the best combination, and whether it is significantly better than the next."""
+    from scipy.stats import t
+
     best = finished[0]
     named = ", ".join(f"{path} {value}" for path, value in best.settings.items())
     text = f"Best: {named}, validation loss {best.mean_loss:.4f}"
@@ -117,35 +109,10 @@ def verdict_of_sweep(finished: Sequence[PointResult]) -> str:
         return f"{text}, {gap:.4f} below the next best. With one seed, this may be noise; try --seeds 3."
     # Runs with the same seed share initial weights and data order, so use paired differences, which vary less.
     differences = [worse - better for worse, better in zip(second.losses, best.losses, strict=True)]
-    half = t_of(len(differences)) * statistics.stdev(differences) / math.sqrt(len(differences))
+    half = t.ppf(0.95, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     sure = "" if gap > half else ", not significant"
     over = f"90% interval {gap - half:.4f} to {gap + half:.4f} over {len(differences)} seeds"
     return f"{text}, {gap:.4f} below the next best ({over}){sure}."
-
-
-def at_the_edge(request: SweepRequest, results: Sequence[PointResult]) -> list[str]:
-    """Returns a note for each numeric setting whose best value is the smallest or largest one tried.
-
-    results: all results, best first.
-    """
-    lines = []
-    for axis in request.axes:
-        best = results[0].settings[axis.path]
-        tried = {result.settings[axis.path] for result in results}
-        if axis.path == "seed" or len(tried) < 2 or not all(is_number_text(text) for text in tried):
-            continue
-        values = sorted(tried, key=lambda text: float(parse_yaml(text)))
-        if best in (values[0], values[-1]) and parse_yaml(best) != 0:  # most settings can't be negative
-            side, beyond = ("smallest", "lower") if best == values[0] else ("largest", "higher")
-            lines.append(
-                f"{axis.path}: {best} is the {side} value tried, so the optimum may be {beyond}; try {beyond} values"
-            )
-    return lines
-
-
-def t_of(count: int) -> float:
-    """Returns the two-sided 90% quantile of Student's t for the mean of `count` values."""
-    return {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13, 6: 2.02}.get(count, 1.9 if count < 12 else 1.75)
 
 
 def as_values(request: SweepRequest, results: Sequence[PointResult]) -> dict[str, Any]:

@@ -43,8 +43,8 @@ Choice = tuple[str, str, str]
 """(name, value, reason)"""
 
 
-Expectation = Callable[[int, int, int], tuple[float, float, float, str]]
-"""Maps (parameters in matmuls, all parameters, tokens) to (loss, low, high, remark)."""
+Expectation = Callable[[int, int], tuple[float, float, float, str]]
+"""Maps (parameters in matmuls, tokens) to (loss, low, high, remark)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def recipe_of_budget(
     )
     chosen = choose_run(budget)
     work = chosen.work
-    expected = expect(work.non_embedding, work.active, chosen.tokens) if expect else None
+    expected = expect(work.non_embedding, chosen.tokens) if expect else None
     found = Answer(chosen, expected, request.place)
     if options.write:
         found.place.write(found.chosen.shape.json_text, text_of(found, command))

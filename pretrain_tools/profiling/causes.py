@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pretrain.units import bytes_text, counted
+from pretrain.units import counted
 from pretrain_tools.profiling.trace_events import BACKWARD, COMMUNICATION, FORWARD, POINTWISE, StepRecord
 
 DATA_SHARE = 0.10
@@ -23,15 +23,11 @@ BUSY_SHARE = 0.15
 """Minimum fraction of a step in which the main thread was runnable but waited for a core."""
 IDLE_SHARE = 0.15
 """Minimum fraction of a step in which a GPU is idle."""
-IDLE_SHARE_OF_CPU = 0.60
-"""IDLE_SHARE for CPUs. It is higher, because Python always runs between small operators."""
 BETWEEN_SHARE = 0.15
 """Minimum fraction of a step spent on logging and synchronizing ranks after the update."""
 POINTWISE_SHARE = 0.45
 """Minimum fraction of the GPU's kernel time spent in memory-bound kernels (pointwise, copies)."""
 BUSY = "busy machine"
-MOST_SWAPPED = 1000
-"""Minimum number of pages read back from swap per step."""
 LEAST_SECONDS = 1e-3
 """Minimum time per step for rules whose threshold is a fraction of a step."""
 
@@ -83,8 +79,6 @@ class Evidence:
     ranks: list[RankSteps]
     micro_steps: int
     on_device: bool
-    read_bytes: int = 0
-    """Size of a micro-batch's token IDs on disk, in bytes."""
     compile_mode: str = "none"
 
     @cached_property
@@ -170,16 +164,12 @@ def slow_data(evidence: Evidence) -> Cause | None:
     if not late:
         return None
     worst = max(late, key=lambda rank: rank.typical("data"))
-    reads = worst.facts["read_seconds"]
-    detail = ""
-    if evidence.read_bytes and reads and (read := statistics.median(reads)) > 0:
-        rate = f"{evidence.read_bytes / read / 1e6:.2g} MB/s"
-        detail = f". Reading {bytes_text(evidence.read_bytes)} takes {milliseconds(read)} ({rate})"
+    others = ""
     if len(late) < len(evidence.ranks):
-        detail += f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
+        others = f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
     seconds = worst.typical("data")
     verb = "waits" if len(late) == 1 else "wait"
-    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{detail}"
+    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{others}"
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 
@@ -223,8 +213,7 @@ def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:
     def own_phases(of: RankSteps) -> dict[str, float]:
         phases = of.typical_parts("phases")
         for part, seconds in of.typical_parts("blocked_in").items():
-            # Keys of `blocked_in` are 'MICRO_STEP/PHASE'.
-            phases[part.partition("/")[2]] -= seconds
+            phases[part] -= seconds
         return phases
 
     mine = own_phases(rank)
@@ -263,48 +252,36 @@ def recompilations(evidence: Evidence) -> Cause | None:
 
 
 def synchronizing_lines(evidence: Evidence) -> Cause | None:
-    """Finds lines of code that wait for the device in every micro-step.
-
-    The report lists lines in the update separately.
-    """
-    lines = {line: count for line, count in lines_per_step(evidence).items() if line[2] in (FORWARD, BACKWARD)}
+    """Finds lines of code in the forward or backward pass that wait for the GPU in every micro-step."""
+    lines: Counter[tuple[str, str]] = Counter()
+    for rank in evidence.ranks:
+        for line in rank.facts["sync_lines"]:
+            key = (line["place"], line["phase"])
+            lines[key] = max(lines[key], line["count"] / len(rank.steps))
     # It's normal to read a value less often than once per micro-step, for example to log the loss.
-    lines = {line: count for line, count in lines.items() if count >= evidence.micro_steps}
-    if not lines:
+    often = [
+        f"{place} (in {phase}, {count:,.0f} times per step)"
+        for (place, phase), count in lines.most_common()
+        if phase in (FORWARD, BACKWARD) and count >= evidence.micro_steps
+    ]
+    if not often:
         return None
-    said = ", ".join(
-        f"{place} ({call} in {phase}, {count:,.0f} times per step)"
-        for (place, call, phase), count in list(lines.items())[:5]
+    idle = evidence.median("idle")
+    more = f" and {len(often) - 5} more" if len(often) > 5 else ""
+    verb = "waits" if len(often) == 1 else "wait"
+    text = (
+        f"{counted(len(often), 'line')} {verb} for the device in every micro-step: {', '.join(often[:5])}{more}; the "
+        f"GPU is idle for {milliseconds(idle)} per step"
     )
-    more = f" and {len(lines) - 5} more" if len(lines) > 5 else ""
-    idle = evidence.median("idle") if evidence.on_device else 0.0
-    cost = "on a CPU, this costs little, but on a GPU, the CPU would wait for all launched kernels"
-    if evidence.on_device:
-        cost = f"the GPU is idle for {milliseconds(idle)} per step"
-    verb = "waits" if len(lines) == 1 else "wait"
-    text = f"{counted(len(lines), 'line')} {verb} for the device in every micro-step: {said}{more}; {cost}"
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
     return Cause("synchronizing line", idle, text, remedy)
 
 
-def lines_per_step(evidence: Evidence) -> dict[tuple[str, str, str], float]:
-    """Returns {(file and line, call, phase): waits per step} for lines that wait for the device, most waits first."""
-    found: Counter[tuple[str, str, str]] = Counter()
-    for rank in evidence.ranks:
-        for line in rank.facts["sync_lines"]:
-            key = (line["place"], line["call"], line["phase"])
-            found[key] = max(found[key], line["count"] / len(rank.steps))
-    return dict(found.most_common())
-
-
 def idle_device(evidence: Evidence) -> Cause | None:
-    """Finds idle time on all ranks. For a single idle rank, see `slow_rank`."""
+    """Finds idle time on all GPUs. For a single idle rank, see `slow_rank`."""
     idle = min(evidence.each("idle_in_passes"))
-    if idle < evidence.least(IDLE_SHARE if evidence.on_device else IDLE_SHARE_OF_CPU):
+    if not evidence.on_device or idle < evidence.least(IDLE_SHARE):
         return None
-    if not evidence.on_device:
-        text = f"Python takes {evidence.part(idle)} between operators, because the operators are too small"
-        return Cause("host", idle, text, "use compile: regional and larger micro-batches")
     kernels = max(evidence.each("launched"))
     text = f"the GPU is idle for {evidence.part(idle)}: the CPU is too slow to launch {kernels:,.0f} kernels per step"
     remedy = "use compile: regional or full to launch fewer kernels, larger micro-batches, or a faster CPU"
@@ -321,21 +298,15 @@ def slow_between_steps(evidence: Evidence) -> Cause | None:
 
 
 def full_memory(evidence: Evidence) -> Cause | None:
-    def most(name: str) -> tuple[float, RankSteps]:
-        return max(((rank.facts["memory"].get(name, 0.0), rank) for rank in evidence.ranks), key=lambda pair: pair[0])
-
-    retries, rank = most("retries_per_step")
-    if retries:
-        text = (
-            f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
-            f"{retries:.1f} times per step"
-        )
-        return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
-    pages, rank = most("swapped_per_step")
-    if pages >= MOST_SWAPPED:
-        text = f"{named([rank])}'s machine is swapping: {pages:,.0f} pages per step are read back from disk"
-        return Cause("memory", 0.0, text, "use fewer processes on this machine, or smaller micro-batches")
-    return None
+    rank = max(evidence.ranks, key=lambda rank: rank.facts["retries_per_step"])
+    retries = rank.facts["retries_per_step"]
+    if not retries:
+        return None
+    text = (
+        f"the GPU is running out of memory: on {named([rank])}, torch freed its cache and retried an allocation "
+        f"{retries:.1f} times per step"
+    )
+    return Cause("memory", 0.0, text, "use smaller micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True")
 
 
 def kernel_shares(evidence: Evidence) -> dict[str, tuple[float, float]]:

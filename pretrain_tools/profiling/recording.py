@@ -5,23 +5,20 @@ last block's trace is written to a file.
 """
 
 import os
-import resource
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import one_line
 from pretrain.hardware import available_cores
-from pretrain.training.metrics import peak_memory_bytes
+from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run
 from pretrain_tools.profiling.sync_lines import SyncLines, short_path
@@ -45,50 +42,28 @@ LOADAVG = Path("/proc/loadavg")
 class PhaseMarks:
     """Marks the phases of a step in the trace. Phases don't overlap and add up to the whole step."""
 
-    def __init__(self, run: Run, read_ahead: ReadAhead):
-        strategy = run.strategy
+    def __init__(self, strategy: Strategy, read_ahead: ReadAhead):
         self.phase = BETWEEN_STEPS
         """The current phase."""
-        self._step: record_function | None = None
         self._open: record_function | None = None
         self._marked: list[tuple[Any, str]] = []
         self._mark(read_ahead, "micro_batch", WAITING_FOR_DATA, FORWARD)
         self._mark(strategy, "backward", BACKWARD, BETWEEN_STEPS)
         self._mark(strategy, "update", UPDATE, BETWEEN_STEPS)
-        self._mark(run.log, "write", "logging", None)
-        self._mark_pauses(run)
 
-    def _mark(self, owner: Any, verb: str, during: str, after: str | None) -> None:
-        """Wraps a method so that it enters the phase `during`, then the phase `after` (None for the previous one)."""
+    def _mark(self, owner: Any, verb: str, during: str, after: str) -> None:
+        """Wraps a method so that it enters the phase `during`, then the phase `after`."""
         call = getattr(owner, verb)
 
         def marked(*arguments: Any, **named: Any) -> Any:
-            before = self.phase
             self._enter(during)
             result = call(*arguments, **named)
-            self._enter(after or before)
+            self._enter(after)
             return result
 
         # Set it on the instance, so that `remove` can restore the method by deleting the attribute.
         setattr(owner, verb, marked)
         self._marked.append((owner, verb))
-
-    def _mark_pauses(self, run: Run) -> None:
-        """Wraps `run.pausing`, so that tasks between steps, such as a save, become phases."""
-        pausing = run.pausing
-
-        @contextmanager
-        def marked(work: str) -> Iterator[None]:
-            with pausing(work):
-                in_step = self._step is not None
-                if in_step:
-                    self._enter(work)
-                yield
-                if in_step:
-                    self._enter(BETWEEN_STEPS)
-
-        run.pausing = marked
-        self._marked.append((run, "pausing"))
 
     def _enter(self, phase: str) -> None:
         if self._open is not None:
@@ -105,10 +80,9 @@ class PhaseMarks:
 
     def end_step(self) -> None:
         # record_function ranges must nest, so close the inner one first.
-        for mark in (self._open, self._step):
-            mark.__exit__(None, None, None)
+        self._open.__exit__(None, None, None)
+        self._step.__exit__(None, None, None)
         self._open = None
-        self._step = None
 
     def remove(self) -> None:
         for owner, verb in self._marked:
@@ -126,15 +100,13 @@ class Recording:
         strategy = run.strategy
         self.folder = folder
         self.strategy = strategy
-        self.read_ahead = read_ahead
         self.on_device = strategy.device.type == "cuda"
         self.problems: list[str] = []
         self.records: list[StepRecord] = []
-        self._marks = PhaseMarks(run, read_ahead)
-        self._lines = SyncLines(lambda: self._marks.phase, strategy.device.type)
+        self._marks = PhaseMarks(strategy, read_ahead)
+        self._lines = SyncLines(lambda: self._marks.phase, self.on_device)
         self._beside: list[dict[str, Any]] = []
         self._began = time.time()
-        self._swapped = pages_swapped_in()
         self._retries = self._count_retries()
 
     def begin_block(self, step: int) -> None:
@@ -159,8 +131,7 @@ class Recording:
         """Ends a step. following: number of the next step if it is in the same block, else None."""
         self._marks.end_step()
         now = read_machine()
-        spent = {name: now[name] - self._machine[name] for name in ("cpu", "starved")}
-        self._beside.append({**now, **spent})
+        self._beside.append({**now, "starved": now["starved"] - self._machine["starved"]})
         if following is not None:
             self._begin_step(following)
 
@@ -209,53 +180,28 @@ class Recording:
         return {
             "rank": self.strategy.ranks.rank,
             "host": socket.gethostname(),
-            "pid": os.getpid(),
             "device": torch.cuda.get_device_name(self.strategy.device) if self.on_device else "CPU",
             "cores": available_cores(),
             "steps": steps,
             "sync_lines": self._lines.found()[:20],
             "compilations": compilations_since(self._began),
-            "read_seconds": list(self.read_ahead.last_seconds),
-            "memory": self._memory(),
+            "retries_per_step": (self._count_retries() - self._retries) / max(1, len(self.records)),
             "problems": self.problems,
         }
-
-    def _memory(self) -> dict[str, float]:
-        found = {
-            "resident_peak": peak_memory_bytes(torch.device("cpu")),
-            "swapped_per_step": self._per_step(pages_swapped_in() - self._swapped),
-        }
-        if self.on_device:
-            found["retries_per_step"] = self._per_step(self._count_retries() - self._retries)
-            found["allocated_peak"] = torch.cuda.max_memory_allocated(self.strategy.device)
-            found["reserved_peak"] = torch.cuda.max_memory_reserved(self.strategy.device)
-            found["total"] = torch.cuda.get_device_properties(self.strategy.device).total_memory
-        return found
-
-    def _per_step(self, count: float) -> float:
-        return count / max(1, len(self.records))
 
     def _count_retries(self) -> int:
         """Returns how often torch freed its cache and retried a failed allocation."""
         return torch.cuda.memory_stats(self.strategy.device).get("num_alloc_retries", 0) if self.on_device else 0
 
 
-def pages_swapped_in() -> int:
-    """Returns the number of pages read back from swap since boot; 0 if unknown."""
-    return psutil.swap_memory().sin // resource.getpagesize()
-
-
 def read_machine() -> dict[str, float]:
-    """Returns `cpu`, `starved` and `runnable` for a StepRecord. The first two are totals since the thread started.
-
-    `starved` and `runnable` are always 0 on systems other than Linux.
-    """
+    """Returns `starved` (in total since the thread started) and `runnable` for a StepRecord; 0 if not on Linux."""
     starved = 0.0
     runnable = 0
     with suppress(OSError, ValueError, IndexError):
         starved = int(SCHEDSTAT.read_text().split()[1]) / 1e9
         runnable = int(LOADAVG.read_text().split()[3].partition("/")[0])
-    return {"cpu": time.thread_time(), "starved": starved, "runnable": runnable}
+    return {"starved": starved, "runnable": runnable}
 
 
 def compilations_since(began: float) -> list[dict[str, Any]]:

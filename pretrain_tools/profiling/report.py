@@ -8,18 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pretrain.files import write_durably
-from pretrain.units import bytes_text, counted, table
+from pretrain.units import counted, table
 from pretrain_tools.profiling.causes import (
     Cause,
     Evidence,
     kernel_shares,
-    lines_per_step,
     medians,
     milliseconds,
 )
 
 RANKS_SHOWN = 16
-LINES_SHOWN = 5
 WIDTH = 118
 
 
@@ -46,7 +44,6 @@ def report_text(evidence: Evidence, causes: Sequence[Cause], title: str) -> str:
         remedy = textwrap.fill(f"-> {cause.remedy}", WIDTH, initial_indent="   ", subsequent_indent="      ")
         parts.append(f"{said}\n{remedy}")
     parts += [ranks_text(evidence), kernels_text(evidence), phases_text(evidence)]
-    parts += [*filter(None, [lines_text(evidence)]), memory_text(evidence)]
     problems = [problem for rank in evidence.ranks for problem in rank.facts["problems"]]
     parts += [f"some profiles could not be written: {problem}" for problem in problems[:3]]
     return "\n\n".join(parts)
@@ -89,29 +86,6 @@ def kernels_text(evidence: Evidence) -> str:
     shares = kernel_shares(evidence).items()
     rows = [[kind, f"{1e3 * seconds:,.1f}", f"{share:.0%}"] for kind, (seconds, share) in shares]
     return table([["kernels", "ms per step", "of the step"], *rows], right={1, 2})
-
-
-def lines_text(evidence: Evidence) -> str:
-    """Formats the lines of code that wait for the device, including harmless ones."""
-    lines = [
-        f"  {place}  {call} in {phase}, {count:.3g} per step"
-        for (place, call, phase), count in list(lines_per_step(evidence).items())[:LINES_SHOWN]
-    ]
-    return "\n".join(["lines that read a tensor's value:", *lines]) if lines else ""
-
-
-def memory_text(evidence: Evidence) -> str:
-    """Formats the memory of the rank that uses the most."""
-    most = max(
-        evidence.ranks, key=lambda r: r.facts["memory"].get("reserved_peak", r.facts["memory"]["resident_peak"])
-    )
-    memory = most.facts["memory"]
-    if "total" in memory:
-        return (
-            f"peak memory of rank {most.rank}: {bytes_text(memory['allocated_peak'])} in tensors, "
-            f"{bytes_text(memory['reserved_peak'])} of {bytes_text(memory['total'])} reserved by torch"
-        )
-    return f"peak memory of rank {most.rank}: {bytes_text(memory['resident_peak'])} resident"
 
 
 def write_profile(folder: Path, run: Path, evidence: Evidence, causes: Sequence[Cause]) -> str:

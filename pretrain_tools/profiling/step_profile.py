@@ -95,10 +95,6 @@ class StepProfile:
         config = self.run.config
         plan = self.run.plan
         last_step = self._begins_at + self._steps
-        stage = plan.stage(last_step)
-        batches = plan.batches
-        width = batches.readers[batches.folders[0]].manifest.bytes_per_id
-        sequences = stage.sequences_per_micro_batch * self.strategy.micro_batches_per_call
         # If steps are missing, medians aren't comparable across ranks.
         if short := [summary for summary in summaries if len(summary["steps"]) < self._steps]:
             return {"problem": f"cannot be read: {'; '.join(short[0]['problems']) or 'steps are missing'}"}
@@ -107,7 +103,6 @@ class StepProfile:
                 [RankSteps(summary, [StepRecord(**step) for step in summary["steps"]]) for summary in summaries],
                 plan.micro_steps(last_step),
                 self.strategy.device.type == "cuda",
-                read_bytes=sequences * (stage.window.sequence_length + 1) * width,
                 compile_mode=config.compile,
             )
             causes = find_causes(evidence)

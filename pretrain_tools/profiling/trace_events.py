@@ -22,7 +22,7 @@ FORWARD = "forward"
 BACKWARD = "backward"
 UPDATE = "update"
 BETWEEN_STEPS = "between"
-"""Phase between micro-steps or steps. Tasks such as saving a checkpoint have their own phases."""
+"""Phase between micro-steps or steps."""
 
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
@@ -111,15 +111,13 @@ class StepRecord:
     phases: dict[str, float] = field(default_factory=dict)
     """Time per phase, which also adds up to `seconds`."""
     blocked_in: dict[str, float] = field(default_factory=dict)
-    """`blocked` per 'MICRO_STEP/PHASE'."""
+    """`blocked` per phase."""
     idle_in: dict[str, float] = field(default_factory=dict)
     """`idle` per phase."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Kernel time per kind."""
     launched: int = 0
     """Number of kernels launched on the device; 0 on a CPU."""
-    cpu: float = 0.0
-    """CPU time of the main thread."""
     starved: float = 0.0
     """Time the main thread was runnable but waiting for a core."""
     runnable: int = 0
@@ -148,7 +146,7 @@ class StepRecord:
     @property
     def idle_between(self) -> float:
         """Idle time after the update: logging, trackers, synchronization between ranks."""
-        return self.idle_in.get(BETWEEN_STEPS, 0.0) + self.idle_in.get("logging", 0.0)
+        return self.idle_in.get(BETWEEN_STEPS, 0.0)
 
 
 def read_events(profiler: Any) -> list[TraceEvent]:
@@ -280,17 +278,15 @@ def read_steps(events: list[TraceEvent], *, on_device: bool) -> list[StepRecord]
             kernels={kind: spans.seconds(*within) for kind, spans in by_kind.items()},
             launched=int(((starts >= step.start) & (starts < step.end)).sum()) if on_device else 0,
         )
-        micro_step = -1
         for mark in phases:
             if not step.start <= mark.start < step.end:
                 continue
             name = mark.name.removeprefix(MARK)
-            micro_step += name == WAITING_FOR_DATA  # a micro-step starts by waiting for data
             within = mark.start, min(mark.end, step.end)
             seconds = (within[1] - within[0]) / 1e9
             worked = either.seconds(*within)
             _add(record.phases, name, seconds)
-            _add(record.blocked_in, f"{micro_step}/{name}", worked - busy.seconds(*within))
+            _add(record.blocked_in, name, worked - busy.seconds(*within))
             # Clamp, because CPU and device times may overlap by a few nanoseconds.
             _add(record.idle_in, name, max(0.0, seconds - worked))
         record.data = record.idle_in.pop(WAITING_FOR_DATA, 0.0)

@@ -1,6 +1,5 @@
 """Tests for runs.py mixture: near-optimal weights, realistic uncertainty estimates, and real runs."""
 
-import json
 import shutil
 
 import numpy as np
@@ -45,6 +44,7 @@ def test_the_proposal_is_near_the_optimum_and_reports_its_gain():
     assert found.gain_interval[0] > 0 and found.gain == pytest.approx(own - reached, abs=0.4 * (own - reached))
     assert found.agreement > 0.9 and found.error < 0.01
     assert found.losses == pytest.approx(losses_of(found.weights[None])[0], rel=0.02)
+    assert propose(weights, losses_of(weights)[:, :1]).losses.shape == (1,), "one validation source is enough"
 
 
 def test_no_gain_is_claimed_if_weights_do_not_matter():
@@ -75,20 +75,20 @@ def test_small_runs_propose_a_recipe_and_bad_requests_are_refused(recipe, shards
 
     assert mixture(6) == 0
     said = capsys.readouterr().out
-    found = json.loads((output / "mixture.json").read_text())
-    assert len(found["mixtures"]) == 6 and found["mixtures"][0]["weights"] == pytest.approx([0.25, 0.75])
-    assert found["mixtures"][0]["losses"] == pytest.approx([2 + 0.25**2, 2.75], abs=1e-3)
-    assert found["validation"] == ["other", "source"] and "interval" in said
+    rows = [line.split() for line in said.splitlines()[:8]]
+    own = rows[1]
+    assert own == ["recipe", "25.0%", "75.0%", "2.0625", "2.7500", "2.4062"] and "interval" in said
     proposed = read_run_config(output / "mixture.yaml")
-    assert [s.weight for s in proposed.data.train] == pytest.approx(found["proposal"]["weights"], abs=1e-4)
+    assert rows[7][:3] == ["proposed", *(f"{source.weight:.1%}" for source in proposed.data.train)]
     assert proposed.data.train[1].max_epochs == 2 and proposed.budget.steps == 3
     assert sorted(trained) == [f"train={number:03d}" for number in range(6)]
     assert mixture(6) == 0 and capsys.readouterr().out == said and len(trained) == 6, (
         "a second call must not train again"
     )
+    assert mixture(7) == 0 and trained[6:] == ["train=006"], "more mixtures can be added"
     for count, more, problem in (
         (5, [], "isn't enough to fit 2 sources; use at least 6"),
-        (7, [], "--vary data.train"),
+        (7, ["--optim.weight_decay", "0"], "optim.weight_decay was 0.1, but is now 0.0"),
         (6, ["--data.train", f"[{{shards: {other}}}]"], "a mixture needs at least two sources, got 1"),
     ):
         with pytest.raises(InputError, match=problem):

@@ -22,7 +22,6 @@ from pretrain_tools.experiments import parity
 from pretrain_tools.experiments.parity import (
     Curve,
     StrategyOutcome,
-    distance,
     largest_distance,
     read_curve,
     refusals,
@@ -49,10 +48,12 @@ ChildFailedError: train.py FAILED
 
 
 def test_distances_are_absolute_or_relative():
-    assert distance(5.25, 5.0, relative=False) == 0.25
-    assert distance(1.5, 2.0, relative=True) == 0.25
-    assert distance(math.nan, math.nan, relative=True) == 0, "a step skipped in both runs counts as equal"
-    assert distance(math.nan, 1.0, relative=False) == distance(1.0, math.nan, relative=False) == math.inf
+    assert largest_distance({1: 5.25}, {1: 5.0}, relative=False) == 0.25
+    assert largest_distance({1: 1.5}, {1: 2.0}, relative=True) == 0.25
+    skipped = {1: math.nan}
+    assert largest_distance(skipped, skipped, relative=True) == 0, "a step skipped in both runs counts as equal"
+    for curve, reference in ((skipped, {1: 1.0}), ({1: 1.0}, skipped)):
+        assert largest_distance(curve, reference, relative=False) == math.inf
 
 
 def test_every_precision_has_a_tolerance():
@@ -270,11 +271,8 @@ def test_all_meshes_of_four_processes():
     [
         ("tp=two", "tp=two is invalid; use all, or sizes for pp, dp_replicate, dp_shard, cp, tp, ep"),
         ("sp=2", "sp=2 is invalid"),
-        (
-            "tp=3",
-            "tp=3 needs 3 processes, but --processes is 4; use --processes 3, sizes whose product is 4, or --mesh all",
-        ),
-        ("pp=2,ep=4", "ep=4 does not divide dp_shard x cp x tp = 2"),
+        ("tp=3", "tp=3 doesn't fit --processes 4; use sizes whose product is the number of processes"),
+        ("pp=2,ep=4", "ep isn't part of the product, but must divide dp_shard x cp x tp"),
     ],
 )
 def test_impossible_meshes_are_rejected_with_the_possible_ones(mesh, message):

@@ -20,11 +20,7 @@ from pretrain_tools.experiments import sweep as sweeps
 from pretrain_tools.experiments.small_runs import RunOutcome, device_slots
 from pretrain_tools.experiments.sweep import pick_settings
 from pretrain_tools.experiments.sweep_plan import SweepRequest, config_of_run, read_axes, request_problems
-from pretrain_tools.experiments.sweep_report import (
-    PointResult,
-    at_the_edge,
-    verdict_of_sweep,
-)
+from pretrain_tools.experiments.sweep_report import PointResult, verdict_of_sweep
 from support.project import events, run_script, start_script
 from support.recorded_runs import record_instead_of_training
 
@@ -44,6 +40,8 @@ def test_values_are_split_only_outside_brackets():
     assert axis.values == ("[{shards: a, weight: 1}, {shards: b}]", "[{shards: c}]")
     (axis,) = read_axes(["optim.learning_rate=1e-4..1e-2"])
     assert axis.is_range and axis.ends == (1e-4, 1e-2) and not axis.is_whole
+    duplicate, descending = read_axes(["a=1,1", "b=8..2"])
+    assert duplicate.values == ("1",) and descending.ends == (2, 8) and descending.is_whole
 
 
 @pytest.mark.parametrize(
@@ -51,8 +49,6 @@ def test_values_are_split_only_outside_brackets():
     [
         ({"vary": ["a"]}, "must be a setting and its values"),
         ({"vary": ["a=1", "a=2"]}, "passed twice"),
-        ({"vary": ["a=1,1"]}, "contains a duplicate value"),
-        ({"vary": ["a=2..1"]}, "a range must be ascending"),
         ({"vary": ["a=1..2"]}, "requires --search"),
         ({"vary": ["a=1,2"], "search": 5}, "requires a range"),
         ({"vary": ["seed=1,2"], "seeds": 2}, "use only one of them"),
@@ -79,7 +75,7 @@ def test_all_problems_of_all_runs_are_reported_before_any_starts(recipe, tmp_pat
     vary = ["optim.learning_rate=1e-3,2e-3", "batch.tokens_per_step=256,250", "data.sequence_length=64,4096"]
     said = refusal(request(*vary, seeds=2, recipe=recipe, output=tmp_path / "sweep"))
     assert "data.sequence_length: 4,096 is more than the model's max_position_embeddings" in said
-    assert "250 is not a multiple of" in said and "with data.sequence_length 4096" in said
+    assert "250 is not a multiple of" in said and len(said.splitlines()) == len(set(said.splitlines()))
     assert not (tmp_path / "sweep").exists()
 
 
@@ -119,34 +115,6 @@ def test_the_verdict_depends_on_the_spread_of_the_seeds(second, said, tmp_path):
     assert said in text.replace("Best", "best") and ("interval" in text) == bool(second)
 
 
-def finished_point(folder, loss, **settings):
-    return PointResult(settings, 9, [finished_run(folder, loss)])
-
-
-@pytest.mark.parametrize(
-    ("rates", "said"),
-    [
-        (
-            {"1e-4": 3.0, "3e-4": 3.1, "1e-3": 3.2},
-            "rate: 1e-4 is the smallest value tried, so the optimum may be lower",
-        ),
-        (
-            {"1e-3": 3.0, "3e-4": 3.1, "1e-4": 3.2},
-            "rate: 1e-3 is the largest value tried, so the optimum may be higher",
-        ),
-        ({"3e-4": 3.0, "1e-3": math.inf, "1e-4": 3.2}, None),
-        ({"0": 3.0, "0.1": 3.1}, None),
-        ({"cosine": 3.0, "wsd": 3.1}, None),
-        ({"1e-4": 3.0}, None),
-    ],
-    ids=["smallest", "largest", "a larger one diverged", "none at all", "no numbers", "one value"],
-)
-def test_a_best_value_at_the_end_of_the_range_is_reported(rates, said, tmp_path):
-    results = [finished_point(tmp_path, loss, rate=rate) for rate, loss in rates.items()]
-    lines = at_the_edge(request(f"rate={','.join(rates)}", output=tmp_path), results)
-    assert [line[: len(said or "")] for line in lines] == ([said] if said else [])
-
-
 def test_a_search_learns_from_earlier_trials_and_is_deterministic(tmp_path):
     pytest.importorskip("optuna")
     asked = request("optim.learning_rate=1e-4..1e-1", "optim.name=adamw,muon", search=20, output=tmp_path)
@@ -177,12 +145,13 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert sweeps.run_sweep(asked, 2) == 0
     said = capsys.readouterr()
     assert len(trained) == 5 and "5 runs, 2 runs at a time" in said.err and "Best: optim.learning_rate" in said.out
-    trials = json.loads((output / "trials.json").read_text())
+    trials = json.loads((output / "trials.json").read_text())["trials"]
     assert [f"learning_rate={trial['optim.learning_rate']}" for trial in trials] == trained
     results = json.loads((output / "results.json").read_text())["results"]
     losses = [point["loss"] for point in results]
     assert losses == sorted(losses) and losses[0] == pytest.approx(min(losses))
     assert sweeps.run_sweep(asked, 2) == 0 and capsys.readouterr().out == said.out and len(trained) == 5
+    assert "use the same --vary" in refusal(replace(asked, axes=tuple(read_axes(["optim.learning_rate=1e-4..1e-2"]))))
 
 
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
@@ -234,9 +203,6 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     assert "this run can start" in run_script("train.py", "--config", output / "best.yaml", "--check").stdout
 
     # The same command finds all runs finished. A different command is rejected and changes nothing.
-    plan = json.loads((output / "plan.json").read_text())
-    del plan["plan"]["guard.loss_window"]  # as if the setting had been added after the sweep
-    (output / "plan.json").write_text(json.dumps(plan))
     lines = (run / "metrics.jsonl").read_text()
     capsys.readouterr()
     asked = request(arguments[1], seeds=2, recipe=recipe, output=output, changes=(("validation.sequences", "4"),))
@@ -250,5 +216,5 @@ def test_a_killed_sweep_is_continued_and_then_reported(recipe, tmp_path, capsys)
     shutil.rmtree(damaged / "final")
     next(damaged.glob("checkpoints/*/model.safetensors")).write_bytes(b"")
     failed = sweep(recipe, output, *arguments)
-    assert re.search(f"learning_rate={best},seed=2: FAILED: .*checkpoint", failed.stderr)
+    assert re.search(f"learning_rate={best},seed=2: ended early: .*checkpoint", failed.stderr)
     assert f"Best: optim.learning_rate {best}" not in failed.stdout and "1 of 2 combinations failed" in failed.stdout

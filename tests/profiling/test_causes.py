@@ -23,7 +23,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
         data=data / 1e3,
         idle=idle / 1e3,
         phases={"data": data / 1e3, "forward": (forward + idle) / 1e3, "backward": (backward + blocked) / 1e3},
-        blocked_in={"0/backward": blocked / 1e3},
+        blocked_in={"backward": blocked / 1e3},
         idle_in={name: value / 1e3 for name, value in more.get("idle_in", {"forward": idle}).items()},
         kernels={name: value / 1e3 for name, value in more.get("kernels", {"matmuls": 70, "copies": 5}).items()},
         **{name: value / 1e3 if name != "launched" else value for name, value in changes.items()},
@@ -31,7 +31,7 @@ def rank(number, *, forward=40, backward=50, wait=0, facts=(), count=5, **more):
     steps = [StepRecord(**(vars(record) | {"step": 10 + n, "runnable": 9})) for n in range(count)]
     common = {
         "rank": number, "host": f"node{number}", "device": "CPU", "cores": 2, "sync_lines": [], "compilations": [],
-        "read_seconds": [0.04], "memory": {"resident_peak": 1e9}, "problems": [],
+        "retries_per_step": 0.0, "problems": [],
     }  # fmt: skip
     return RankSteps(common | dict(facts), steps)
 
@@ -81,11 +81,8 @@ def test_a_rank_without_a_core_means_a_busy_machine():
 
 
 def test_waiting_for_data_on_one_rank_and_on_all():
-    (one,) = found(rank(0, wait=60), rank(1, data=61), read_bytes=80_000).values()
-    assert one == (
-        "on node1, rank 1 waits for data for 38% of the step (61 ms of 161 ms). Reading 80.0 kB takes 40 ms "
-        "(2 MB/s); the other ranks wait for it"
-    )
+    (one,) = found(rank(0, wait=60), rank(1, data=61)).values()
+    assert one == "on node1, rank 1 waits for data for 38% of the step (61 ms of 161 ms); the other ranks wait for it"
     (all_of_them,) = found(rank(0, data=61), rank(1, data=61)).values()
     assert "ranks 0 and 1 wait for data" in all_of_them and "the other ranks" not in all_of_them
 
@@ -105,38 +102,32 @@ def test_recompilations_with_their_reason():
 
 
 def test_lines_of_every_micro_step():
-    line = {"place": "model.py:12", "call": ".item()", "phase": "forward", "count": 40}
+    line = {"place": "model.py:12", "phase": "forward", "count": 40}
     seldom = {**line, "place": "model.py:20", "count": 5}
     of_update = {**line, "place": "optimizer.py:3", "phase": "update"}
     facts = {"sync_lines": [line, seldom, of_update]}
-    (text,) = found(rank(0, facts=facts), rank(1, facts=facts), micro_steps=4).values()
-    assert (
-        "1 line waits for the device in every micro-step: model.py:12 (.item() in forward, 8 times per step)" in text
+    ranks = [rank(number, facts=facts, idle=12, launched=4000) for number in range(2)]
+    (text,) = found(*ranks, micro_steps=4, on_device=True).values()
+    assert text == (
+        "1 line waits for the device in every micro-step: model.py:12 (in forward, 8 times per step); the GPU is idle "
+        "for 12 ms per step"
     )
-    gpu = found(rank(0, facts=facts, idle=12, launched=4000), micro_steps=4, on_device=True)
-    assert "the GPU is idle for 12 ms per step" in gpu["synchronizing line"] and len(gpu) == 1
 
 
 def test_a_gpu_waiting_for_the_host():
     (text,) = found(rank(0, idle=40, launched=4000), rank(1, idle=40, launched=4000), on_device=True).values()
     assert "idle for 30% of the step (40 ms of 135 ms): the CPU is too slow to launch 4,000 kernels per step" in text
     assert found(rank(0, idle=40), rank(1, idle=40)) == {}, "Python time must not be reported on a CPU"
-    (text,) = found(rank(0, idle=240), rank(1, idle=240)).values()
-    assert text.startswith("Python takes 72% of the step")
 
 
 def test_what_is_done_between_steps():
-    (text,) = found(rank(0, idle=40, idle_in={"between": 30, "logging": 5})).values()
+    (text,) = found(rank(0, idle=40, idle_in={"between": 35})).values()
     assert text.startswith("work between steps takes 26% of the step (35 ms of 135 ms)")
 
 
 def test_memory_that_is_too_full():
-    sizes = {"allocated_peak": 7e10, "reserved_peak": 8e10, "total": 8e10, "resident_peak": 1e9}
-    full = sizes | {"retries_per_step": 1.5}
-    (text,) = found(rank(0, facts={"memory": full}), on_device=True).values()
+    (text,) = found(rank(0, facts={"retries_per_step": 1.5}), on_device=True).values()
     assert "on rank 0, torch freed its cache and retried an allocation 1.5 times per step" in text
-    (text,) = found(rank(0, facts={"memory": {"resident_peak": 1e9, "swapped_per_step": 5000.0}})).values()
-    assert text.startswith("rank 0's machine is swapping: 5,000 pages per step")
 
 
 def test_kernels_of_a_gpu():
@@ -147,9 +138,9 @@ def test_kernels_of_a_gpu():
 
 def test_causes_are_sorted_by_cost_after_a_busy_machine():
     ranks = [rank(0, wait=90, starved=20), rank(1, forward=70, data=61, starved=0)]
-    assert list(found(*ranks, read_bytes=1)) == ["waiting for data", "slow rank"]
+    assert list(found(*ranks)) == ["waiting for data", "slow rank"]
     ranks = [rank(0, wait=90, starved=40), rank(1, forward=70, data=61, starved=0)]
-    assert next(iter(found(*ranks, read_bytes=1))) == "busy machine"
+    assert next(iter(found(*ranks))) == "busy machine"
 
 
 def test_only_the_slowest_ranks_are_shown():

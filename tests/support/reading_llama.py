@@ -1,5 +1,7 @@
 """Llama that reads a tensor's value in every forward pass, like a leftover debugging check."""
 
+import warnings
+
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 
@@ -13,8 +15,9 @@ class ReadingLlamaModel(LlamaModel):
     def forward(self, *arguments, **named):
         outputs = super().forward(*arguments, **named)
         largest = outputs.last_hidden_state.detach().abs().max()
-        if largest.device.type != "meta" and largest.item() > 1e6:  # reads the value
+        if largest.device.type != "meta" and largest.item() > 1e6:
             raise ValueError("hidden states explode")
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # reads the value: torch warns on a GPU
         return outputs
 
 
