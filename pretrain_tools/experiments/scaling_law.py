@@ -11,6 +11,7 @@ All refits are vectorized in numpy. Shapes: R refits, n runs, 5 parameters.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +70,7 @@ class ScalingLaw:
         low, high = np.quantile(np.exp(logs), QUANTILES)
         return float(low), float(high)
 
-    @property
+    @cached_property
     def coefficients(self) -> dict[str, float]:
         """Coefficients E, A, alpha, B and beta."""
         e, p, q, alpha, beta = map(float, self.theta)
