@@ -1,13 +1,14 @@
 """Fits L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al., arXiv 2203.15556, approach 3).
 
-As in the paper, the fit minimizes a Huber loss on log L. A few runs can't determine all five parameters: in a
-compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated. Therefore, the fit uses weak
-priors based on published fits, and starts from them. Intervals come from refits with resampled losses and prior
+As in the paper, the fit minimizes a Huber loss on log L from many starting points. A few runs can't determine all
+five parameters: in a compute-optimal ladder, tokens grow with model size, so alpha and beta can't be separated.
+Therefore, the fit uses weak priors based on published fits. Intervals come from refits with resampled losses and prior
 means.
 
 All refits are vectorized in numpy. Shapes: R refits, n runs, 5 parameters.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,11 +128,14 @@ def fit_scaling_law(
     d = d - d.mean()
     assumed = max(ASSUMED_NOISE, least_noise)
     centers = np.array([math.log(SHARE_OF_E) + y.min(), 0.0, EXPONENT, EXPONENT])
-    term = math.log((1 - SHARE_OF_E) / 2) + y.min()
-    theta = np.array([centers[0], term, term, EXPONENT, EXPONENT])
+    starts = starting_points(float(np.exp(y.min())))
     noise = assumed
     for _ in range(3):  # the fit and the noise depend on each other
-        theta = _fit(theta[None], Drawn(n, d, y[None], np.array([noise]), centers[None]))[0]
+        rows = (len(starts), 1)
+        same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
+        fits, objectives = _fit(starts, same)
+        theta = fits[np.argmin(objectives)]
+        starts = theta[None]
         residuals = y - log_loss(theta, n, d)
         freedom = max(0.0, len(y) - _parameters_used(theta, n, d, noise))
         # Use Huber weights, so that outliers don't inflate the noise.
@@ -145,8 +149,18 @@ def fit_scaling_law(
     refit_noise = np.minimum(refit_noise, 10 * noise)
     noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
-    refits = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
+    refits, _ = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
     return ScalingLaw(theta, refits, refit_noise, reference, noise, residuals)
+
+
+def starting_points(lowest: float) -> NDArray:
+    """Returns a grid of starting points, shape (R, 5)."""
+    shares = (0.2, 0.5, 0.8)
+    exponents = (0.15, 0.35, 0.6)
+    share, balance, alpha, beta = np.array(list(itertools.product(shares, shares, exponents, exponents))).T
+    rest = (1 - share) * lowest
+    terms = np.log([share * lowest, balance * rest, (1 - balance) * rest])
+    return np.stack([*terms, alpha, beta], axis=1)
 
 
 PRIORS = np.array([[1.0, 0, 0, 0, 0], [0, 1.0, -1.0, 0, 0], [0, 0, 0, 1.0, 0], [0, 0, 0, 0, 1.0]])
@@ -173,8 +187,11 @@ class Drawn(NamedTuple):
         return (theta @ PRIORS.T - self.centers) / PRIOR_SDS
 
 
-def _fit(theta: NDArray, drawn: Drawn) -> NDArray:
-    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5). Returns the fits (R, 5)."""
+def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
+    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5).
+
+    Returns the fits (R, 5) and their objectives (R,).
+    """
     n, d, y, noise, _ = drawn
     damping = np.full(len(theta), 1e-2)
     objective = _objective(theta, drawn)
@@ -200,7 +217,7 @@ def _fit(theta: NDArray, drawn: Drawn) -> NDArray:
         damping = np.clip(np.where(better, damping / 5, damping * 4), 1e-9, 1e9)
         if better.any() and gained.max() < 1e-9:
             break
-    return theta
+    return theta, objective
 
 
 def _objective(theta: NDArray, drawn: Drawn) -> NDArray:

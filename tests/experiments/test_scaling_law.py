@@ -73,11 +73,10 @@ def test_fits_reach_a_minimum():
     theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])
     y = log_loss(theta, n, d) + 0.01 * random.standard_normal((4, 6))
     drawn = Drawn(n, d, y, np.full(4, 0.01), np.tile([0.0, 0.0, 0.35, 0.35], (4, 1)))
-    found = _fit(np.tile(theta, (4, 1)) + 0.3, drawn)
-    objective = _objective(found, drawn)
+    found, objective = _fit(np.tile(theta, (4, 1)) + 0.3, drawn)
     for _ in range(200):
         assert (_objective(found + 1e-3 * random.standard_normal(found.shape), drawn) > objective).all()
-    alone = _fit(theta[None] + 0.3, Drawn(n, d, y[:1], drawn.noise[:1], drawn.centers[:1]))
+    alone, _ = _fit(theta[None] + 0.3, Drawn(n, d, y[:1], drawn.noise[:1], drawn.centers[:1]))
     assert np.allclose(alone[0], found[0], atol=1e-4)
 
 
