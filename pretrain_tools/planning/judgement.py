@@ -26,7 +26,7 @@ from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import launched_layout
 from pretrain_tools.planning.memory import PlannedRun, sizes_of
-from pretrain_tools.planning.memory_advice import context_advice, ladder
+from pretrain_tools.planning.memory_advice import ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
@@ -166,8 +166,6 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
     if need <= have:
         return None
     remedies = ladder(planned, layout, have)
-    if all("does not fit" in remedy for remedy in remedies):
-        remedies += filter(None, [context_advice(planned, have)])
     longest = config.data.longest_window.sequence_length
     return (
         f"memory: with {layout.name}, a step with sequences of {longest:,} tokens needs {bytes_text(need)}, but "

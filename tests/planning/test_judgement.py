@@ -116,7 +116,6 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     message = small_memory(config, run, torch.device("cpu"))
     assert message.startswith("memory: with single, a step with sequences of 2,048 tokens needs ")
     assert "--activation_checkpointing full, 33% slower: needs" in message and "zero3_offload" not in message
-    assert re.search(r"accelerate_configs/cp\.yaml with [24] processes per sequence .* which fits in [^;]*$", message)
 
 
 def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeypatch):
