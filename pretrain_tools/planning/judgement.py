@@ -1,6 +1,5 @@
 """Implements train.py --check, which prints warnings, a time estimate for this machine and the launch command."""
 
-import math
 import os
 import shlex
 import shutil
@@ -15,7 +14,6 @@ from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
 from pretrain.model.build import build_meta_model
-from pretrain.model.model_config import padded_vocabulary
 from pretrain.model.routers import router_losses
 from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type, resolve_precision
@@ -32,8 +30,6 @@ from pretrain_tools.planning.step_time import default_mfu
 USEFUL_EPOCHS = 4
 """Number of epochs after which repeated tokens lose value (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
-GOOD_STEPS = 500
-"""Suggested number of steps if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
 """Fraction of parameters in the embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
@@ -97,14 +93,12 @@ def repeated_data(run: RunPlan) -> str | None:
     epochs = {folder: count for folder, count in counts.items() if round(count, 1) > USEFUL_EPOCHS}
     if not epochs:
         return None
-    readers = run.batches.readers
     each = ", ".join(f"{folder} {count:,.1f} times" for folder, count in epochs.items())
-    new = sum(reader.tokens for reader in readers.values())
-    smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
+    new = sum(reader.tokens for reader in run.batches.readers.values())
     return (
         f"data: the run repeats {each}, because the budget is {count_text(run.total_tokens)} tokens, but the data "
         f"contains only {count_text(new)}. Training for more than {USEFUL_EPOCHS} epochs helps little "
-        f"(arXiv 2305.16264); add data, or use {smaller}"
+        "(arXiv 2305.16264); add data, or use a smaller budget"
     )
 
 
@@ -119,35 +113,22 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
-    # Padding rows beyond the tokenizer's vocabulary don't count.
-    used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
-    per_id = sizes.of_vocabulary // sizes.vocabulary
-    body = sizes.total - sizes.of_vocabulary
-    share = used * per_id / (body + used * per_id)
+    share = (sizes.embedding + sizes.head) / sizes.total
     if share <= MOST_OF_VOCABULARY:
         return None
-    balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
-        f"vocabulary: {used:,} IDs use {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}); with a {balanced:,}-ID tokenizer (--train_tokenizer {balanced}), the share would be only "
-        f"{balanced * per_id / (body + balanced * per_id):.0%}"
+        f"vocabulary: the embedding and head for {sizes.vocabulary:,} IDs are {share:.0%} of "
+        f"{count_text(sizes.total)} parameters; use a smaller tokenizer (--train_tokenizer)"
     )
 
 
 def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     if run.total_steps >= FEWEST_STEPS:
         return None
-    length = config.data.sequence_length
-    smaller = max(length, 2 ** int(math.log2(max(1, run.total_tokens / GOOD_STEPS))))
-    remedy = (
-        f"use --batch.tokens_per_step {smaller} for {math.ceil(run.total_tokens / smaller):,} steps"
-        if smaller < config.batch.tokens_per_step and config.budget.steps is None
-        else "raise the budget"
-    )
     return (
         f"batch: with {config.batch.tokens_per_step:,} tokens per step, the run has only {run.total_steps:,} steps, "
         f"including {run.schedule.warmup_steps:,} warmup steps. A model learns little in fewer than {FEWEST_STEPS} "
-        f"steps; {remedy}"
+        "steps; lower batch.tokens_per_step or raise the budget"
     )
 
 

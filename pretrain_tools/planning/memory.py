@@ -101,11 +101,6 @@ class Sizes:
         return self.head == 0
 
     @property
-    def of_vocabulary(self) -> int:
-        """Parameters in the token embedding and head, counted once if tied."""
-        return self.vocabulary * self.width * (1 if self.is_tied else 2)
-
-    @property
     def root(self) -> int:
         """Parameters outside the layers."""
         return self.total - self.in_layers
