@@ -35,8 +35,6 @@ COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "
 """Strategies to compare. Offloading is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
-MOST_TIMES_TOO_LONG = 1.5
-"""Factor by which the largest model may exceed the requested tokens per parameter."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ def choose_run(budget: RunBudget) -> Sized:
 def shapes_within(budget: RunBudget) -> list[Shape]:
     """Lists the shapes up to the best one at the assumed MFU, smallest first.
 
-    Raises InputError if the budget is shorter than startup or too large for the largest model.
+    Raises InputError if the budget is shorter than startup.
     """
     if budget.hours is not None and budget.seconds <= 0:
         start = SECONDS_TO_START[budget.hardware.device_type]
@@ -219,17 +217,6 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
         )
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
-    largest = shapes[-1]
-    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
-    ratio = tokens[largest] / largest.active
-    if ratio > MOST_TIMES_TOO_LONG * asked:
-        wanted = math.sqrt(tokens[largest] * largest.active / asked)
-        raise InputError(
-            f"budget: {budget.in_words()} is enough for {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter, but the largest {budget.family.name} model has {count_text(largest.active)} "
-            f"({largest.layers} x {largest.width}); use a smaller budget, or train this model for longer with "
-            f"--tokens_per_parameter {ratio:.0f}"
-        )
     return shapes[: shapes.index(budget.best(tokens)) + 1]
 
 

@@ -1,6 +1,5 @@
-"""Reports the run chosen for a budget as a table, as JSON or as a commented recipe."""
+"""Reports the run chosen for a budget as a table or as a commented recipe."""
 
-import json
 import math
 import sys
 import textwrap
@@ -14,9 +13,7 @@ from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
 from pretrain.units import count_text
 from pretrain_tools.planning.budget import (
-    COMPUTE_OPTIMAL,
     ENOUGH_TOKENS,
-    MOST_TIMES_TOO_LONG,
     SECONDS_TO_START,
     SHARE_FOR_STEPS,
     RunBudget,
@@ -24,18 +21,15 @@ from pretrain_tools.planning.budget import (
     choose_run,
 )
 from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
-from pretrain_tools.planning.candidates import command_of, difference, next_best, reason_of
-from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
+from pretrain_tools.planning.candidates import command_of, reason_of
+from pretrain_tools.planning.families import FAMILIES
 from pretrain_tools.planning.report import TABLE_WIDTH
-from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SAVES = 10
 """Minimum number of checkpoints and validations per run. They are at most SECONDS_BETWEEN_SAVES apart."""
 SECONDS_BETWEEN_SAVES = 1800
-PUBLISHED_FROM = 6e7
-"""Number of layer parameters in the smallest published shapes."""
 SHARE_FOR_VALIDATION = 0.02
 """Validation FLOPs as a fraction of the training FLOPs."""
 
@@ -67,9 +61,10 @@ class Answer:
     @property
     def preparation(self) -> str:
         """The command that prepares enough data for one epoch and validation."""
+        millions = math.ceil(1.02 * self.chosen.tokens / 1e6)
         return (
             f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {self.place.tokenizer or 'TOKENIZER'} "
-            f"--max_tokens {count_upwards(1.02 * self.chosen.tokens)} --validation_fraction 0.01 "
+            f"--max_tokens {millions}M --validation_fraction 0.01 "
             f"--output {self.place.shards}"
         )
 
@@ -106,28 +101,18 @@ def recipe_of_budget(
     found = Answer(chosen, expected, request.place)
     if options.write:
         found.place.write(found.chosen.shape.json_text, text_of(found, command))
-    if options.json:
-        print(answer_json(found))
-    else:
-        print_answer(found, bool(options.write))
+    print_answer(found, bool(options.write))
 
 
 def choices(found: Answer) -> list[Choice]:
     """Lists every choice with its reason."""
     run = found.chosen
-    reasons = {
-        "size": size_reason(run),
-        "shape": shape_reason(run.shape),
-        "tokens": tokens_reason(run),
-        "precision": precision_reason(run),
-        "strategy": strategy_reason(run),
-    }
     lines = lines_of(
         "choices.j2",
         "choices",
         run,
-        reasons,
-        strategy_in_words(run),
+        tokens_reason(run),
+        reason_of(run.best, run.candidates),
         expected=found.expected,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
@@ -136,83 +121,13 @@ def choices(found: Answer) -> list[Choice]:
     return [tuple(line.split(" | ", 2)) for line in lines]
 
 
-def size_reason(run: Sized) -> str:
-    budget = run.budget
-    ratio = run.tokens / run.shape.active
-    why = f"closest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
-    if not budget.tokens_per_parameter:
-        why += ", which is compute-optimal (Hoffmann et al., arXiv 2203.15556)"
-        if run.tokens > budget.unique_tokens:
-            why = "within 1% of the lowest expected loss on repeated data (Muennighoff et al., arXiv 2305.16264)"
-    if run.shape == budget.shapes[0] and ratio < 10:
-        return "the smallest size, still too large for this budget"
-    if not budget.tokens_per_parameter and ratio > MOST_TIMES_TOO_LONG * COMPUTE_OPTIMAL:
-        return f"the largest that fits in memory; {COMPUTE_OPTIMAL:g} tokens per parameter requires a larger model"
-    return why
-
-
-def shape_reason(shape: Shape) -> str:
-    if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than the published shapes, with a similar width-to-depth ratio (32 to 64)"
-    return shape.family.source
-
-
 def tokens_reason(run: Sized) -> str:
-    budget = run.budget
-    if math.isinf(budget.unique_tokens):
+    unique = run.budget.unique_tokens
+    if math.isinf(unique):
         return "as many as the budget allows, without repetition"
-    epochs = run.tokens / budget.unique_tokens
-    text = f"{epochs:.3g} epochs of {count_text(budget.unique_tokens)} tokens"
-    if epochs > 0.95 * MOST_EPOCHS:
-        return f"{text}, the maximum; beyond {MOST_EPOCHS:.0f}, the model memorizes the text (arXiv 2305.16264)"
-    return f"{text}; repeated tokens are worth less (arXiv 2305.16264)" if epochs > 1 else text
-
-
-def precision_reason(run: Sized) -> str:
-    gpu = run.budget.hardware.gpu
-    if run.case.run.precision == "bf16":
-        return f"{gpu.name} supports it; benchmark fp8 before using it" if gpu.fp8_flops else f"{gpu.name} supports it"
-    return f"{gpu.name} doesn't support bf16"
-
-
-def strategy_reason(run: Sized) -> str:
-    """Explains the recommendation and compares it with the next best strategy."""
-    slower = next_best(run.best, run.candidates)
-    return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
-
-
-def strategy_in_words(run: Sized) -> str:
-    recomputes = ", activations recomputed" if run.config.activation_checkpointing == "full" else ""
-    reduces = ", gradients reduced once per step" if run.best.reduces_once else ""
-    return f"{run.best.label}, micro-batch {run.best.micro_batch}{recomputes}{reduces}"
-
-
-def answer_json(found: Answer) -> str:
-    run = found.chosen
-    loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
-    values = {
-        "choices": [dict(zip(("name", "value", "reason"), choice, strict=True)) for choice in choices(found)],
-        "model": run.shape.config_values,
-        "parameters": run.work.sizes.total,
-        "active_parameters": run.work.active,
-        "tokens": run.tokens,
-        "steps": run.steps,
-        "tokens_per_step": run.batch,
-        "sequence_length": run.shape.sequence_length,
-        "flops": run.tokens * run.work.flops_per_token,
-        "learning_rate": run.learning_rate,
-        "optimizer": run.budget.optimizer,
-        "precision": run.case.run.precision,
-        "strategy": run.best.name,
-        "sequences_per_micro_batch": run.best.micro_batch,
-        "activation_checkpointing": run.config.activation_checkpointing,
-        "bytes_per_gpu": run.memory.total,
-        "hours": run.billed_hours,
-        "cost": run.cost,
-        "expected_loss": loss,
-        "command": found.launch,
-    }
-    return json.dumps(values, indent=1)
+    epochs = run.tokens / unique
+    text = f"{epochs:.3g} epochs of {count_text(unique)} tokens"
+    return f"{text}; repeated tokens are worth less, so 5 is the maximum (arXiv 2305.16264)" if epochs > 1 else text
 
 
 def print_answer(found: Answer, is_written: bool) -> None:
@@ -257,9 +172,3 @@ def text_of(found: Answer, command: str) -> str:
         every=every,
         validation_sequences=int(min(max(sequences, 4), 512)),
     )
-
-
-def count_upwards(count: float) -> str:
-    """Formats a count rounded up to three digits, for example 46423100000 as '46.5B'."""
-    step = 10 ** (len(str(math.ceil(count))) - 3)
-    return count_text(math.ceil(count / step) * step)
