@@ -232,18 +232,7 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
     found = Candidate(layout, [], memory, fits, largest, used, notes=notes)
-    if used is None:
-        return found
-    if config.activation_checkpointing != "none":
-        whole = case.changed(activation_checkpointing="none")
-        without = whole.memory(layout, used)
-        repeated = case.run.work(layout, used).repeated_flops / 3
-        if without.total <= case.memory(layout, used).total:
-            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} saves no memory")
-        elif whole.fits(without):
-            less = repeated / (1 + repeated)
-            notes.append(f"{name}: also fits with --activation_checkpointing none, which takes {less:.0%} less time")
-    return timed(found, case)
+    return found if used is None else timed(found, case)
 
 
 def search_products(case: Case) -> list[Candidate]:
@@ -363,12 +352,11 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
         return f"{chosen.label} is the fastest that fits." if others else f"Only {chosen.label} fits."
-    is_simplest = all(simplicity(chosen) < simplicity(candidate) for candidate in same)
-    which = "is the simplest" if is_simplest else "is the simplest with the recipe's micro-batch"
+    with_batch = " with the recipe's micro-batch" if chosen.fits else ""
     names = ", ".join(candidate.label for candidate in same)
     return (
-        f"Of the fastest strategies, {chosen.label} {which}; within the estimate's error ({AS_FAST:.0%}), it is as "
-        f"fast as {names}."
+        f"Of the fastest strategies, {chosen.label} is the simplest{with_batch}; within the estimate's error "
+        f"({AS_FAST:.0%}), it is as fast as {names}."
     )
 
 
@@ -377,24 +365,6 @@ def shares_of(candidate: Candidate) -> str:
     parts = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
     shares = [(name, seconds / candidate.step_seconds) for name, seconds in parts]
     return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
-
-
-def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one. Reports the part of the step that grows the most."""
-    before = chosen.time.parts
-    grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
-    name = max(grown, key=grown.__getitem__)
-    more = grown[name] / chosen.step_seconds
-    return (
-        f"The next best, {slower.label}, is {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
-        f"{name} adds {more:.0%} of {chosen.label}'s step time."
-    )
-
-
-def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | None:
-    """Returns the fastest candidate that is slower than the chosen one by more than the estimate's error."""
-    slower = [one for one in candidates if one.runs and one.step_seconds > (1 + AS_FAST) * chosen.step_seconds]
-    return min(slower, key=lambda candidate: candidate.step_seconds, default=None)
 
 
 def command_of(

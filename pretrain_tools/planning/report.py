@@ -27,8 +27,6 @@ from pretrain_tools.planning.candidates import (
     Storage,
     command_of,
     consider,
-    difference,
-    next_best,
     planned_precision,
     reason_of,
     recommend,
@@ -260,9 +258,7 @@ def plan_verdict(plan: Plan) -> list[str]:
         return lines_of("plan.j2", "verdict", plan, "", "")
     chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
-    slower = next_best(chosen, plan.candidates)
     reasons = [reason_of(chosen, plan.candidates), f"A step takes {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
-    reasons += [difference(slower, chosen)] if slower else []
     return lines_of("plan.j2", "verdict", plan, reasons, co2)
 
 

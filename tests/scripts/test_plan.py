@@ -24,10 +24,8 @@ from pretrain_tools.planning.candidates import (
     Case,
     command_of,
     consider_layout,
-    difference,
     largest_that_fits,
     micro_batches,
-    next_best,
     reason_of,
     recommend,
     search_products,
@@ -270,37 +268,20 @@ def test_the_choice_among_equals_has_a_reason():
 
     ddp, zero1, slow = able("ddp", 1.0), able("zero1", 0.99), able("pp", 1.5)
     assert reason_of(ddp, [ddp, zero1, slow]) == (
-        "Of the fastest strategies, ddp is the simplest; within the estimate's error (3%), it is as fast as zero1."
+        "Of the fastest strategies, ddp is the simplest with the recipe's micro-batch; within the estimate's error "
+        "(3%), it is as fast as zero1."
     )
-    assert recommend([zero1, large := able("ddp", 1.0, fits=False)]) is zero1
-    assert "zero1 is the simplest with the recipe's micro-batch;" in reason_of(zero1, [zero1, large])
+    assert recommend([zero1, able("ddp", 1.0, fits=False)]) is zero1
     assert reason_of(zero1, [zero1, slow]) == "zero1 is the fastest that fits."
     assert reason_of(slow, [slow, Candidate(layout("ddp", 8), ["no"])]) == "Only pp fits."
-    near = able("zero2", 1.02)
-    assert next_best(ddp, [ddp, zero1, near, slow]) is slow and next_best(ddp, [ddp, near]) is None
     tp = replace(slow, time=StepTime(0.9, 0.1, {"tp": 0.5}))
     assert shares_of(tp) == "60% computing, 33% summing hidden states across tp, 7% waiting in the pipeline"
-    assert difference(tp, ddp) == (
-        "The next best, pp, is 50% slower: summing hidden states across tp adds 50% of ddp's step time."
-    )
 
 
 def test_one_gpu_runs_single(recipe):
     plan = plan_of(recipe, gpus=1)
     assert plan.recommended.name == "single"
     assert candidate(plan, "ddp").problems == ["needs more than one GPU"]
-
-
-def test_needless_recomputation_is_reported(recipe):
-    plan = plan_of(recipe, ("activation_checkpointing", "full"), gpus=1)
-    assert "single: also fits with --activation_checkpointing none, which takes 25% less time" in remarks(plan)
-
-
-def test_a_memory_budget_that_frees_nothing_is_reported(recipe):
-    """plan.py warns that a memory budget has no effect if the layers aren't compiled."""
-    budget = ("activation_checkpointing", "{memory_budget: 0.5}")
-    plan = plan_of(recipe, budget, ("compile", "none"), gpus=1)
-    assert "single: activation_checkpointing: {memory_budget: 0.5} saves no memory" in remarks(plan)
 
 
 def test_a_plan_where_nothing_fits(recipe):
