@@ -10,15 +10,12 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
-from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
-from pretrain.model.build import build_meta_model
-from pretrain.model.routers import router_losses
 from pretrain.parallel.launcher import launched_strategy
-from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.training.run_plan import ModelPlan, RunPlan, plan_model, sequences_of
-from pretrain.training.run_records import in_rows, rows_of_model, start_warnings
+from pretrain.parallel.strategy import device_type
+from pretrain.training.run_plan import RunPlan, sequences_of
+from pretrain.training.run_records import start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
@@ -55,31 +52,12 @@ def judgement(
         missing_validation(config, validation),
         heavy_vocabulary(run),
         few_steps(config, run),
-        memory_shortage(config, run, run.precision, device),
+        memory_shortage(config, run, device),
         small_disk(config, run),
     )
     warnings = [*start_warnings(config, run, overridden, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(config, run, device), f"start the run with: {launch_command(config, words)}"]
-
-
-def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Returns the lines to print if the data doesn't exist yet. Everything else must have been checked."""
-    model_config = planned_model_config(config.model, config.data)
-    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
-    precision = resolve_precision(config.precision)
-    assumed = assumed_vocabulary(config.model, config.data, model.model_config)
-    vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
-    rows = rows_of_model(
-        config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} IDs (from the recipe)"
-    )
-    memory = memory_shortage(config, model, precision, torch.device(device_type()))
-    return [
-        in_rows(rows),
-        *([f"{WARNING_PREFIX}{memory}"] if memory else []),
-        f"once the data exists, start the run with: {launch_command(config, words)}",
-        "Everything but the data has been checked.",
-    ]
 
 
 def warnings_in_words(lines: Sequence[str]) -> str:
@@ -132,10 +110,10 @@ def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     )
 
 
-def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
+def memory_shortage(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
     """Returns a warning with remedies if a step won't fit in this machine's memory."""
     have = memory_bytes(device)
-    planned = PlannedRun(config, run.model_config, precision, device.type, have)
+    planned = PlannedRun(config, run.model_config, run.precision, device.type, have)
     layout = launched_layout(launched_strategy())
     # Tracing takes seconds, and most checked runs fit.
     if fits_by_far(config, run, have):
@@ -154,7 +132,7 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
     )
 
 
-def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
+def fits_by_far(config: RunConfig, run: RunPlan, have: int) -> bool:
     """Returns True if even several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
     known = run.model_config
     length = config.data.longest_window.sequence_length
