@@ -252,7 +252,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
     if best is not None:
-        case = case.with_batch(sequences_per_micro_batch=best.micro_batch, no_sync=best.reduces_once)
+        case = case.with_batch(sequences_per_micro_batch=best.micro_batch)
     return Sized(budget, shape, case, candidates, best)
 
 

@@ -24,7 +24,7 @@ from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
 from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
-from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, reduces_by_choice, uneven
+from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, uneven
 
 AS_FAST = 0.03
 """Relative difference in step time below which two strategies count as equally fast."""
@@ -108,8 +108,6 @@ class Candidate:
     """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
     time: StepTime | None = None
     """Step time with the plan's micro-batch; None if none fits."""
-    reduces_once: bool = False
-    """True if the plan sets batch.no_sync, to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -231,8 +229,8 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    found = Candidate(layout, [], memory, fits, largest, used, notes=notes)
-    return found if used is None else timed(found, case)
+    time = None if used is None else case.step(layout, used)
+    return Candidate(layout, [], memory, fits, largest, used, time, notes)
 
 
 def search_products(case: Case) -> list[Candidate]:
@@ -249,7 +247,7 @@ def search_products(case: Case) -> list[Candidate]:
             continue
         most = case.run.config.batch.tokens_per_step // (case.run.config.data.sequence_length * layout.micro_batches)
         if most:
-            least = case.with_batch(no_sync=True).step(layout, most).seconds
+            least = case.step(layout, most).seconds
             bounded.append((least, len(layout.sizes.named()), layout))
     bounded.sort(key=lambda each: each[:2])
     found: list[Candidate] = []
@@ -281,20 +279,6 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
         and (layout.tp == 1 or plan_problem(config, layout.tp, splits_experts=layout.ep == 1) is None)
         and (layout.cp == 1 or heads_problem(config, layout.cp, layout.tp) is None)
     )
-
-
-def timed(found: Candidate, case: Case) -> Candidate:
-    """Adds the step time. Sets `reduces_once` if it saves time, fits in memory and the strategy supports it."""
-    layout = found.layout
-    found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
-    if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
-        return found
-    once = case.with_batch(no_sync=True)
-    time = once.step(layout, found.micro_batch)
-    if time.seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
-        return found
-    memory = once.memory(layout, case.run.config.batch.sequences_per_micro_batch)
-    return replace(found, memory=memory, reduces_once=True, time=time)
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
@@ -375,8 +359,6 @@ def command_of(
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
-    if candidate.reduces_once and not config.batch.no_sync:
-        settings.append("--batch.no_sync true")
     layout = candidate.layout
     launch = f"{layout.launcher} --config_file accelerate_configs/{layout.name}.yaml --num_processes {hardware.gpus}"
     launch += layout.options

@@ -31,7 +31,6 @@ from pretrain_tools.planning.candidates import (
     search_products,
     shares_of,
     storage_of,
-    timed,
     work_of_run,
 )
 from pretrain_tools.planning.footprints import largest_footprint
@@ -117,26 +116,6 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     several = plan_of(recipe, ("optim.learning_rate", "2e-3"), gpus=16, machines=2)
     assert "--num_machines 2 --machine_rank RANK --main_process_ip ADDRESS" in several.command
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
-
-
-def test_gradients_are_reduced_once_if_that_is_faster_and_fits(recipe):
-    """Uses 16 micro-steps and a slow network."""
-    settings = [("batch.sequences_per_micro_batch", "1")]
-    plan = plan_of(recipe, *settings, mfu=0.4, gpus=8)
-    asked = candidate(plan_of(recipe, *settings, ("batch.no_sync", "true"), mfu=0.4, gpus=8), "fsdp2")
-    fsdp2 = candidate(plan, "fsdp2")
-    assert fsdp2.reduces_once and not candidate(plan, "ddp").reduces_once and not candidate(plan, "zero3").reduces_once
-    assert (fsdp2.time, fsdp2.memory) == (asked.time, asked.memory) and not asked.reduces_once
-    command = command_of(fsdp2, str(recipe), settings, plan.hardware, plan.config)
-    assert command.endswith("--batch.sequences_per_micro_batch 1 --batch.no_sync true")
-    run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
-    case = Case(run, plan.work, plan.hardware, plan.speed)
-    assert timed(replace(fsdp2, reduces_once=False), case).reduces_once
-    taken = CONTEXT_BYTES + COMMUNICATION_BYTES
-    memory = (taken + 0.9 * fsdp2.memory.total) / (1 - FRAGMENTATION)
-    small = replace(plan.hardware, gpu=replace(plan.hardware.gpu, memory_bytes=memory))
-    assert small.usable_bytes == pytest.approx(0.9 * fsdp2.memory.total)
-    assert not timed(fsdp2, replace(case, hardware=small)).reduces_once
 
 
 def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
