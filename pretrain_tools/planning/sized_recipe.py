@@ -14,7 +14,7 @@ from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.families import Shape
 from pretrain_tools.planning.sizing import MOST_EPOCHS, TIME_USED, Sizing
-from pretrain_tools.planning.step_time import mfu_of_small
+from pretrain_tools.planning.step_time import mfu_of_size
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
@@ -80,7 +80,7 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Estimates the MFU for this model size."""
-        return mfu_of_small(shape.parameters, self.device_type, self.precision)
+        return mfu_of_size(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Returns the total training FLOPs that the time allows for this shape."""
