@@ -53,7 +53,6 @@ class RunBudget:
     tokens_per_parameter: float | None = None
     """Requested ratio, or None to use the scaling law."""
     mfu: float | None = None
-    optimizer: str = "muon"
 
     @property
     def seconds(self) -> float:
@@ -169,7 +168,7 @@ class Sized:
 
     @property
     def learning_rate(self) -> float:
-        return float(f"{OPTIMIZERS[self.budget.optimizer].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
+        return float(f"{OPTIMIZERS['muon'].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
 
     @property
     def weight_decay(self) -> float:
@@ -281,7 +280,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
             # A placeholder. `Sized.learning_rate` depends on the batch.
-            "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
+            "optim": {"name": "muon", "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
     )

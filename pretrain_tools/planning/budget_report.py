@@ -20,7 +20,7 @@ from pretrain_tools.planning.budget import (
     Sized,
     choose_run,
 )
-from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
+from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.candidates import command_of, reason_of
 from pretrain_tools.planning.families import FAMILIES
 from pretrain_tools.planning.report import TABLE_WIDTH
@@ -93,7 +93,6 @@ def recipe_of_budget(
         unique_tokens=request.unique_tokens,
         tokens_per_parameter=options.tokens_per_parameter,
         mfu=options.mfu,
-        optimizer=options.optimizer or OPTIMIZERS_CHOSEN[0],
     )
     chosen = choose_run(budget)
     work = chosen.work

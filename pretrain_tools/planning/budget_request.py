@@ -12,9 +12,8 @@ from pretrain_tools.planning.families import FAMILIES
 from pretrain_tools.planning.texts import RecipePlace
 
 DIALS = ("hours", "dollars", "flops")
-BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
+BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "ladder", "write")
 """Options that request a recipe."""
-OPTIMIZERS_CHOSEN = ("muon", "adamw")
 LARGEST_VOCABULARY = 2**22
 
 
@@ -35,7 +34,6 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="training tokens per parameter; with higher values, a smaller model is trained for longer [20]",
     )
-    add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
     add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
     add("--write", metavar="RECIPE", help="recipe to write; also writes the model's JSON to model_configs/")
 
@@ -112,10 +110,9 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         problems.append(
             f"--dollars: the price of {options.gpu or 'this machine'} is unknown; set --price_per_gpu_hour"
         )
-    for name, allowed in (("family", FAMILIES), ("optimizer", OPTIMIZERS_CHOSEN)):
-        value = getattr(options, name)
-        if value is not None and value not in allowed:
-            problems.append(f"--{name} {value}: must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
+    family = options.family
+    if family is not None and family not in FAMILIES:
+        problems.append(f"--family {family}: must be one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
     if (options.vocabulary is None) == (options.data is None):
         problems.append("use either --data (prepared shards) or --vocabulary (a tokenizer folder or a number)")
     for name in ("config", "comment", "json"):

@@ -32,7 +32,7 @@ def asked(unique_tokens=math.inf, place=PLACE, **options) -> BudgetRequest:
     """Returns a request as plan.py reads it from its command line."""
     given = {
         "hours": None, "dollars": 100.0, "flops": None, "family": "llama", "tokens_per_parameter": None,
-        "optimizer": "adamw", "mfu": 0.4, "write": str(place.recipe), **options,
+        "mfu": 0.4, "write": str(place.recipe), **options,
     }  # fmt: skip
     return BudgetRequest(argparse.Namespace(**given), 32_001, unique_tokens, place)
 
@@ -61,7 +61,7 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
     assert model["model_type"] == "llama" and model["vocab_size"] == 32_128, (
         "the vocabulary size must be padded to a multiple of 128"
     )
-    assert values["optim"]["name"] == "adamw" and values["precision"] == "bf16"
+    assert values["optim"]["name"] == "muon" and values["precision"] == "bf16"
     for shown in (printed, text):
         assert "--num_processes 16" in shown and "--num_machines 2 --machine_rank RANK" in shown
     assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
