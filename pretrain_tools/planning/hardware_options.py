@@ -38,11 +38,12 @@ def option_problems(options: argparse.Namespace) -> Problems:
         problems.append(f"--gpus {gpus}: must be a multiple of 8, the default per machine; otherwise, set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
-    for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
+    if options.price_per_gpu_hour is not None and options.price_per_gpu_hour < 0:
+        problems.append(f"--price_per_gpu_hour {options.price_per_gpu_hour}: must be at least 0")
+    for name in ("peak_tflops", "network_gbits"):
         value = getattr(options, name)
-        if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
-            least = "at least 0" if name == "price_per_gpu_hour" else "above 0"
-            problems.append(f"--{name} {value}: must be {least}")
+        if value is not None and value <= 0:
+            problems.append(f"--{name} {value}: must be above 0")
     return problems
 
 

@@ -185,15 +185,9 @@ def print_plan(plan: Plan) -> None:
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
     hardware = plan.hardware
     config = plan.config
-    lengths = {window.sequence_length for window in config.data.windows} - {config.data.sequence_length}
-    longest = (
-        f", or the same number of tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}"
-        if lengths
-        else ""
-    )
     heading = (
         f"Memory per {hardware.unit} in GB (2^30 bytes) with {config.batch.sequences_per_micro_batch} sequences of "
-        f"{config.data.sequence_length:,} tokens per micro-batch{longest}; {hardware.usable_bytes / GIB:.1f} of "
+        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} of "
         f"{hardware.gpu.memory_bytes / GIB:.1f} GB usable"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
