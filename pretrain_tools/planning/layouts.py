@@ -15,7 +15,6 @@ from pretrain.errors import InputError
 from pretrain.files import ROOT
 from pretrain.mesh_sizes import DIMENSIONS, DROPPED, Sizes, launched_sizes, processes_launched, setting, variable
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
-from pretrain.parallel.registry import STRATEGIES
 from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
@@ -149,11 +148,6 @@ class Layout:
         }
 
 
-def planned_strategies() -> list[str]:
-    """Lists the strategies included in every plan."""
-    return [name for name in STRATEGIES if name != "mesh"]
-
-
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
     """Yields every possible mesh with this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -190,8 +184,10 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
             sizes = Sizes(dp_replicate=left, **{name: size})
         case _:
             sizes = Sizes(dp_shard=left, **{DIMENSION_OF[name]: size})
-    found = Layout.of(sizes, machines, name)
-    return replace(found, ranks=ranks, problem=_size_problem(name, ranks, size) or problem)
+    found = Layout.of(sizes, machines)
+    if problem is None and (found.name, found.ranks) != (name, ranks):
+        problem = "needs more GPUs per machine, or an even number of them"
+    return replace(found, name=name, ranks=ranks, problem=problem)
 
 
 def _planned_size(name: str, ranks: int, machines: int) -> int:
@@ -204,17 +200,6 @@ def _planned_size(name: str, ranks: int, machines: int) -> int:
         case "pp":
             return ranks
     return ranks // machines  # tp, cp and ep communicate in every layer, so they stay within a machine
-
-
-def _size_problem(name: str, ranks: int, size: int) -> str | None:
-    """Explains why this size doesn't work with this number of processes; None if it does."""
-    if name == "hsdp" and 1 < ranks < 2 * size:
-        return "needs at least two GPUs per group; use ddp"
-    if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
-        return "needs an even number of GPUs, at least four"
-    if name == "cp" and ranks > 1 and size < 2:
-        return "needs several GPUs per machine"
-    return None
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:

@@ -18,6 +18,7 @@ from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import co2_text
@@ -36,7 +37,6 @@ from pretrain_tools.planning.candidates import (
     storage_of,
     work_of_run,
 )
-from pretrain_tools.planning.layouts import planned_strategies
 from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.step_time import (
     COMMUNICATION_BYTES,
@@ -111,7 +111,8 @@ def build_plan(
         hardware,
         speed,
     )
-    candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
+    named = [consider(name, case) for name in STRATEGIES if name != "mesh"]
+    candidates = [*named, *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     # Missing data doesn't prevent planning. It is reported below the table.
