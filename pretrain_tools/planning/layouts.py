@@ -11,11 +11,9 @@ from typing import Any
 import yaml
 from accelerate.utils import patch_environment
 
-from pretrain.errors import InputError
 from pretrain.files import ROOT
 from pretrain.mesh_sizes import DIMENSIONS, DROPPED, Sizes, launched_sizes, processes_launched, setting, variable
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
-from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: mesh dimension set in its accelerate config}."""
@@ -217,25 +215,11 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 
 def launched_layout(name: str) -> Layout:
     """Returns the current launch's layout, based on the launcher's environment variables."""
-    ranks = processes_launched()
-    launched = layout(name, ranks)
-    if not launched.zero:
-        try:
-            sizes = launched_sizes()
-        except InputError:  # the strategy's own check reports it
-            return launched
-        return Layout.of(sizes, name=name)
-    if zero := deepspeed_file().get("zero_optimization"):
-        return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
-    return launched
-
-
-def running_layout(strategy: Strategy) -> Layout:
-    """Returns a running strategy's layout, including the DeepSpeed settings filled in by accelerate."""
-    launched = launched_layout(strategy.name)
-    if not launched.zero:
-        return launched
-    return replace(launched, zero=strategy.accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"])
+    if not name.startswith("zero"):
+        return Layout.of(launched_sizes(), name=name)
+    launched = layout(name, processes_launched())
+    given = deepspeed_file().get("zero_optimization") or launched.zero
+    return replace(launched, zero={key: value for key, value in given.items() if value != "auto"})
 
 
 def shipped_deepspeed(name: str) -> dict[str, Any]:
