@@ -15,7 +15,7 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
-from pretrain.units import count_text, counted, duration_text
+from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.candidates import Candidate, Case, auto_precision, consider, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
@@ -96,8 +96,6 @@ class RunBudget:
 
     def in_words(self) -> str:
         given = f"{self.flops:.3g} FLOPs" if self.flops else duration_text(3600 * self.hours)
-        if self.hardware.device_type == "cpu":
-            return f"{given} on a CPU, {counted(self.hardware.gpus, 'process')}"
         return f"{given} on {self.hardware.gpus} x {self.hardware.gpu.name}"
 
 

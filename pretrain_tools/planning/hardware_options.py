@@ -82,13 +82,12 @@ def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
     return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))
 
 
-def find_gpu(name: str, **given: float | None) -> Gpu:
+def find_gpu(name: str, **given: float) -> Gpu:
     """Looks up a GPU by name. Raises InputError for an unlisted GPU without memory_bytes and bf16_flops.
 
     given: fields of Gpu that override the table.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
-    given = {field: value for field, value in given.items() if value is not None}
     if (known := gpu_called(name)) is not None:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():

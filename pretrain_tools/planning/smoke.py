@@ -58,7 +58,7 @@ def smoke_test(config: RunConfig, strategy: Strategy, train: Callable[[RunConfig
         trained = [event for event in first if event["event"] == "train"]
         exports = [event for event in first if event["event"] == "export"]
         verdicts = {
-            "the loss falls": loss_verdict(first, FALLS if config.init == "scratch" else STAYS),
+            "the loss falls": loss_verdict(trained, FALLS if config.init == "scratch" else STAYS),
             "gradient norms": norm_verdict(first, config.guard.alert_grad_norm),
             "learning rate": rate_verdict(trained, run.learning_rate),
             "resumed exactly": resume_verdict(trained, again, half),
@@ -90,19 +90,12 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
     return config.model_copy(update={**update, "output": folder, "interval_scale": 1.0, "trackers": []})
 
 
-def loss_verdict(events: list[dict], most: float) -> str | None:
-    """Compares final and initial loss, if possible on validation data, because it stays the same."""
-    of_step: dict[int, list[float]] = {}
-    for event in events:
-        if event["event"] == "validation":
-            of_step.setdefault(event["step"], []).append(event["loss"] or math.inf)
-    if of_step:
-        begin, end = (statistics.fmean(of_step[step]) for step in (min(of_step), max(of_step)))
-    else:
-        trained = [event["loss"] or math.inf for event in events if event["event"] == "train"]
-        few = max(1, len(trained) // 10)
-        begin = statistics.fmean(trained[:few])
-        end = statistics.fmean(trained[-few:])
+def loss_verdict(trained: list[dict], most: float) -> str | None:
+    """Compares the mean losses in the first and the last tenth of the steps."""
+    losses = [event["loss"] or math.inf for event in trained]
+    few = max(1, len(losses) // 10)
+    begin = statistics.fmean(losses[:few])
+    end = statistics.fmean(losses[-few:])
     return None if end < most * begin else f"started at {begin:.4f} and ended at {end:.4f}"
 
 

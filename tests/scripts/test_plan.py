@@ -118,11 +118,10 @@ def test_a_command_is_ready_to_paste(plan, recipe):
     assert "train.py --config" in several.command and "--optim.learning_rate 2e-3" in several.command
 
 
-def case_of(recipe, *overrides, gpus, machines=1, memory_bytes=None):
+def case_of(recipe, *overrides, gpus, machines=1):
     plan = plan_of(recipe, *overrides, gpus=1, mfu=0.4)
-    gpu = find_gpu("h100", memory_bytes=memory_bytes)
     run = PlannedRun(plan.config, planned_model_config(plan.config.model, plan.config.data), "bf16")
-    return Case(run, plan.work, Hardware(gpu, gpus, machines), plan.speed)
+    return Case(run, plan.work, Hardware(find_gpu("h100"), gpus, machines), plan.speed)
 
 
 def test_the_search_matches_an_exhaustive_search(recipe, monkeypatch):
