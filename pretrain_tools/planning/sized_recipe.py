@@ -161,7 +161,7 @@ class SizedRecipe:
         }
         rows["time"] = (
             f"about {duration_text(sizing.tokens / rate)} of training steps, at most {self.machine.minutes:g} min in "
-            f"total; the model memorizes the text beyond {MOST_EPOCHS:.0f} epochs, so add more text to train for longer"
+            f"total; beyond {MOST_EPOCHS:.0f} epochs, the model memorizes the text, so add more to train for longer"
         )
         if not self.has_validation:
             rows["warning"] = (
