@@ -21,7 +21,7 @@ from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
-from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
+from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
 """Fraction of the time spent on training steps. The rest is for validation and checkpoints."""
@@ -53,6 +53,7 @@ class RunBudget:
     tokens_per_parameter: float | None = None
     """Requested ratio, or None to use the scaling law."""
     mfu: float | None = None
+    """Requested MFU, or None to assume one for each size."""
 
     @property
     def seconds(self) -> float:
@@ -69,10 +70,8 @@ class RunBudget:
         """The family's models with this vocabulary size, smallest first."""
         return [Shape(*rung, self.vocabulary, self.family) for rung in self.family.rungs]
 
-    def speed(self, shape: Shape) -> Speed:
-        if self.mfu:
-            return Speed(self.mfu, "as requested")
-        return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
+    def mfu_of(self, shape: Shape) -> float:
+        return self.mfu or mfu_of_size(shape.active, self.hardware.device_type, self.precision)
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
         """Returns the number of training tokens that the budget allows, up to MOST_EPOCHS of the data."""
@@ -81,7 +80,7 @@ class RunBudget:
 
     def tokens_at_mfu(self, shape: Shape) -> float:
         """Returns the number of training tokens at the assumed MFU, ignoring communication."""
-        flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
+        flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.mfu_of(shape)
         return self.tokens(shape, flops / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
@@ -238,7 +237,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     run = planned_run(budget, shape)
     # Use the shape's FLOPs, like `RunBudget.tokens`.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
-    case = Case(run, work, budget.hardware, budget.speed(shape))
+    case = Case(run, work, budget.hardware, budget.mfu_of(shape))
     plans = []
     for each in (case, case.changed(activation_checkpointing="full")):
         candidates = [consider(name, each) for name in COMPARED]

@@ -23,7 +23,7 @@ from pretrain.training.run_plan import length_problems, ramp_of, sequences_of
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
-from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
+from pretrain_tools.planning.step_time import Hardware, RunWork, StepTime
 from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, uneven
 
 AS_FAST = 0.03
@@ -40,7 +40,7 @@ class Case:
     run: PlannedRun
     work: RunWork
     hardware: Hardware
-    speed: Speed
+    mfu: float
 
     def changed(self, **settings: Any) -> "Case":
         """Returns a copy with changed recipe settings."""
@@ -78,7 +78,7 @@ class Case:
         # Recomputation takes time but doesn't count toward MFU. A forward pass is a third of a step.
         part = self.run.work(layout, sequences)
         flops = work.flops_per_token * work.tokens_per_step * (1 + part.repeated_flops / 3)
-        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.speed.mfu)
+        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
         slowest = compute * uneven(layout, work.sizes.layers)
         micro_batch = sequences * config.data.sequence_length * layout.micro_batches
         micro_steps = max(1, work.tokens_per_step // micro_batch)

@@ -44,7 +44,6 @@ from pretrain_tools.planning.step_time import (
     FRAGMENTATION,
     Hardware,
     RunWork,
-    Speed,
     default_mfu,
 )
 from pretrain_tools.planning.texts import lines_of
@@ -62,7 +61,7 @@ class Plan:
     hardware: Hardware
     precision: str
     work: RunWork
-    speed: Speed
+    mfu: float
     candidates: list[Candidate]
     recommended: Candidate | None
     command: str | None
@@ -104,12 +103,12 @@ def build_plan(
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    speed = Speed(mfu, "as requested") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
+    mfu = mfu or default_mfu(work.active, hardware.device_type)
     case = Case(
         PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),
         work,
         hardware,
-        speed,
+        mfu,
     )
     named = [consider(name, case) for name in STRATEGIES if name != "mesh"]
     candidates = [*named, *search_products(case)]
@@ -119,7 +118,7 @@ def build_plan(
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
-        config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,
+        config, hardware, precision, work, mfu, candidates, recommended, command, storage_of(config, work), sources,
         problems,
     )  # fmt: skip
 
@@ -143,8 +142,7 @@ def plan_json(plan: Plan) -> str:
         "gpus": plan.hardware.gpus,
         "machines": plan.hardware.machines,
         "usable_bytes": plan.hardware.usable_bytes,
-        "mfu": plan.speed.mfu,
-        "mfu_source": plan.speed.source,
+        "mfu": plan.mfu,
         "strategies": [candidate_values(candidate) for candidate in plan.candidates],
         "recommended": recommended.name if recommended else None,
         "sequences_per_micro_batch": recommended.micro_batch if recommended else None,

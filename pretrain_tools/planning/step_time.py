@@ -87,12 +87,10 @@ MFU_OF_CPUS = 0.4
 """MFU slightly below the 42% to 51% of small models on two cores (docs/performance.md)."""
 
 
-def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
-    """Returns (MFU, its source)."""
+def default_mfu(parameters: int, device_type: str = "cuda") -> float:
     if device_type == "cpu":
-        return MFU_OF_CPUS, "small models on two cores, docs/performance.md"
-    mfu = next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
-    return mfu, "the best published codebases at this size, on H100s"
+        return MFU_OF_CPUS
+    return next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
 
 
 MFU_OF_SMALL = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5)}
@@ -110,7 +108,7 @@ def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
     if device_type == "cpu":
         most, full = MFU_OF_SMALL[device_type, precision]
     else:
-        most, full = default_mfu(parameters)[0], FULL_GPU_PARAMETERS
+        most, full = default_mfu(parameters), FULL_GPU_PARAMETERS
     return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
@@ -155,12 +153,3 @@ class StepTime:
         parts = {"computing": self.computing, "waiting in the pipeline": self.waiting}
         parts |= {WORDS[name]: seconds for name, seconds in self.sending.items()}
         return {**parts, "updating on the CPU": self.on_host}
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A GPU's speed."""
-
-    mfu: float
-    source: str
-    """Source of the MFU."""
