@@ -53,7 +53,7 @@ from pretrain.training.run_plan import derive, due_after, resolve_auto, steps_be
 from pretrain.training.run_records import banner
 from pretrain.training.starting import with_recorded_end
 from pretrain.training.steps import after_step, answer, begin, begin_step, compare_replicas, count_step
-from pretrain.training.validation import data_problems, open_validation
+from pretrain.training.validation import open_validation
 
 
 def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: int | None, log: Metrics) -> int:
@@ -153,7 +153,7 @@ def main(asked: CommandLine, config: RunConfig, strategy: Strategy, last_step: i
 def check(asked: CommandLine) -> None:
     """Runs all checks without training, and prints the plan and warnings."""
     from pretrain.training.continued_plan import describe_next_start
-    from pretrain_tools.planning.judgement import judgement, judgement_without_data, warnings_in_words
+    from pretrain_tools.planning.judgement import judgement, warnings_in_words
 
     share_shards(asked.config.data)
     problems = Problems()
@@ -162,8 +162,6 @@ def check(asked: CommandLine) -> None:
     plan = problems.attempt(derive, config, ranks=micro_batches_launched())
     continuation = problems.attempt(describe_next_start, config, plan, asked) if plan else None
     validation = problems.attempt(open_validation, config.data)
-    if problems and set(problems) <= set(data_problems(config.data)):
-        print(*judgement_without_data(config, sys.argv[1:]), sep="\n", flush=True)
     problems.stop_if_any()
     if asked.verbose:
         print(explain(asked))

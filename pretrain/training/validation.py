@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import Data, WindowSpec
-from pretrain.data.batches import expect_windows, open_training, read_windows, windows_of
+from pretrain.data.batches import expect_windows, read_windows, windows_of
 from pretrain.data.shards import ShardReader, manifest_of, open_source
 from pretrain.errors import Problems
 from pretrain.model.attention import model_inputs
@@ -49,14 +49,6 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()
     return readers
-
-
-def data_problems(data: Data) -> Problems:
-    """Lists problems with the run's shards."""
-    problems = Problems()
-    problems.attempt(open_training, data)
-    problems.attempt(open_validation, data)
-    return problems
 
 
 def source_name(folder: Path | str, taken: dict) -> str:

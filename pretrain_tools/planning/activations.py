@@ -10,7 +10,6 @@ Sizes are in bytes and linear in the number of sequences (see `Line`).
 import contextlib
 import copy
 import functools
-import json
 import math
 import warnings
 import weakref
@@ -28,12 +27,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import MemoryBudget, WindowSpec
 from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
-from pretrain.model.build import attention_width, build_meta_model
+from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 
@@ -233,16 +232,16 @@ def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
     """Traces one process's activations. Results are cached per model config and call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        return _trace(model_config.to_json_string(use_diff=False), call)
+        return _trace(KeyedConfig.of(model_config), call)
 
 
 @functools.lru_cache(maxsize=64)
-def _trace(config_json: str, call: ForwardPass) -> Activations:
+def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     share = call.activation_checkpointing
     if isinstance(share, float):
-        none, full = (_trace(config_json, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
+        none, full = (_trace(keyed, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
         return replace(full, per_layer=full.per_layer.times(share) + none.per_layer.times(1 - share))
-    model_config = _config_of(config_json)
+    model_config = keyed.config
     has_kinds = call.mixers and not _follow_layers(model_config)
     kinds = list(getattr(model_config, "layer_types", None) or []) if has_kinds else []
     if len(set(kinds)) > 1:
@@ -256,7 +255,7 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
         length = call.window.sequence_length
         is_linear = call.attention in (FLASH, "groundwork_sdpa") or not attention_width(model_config)
         if is_linear and length > TRACED_LENGTH:
-            short = _trace(config_json, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
+            short = _trace(keyed, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
             lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
             return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
@@ -286,23 +285,10 @@ def _trace(config_json: str, call: ForwardPass) -> Activations:
     return Activations(outside, line("before", 1), per_layer, backward, hidden, recomputed)
 
 
-def _config_of(config_json: str) -> Any:
-    values = json.loads(config_json, object_hook=_infinity)
-    config_class = CONFIG_MAPPING[values["model_type"]]
-    # The JSON also contains read-only aliases of settings.
-    read_only = {name for name in values if getattr(getattr(config_class, name, None), "fset", values) is None}
-    return AutoConfig.for_model(**{name: value for name, value in values.items() if name not in read_only})
-
-
-def _infinity(value: dict[str, Any]) -> Any:
-    """Decodes infinity as transformers writes it in JSON."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
-
-
-def _of_one_kind(model_config: Any, kind: str) -> str:
+def _of_one_kind(model_config: Any, kind: str) -> KeyedConfig:
     config = copy.deepcopy(model_config)
     config.layer_types = [kind] * len(model_config.layer_types)
-    return config.to_json_string(use_diff=False)
+    return KeyedConfig.of(config)
 
 
 def _measure(model_config: Any, layers: int, sequences: int, call: ForwardPass) -> dict[str, int]:

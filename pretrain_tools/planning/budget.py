@@ -15,13 +15,13 @@ from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
-from pretrain.units import count_text, counted, duration_text
+from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.candidates import Candidate, Case, auto_precision, consider, recommend, work_of_run
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
 from pretrain_tools.planning.sizing import MOST_EPOCHS, best_shape, nearest_shape
-from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, mfu_of_size
+from pretrain_tools.planning.step_time import Hardware, RunWork, mfu_of_size
 
 SHARE_FOR_STEPS = {"cuda": 0.95, "cpu": 0.85}
 """Fraction of the time spent on training steps. The rest is for validation and checkpoints."""
@@ -35,8 +35,6 @@ COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "
 """Strategies to compare. Offloading is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
-MOST_TIMES_TOO_LONG = 1.5
-"""Factor by which the largest model may exceed the requested tokens per parameter."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class RunBudget:
     tokens_per_parameter: float | None = None
     """Requested ratio, or None to use the scaling law."""
     mfu: float | None = None
-    optimizer: str = "muon"
+    """Requested MFU, or None to assume one for each size."""
 
     @property
     def seconds(self) -> float:
@@ -72,10 +70,8 @@ class RunBudget:
         """The family's models with this vocabulary size, smallest first."""
         return [Shape(*rung, self.vocabulary, self.family) for rung in self.family.rungs]
 
-    def speed(self, shape: Shape) -> Speed:
-        if self.mfu:
-            return Speed(self.mfu, "as requested")
-        return Speed(mfu_of_size(shape.active, self.hardware.device_type, self.precision), "assumed for this size")
+    def mfu_of(self, shape: Shape) -> float:
+        return self.mfu or mfu_of_size(shape.active, self.hardware.device_type, self.precision)
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
         """Returns the number of training tokens that the budget allows, up to MOST_EPOCHS of the data."""
@@ -84,7 +80,7 @@ class RunBudget:
 
     def tokens_at_mfu(self, shape: Shape) -> float:
         """Returns the number of training tokens at the assumed MFU, ignoring communication."""
-        flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.speed(shape).mfu
+        flops = self.hardware.gpus * self.hardware.gpu.bf16_flops * self.mfu_of(shape)
         return self.tokens(shape, flops / shape.flops_per_token)
 
     def best(self, tokens: dict[Shape, float]) -> Shape:
@@ -99,8 +95,6 @@ class RunBudget:
 
     def in_words(self) -> str:
         given = f"{self.flops:.3g} FLOPs" if self.flops else duration_text(3600 * self.hours)
-        if self.hardware.device_type == "cpu":
-            return f"{given} on a CPU, {counted(self.hardware.gpus, 'process')}"
         return f"{given} on {self.hardware.gpus} x {self.hardware.gpu.name}"
 
 
@@ -171,7 +165,7 @@ class Sized:
 
     @property
     def learning_rate(self) -> float:
-        return float(f"{OPTIMIZERS[self.budget.optimizer].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
+        return float(f"{OPTIMIZERS['muon'].auto_learning_rate(self.work.sizes.total, self.batch):.3g}")
 
     @property
     def weight_decay(self) -> float:
@@ -209,7 +203,7 @@ def choose_run(budget: RunBudget) -> Sized:
 def shapes_within(budget: RunBudget) -> list[Shape]:
     """Lists the shapes up to the best one at the assumed MFU, smallest first.
 
-    Raises InputError if the budget is shorter than startup or too large for the largest model.
+    Raises InputError if the budget is shorter than startup.
     """
     if budget.hours is not None and budget.seconds <= 0:
         start = SECONDS_TO_START[budget.hardware.device_type]
@@ -219,17 +213,6 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
         )
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
-    largest = shapes[-1]
-    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
-    ratio = tokens[largest] / largest.active
-    if ratio > MOST_TIMES_TOO_LONG * asked:
-        wanted = math.sqrt(tokens[largest] * largest.active / asked)
-        raise InputError(
-            f"budget: {budget.in_words()} is enough for {count_text(wanted)} parameters at {asked:g} tokens per "
-            f"parameter, but the largest {budget.family.name} model has {count_text(largest.active)} "
-            f"({largest.layers} x {largest.width}); use a smaller budget, or train this model for longer with "
-            f"--tokens_per_parameter {ratio:.0f}"
-        )
     return shapes[: shapes.index(budget.best(tokens)) + 1]
 
 
@@ -254,7 +237,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     run = planned_run(budget, shape)
     # Use the shape's FLOPs, like `RunBudget.tokens`.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
-    case = Case(run, work, budget.hardware, budget.speed(shape))
+    case = Case(run, work, budget.hardware, budget.mfu_of(shape))
     plans = []
     for each in (case, case.changed(activation_checkpointing="full")):
         candidates = [consider(name, each) for name in COMPARED]
@@ -265,7 +248,7 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
             break
     case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
     if best is not None:
-        case = case.with_batch(sequences_per_micro_batch=best.micro_batch, no_sync=best.reduces_once)
+        case = case.with_batch(sequences_per_micro_batch=best.micro_batch)
     return Sized(budget, shape, case, candidates, best)
 
 
@@ -294,7 +277,7 @@ def planned_run(budget: RunBudget, shape: Shape) -> PlannedRun:
             "budget": {"tokens": max(1, int(tokens))},
             "batch": {"tokens_per_step": batch, "sequences_per_micro_batch": micro_batch},
             # A placeholder. `Sized.learning_rate` depends on the batch.
-            "optim": {"name": budget.optimizer, "learning_rate": 1e-3},
+            "optim": {"name": "muon", "learning_rate": 1e-3},
             "compile": "none" if is_cpu else "regional",
         }
     )

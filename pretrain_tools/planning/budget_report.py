@@ -1,11 +1,9 @@
-"""Reports the run chosen for a budget as a table, as JSON or as a commented recipe."""
+"""Reports the run chosen for a budget as a table or as a commented recipe."""
 
-import json
 import math
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -14,74 +12,41 @@ from pretrain.model.model_config import padded_vocabulary
 from pretrain.terminal import width_of
 from pretrain.units import count_text
 from pretrain_tools.planning.budget import (
-    COMPUTE_OPTIMAL,
     ENOUGH_TOKENS,
-    MOST_TIMES_TOO_LONG,
     SECONDS_TO_START,
     SHARE_FOR_STEPS,
     RunBudget,
     Sized,
     choose_run,
 )
-from pretrain_tools.planning.budget_request import OPTIMIZERS_CHOSEN, BudgetRequest
-from pretrain_tools.planning.candidates import command_of, difference, next_best, reason_of
-from pretrain_tools.planning.families import FAMILIES, NANOCHAT, Shape
+from pretrain_tools.planning.budget_request import BudgetRequest
+from pretrain_tools.planning.candidates import command_of, reason_of
+from pretrain_tools.planning.families import FAMILIES
 from pretrain_tools.planning.report import TABLE_WIDTH
-from pretrain_tools.planning.sizing import MOST_EPOCHS
 from pretrain_tools.planning.step_time import Hardware
 from pretrain_tools.planning.texts import MADE_BY, RecipePlace, lines_of, render
 
 SAVES = 10
 """Minimum number of checkpoints and validations per run. They are at most SECONDS_BETWEEN_SAVES apart."""
 SECONDS_BETWEEN_SAVES = 1800
-PUBLISHED_FROM = 6e7
-"""Number of layer parameters in the smallest published shapes."""
 SHARE_FOR_VALIDATION = 0.02
 """Validation FLOPs as a fraction of the training FLOPs."""
 
-Choice = tuple[str, str, str]
-"""(name, value, reason)"""
-
-
-Expectation = Callable[[int, int], tuple[float, float, float, str]]
-"""Maps (parameters in matmuls, tokens) to (loss, low, high, remark)."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The run chosen for a budget."""
-
-    chosen: Sized
-    expected: tuple[float, float, float, str] | None
-    """Predicted (loss, low, high, remark) with --ladder; otherwise None."""
-    place: RecipePlace
-
-    @property
-    def launch(self) -> str:
-        """The command that starts the run."""
-        run = self.chosen
-        if run.budget.hardware.gpus == 1:
-            return f"python train.py --config {self.place.recipe}"
-        return command_of(run.best, str(self.place.recipe), [], run.budget.hardware, run.config)
-
-    @property
-    def preparation(self) -> str:
-        """The command that prepares enough data for one epoch and validation."""
-        return (
-            f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {self.place.tokenizer or 'TOKENIZER'} "
-            f"--max_tokens {count_upwards(1.02 * self.chosen.tokens)} --validation_fraction 0.01 "
-            f"--output {self.place.shards}"
-        )
+Expected = tuple[float, float, float, str]
+"""Predicted (loss, low, high, remark)."""
 
 
 def recipe_of_budget(
-    request: BudgetRequest, hardware: Hardware, command: str, expect: Expectation | None = None
+    request: BudgetRequest,
+    hardware: Hardware,
+    command: str,
+    expect: Callable[[int, int], Expected] | None = None,
 ) -> None:
     """Chooses a run, writes its recipe if requested, and prints the result.
 
     Args:
         command: the user's command, which becomes the recipe's first line.
-        expect: function that predicts the loss.
+        expect: predicts the loss from the parameters in matmuls and the tokens.
 
     Raises InputError if no model fits the budget.
     """
@@ -98,168 +63,81 @@ def recipe_of_budget(
         unique_tokens=request.unique_tokens,
         tokens_per_parameter=options.tokens_per_parameter,
         mfu=options.mfu,
-        optimizer=options.optimizer or OPTIMIZERS_CHOSEN[0],
     )
-    chosen = choose_run(budget)
-    work = chosen.work
-    expected = expect(work.non_embedding, chosen.tokens) if expect else None
-    found = Answer(chosen, expected, request.place)
+    run = choose_run(budget)
+    rows = choices(run, expect(run.work.non_embedding, run.tokens) if expect else None)
+    place = request.place
+    # Enough data for one epoch and validation.
+    preparation = (
+        f"python prepare_data.py --input 'mine/*.jsonl' --tokenizer {place.tokenizer or 'TOKENIZER'} --max_tokens "
+        f"{math.ceil(1.02 * run.tokens / 1e6)}M --validation_fraction 0.01 --output {place.shards}"
+    )
+    launch = command_of(run.best, str(place.recipe), [], hardware, run.config)
+    lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
     if options.write:
-        found.place.write(found.chosen.shape.json_text, text_of(found, command))
-    if options.json:
-        print(answer_json(found))
-    else:
-        print_answer(found, bool(options.write))
+        commands = {"command": command, "preparation": preparation, "launch": launch}
+        place.write(run.shape.json_text, recipe_text(run, rows, place, **commands))
+        lines = [
+            f"Wrote {place.model} and {place.recipe}",
+            *([] if place.is_prepared else [f"Prepare the data:\n  {preparation}"]),
+            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
+            f"Start the run:\n  {launch}",
+        ]
+    print_choices(rows, lines)
 
 
-def choices(found: Answer) -> list[Choice]:
-    """Lists every choice with its reason."""
-    run = found.chosen
-    reasons = {
-        "size": size_reason(run),
-        "shape": shape_reason(run.shape),
-        "tokens": tokens_reason(run),
-        "precision": precision_reason(run),
-        "strategy": strategy_reason(run),
-    }
+def choices(run: Sized, expected: Expected | None) -> list[list[str]]:
+    """Lists every choice as [name, value, reason]."""
     lines = lines_of(
         "choices.j2",
         "choices",
         run,
-        reasons,
-        strategy_in_words(run),
-        expected=found.expected,
+        tokens_reason(run),
+        reason_of(run.best, run.candidates),
+        expected=expected,
         enough_tokens=ENOUGH_TOKENS,
         seconds_to_start=SECONDS_TO_START,
         share_for_steps=SHARE_FOR_STEPS,
     )
-    return [tuple(line.split(" | ", 2)) for line in lines]
-
-
-def size_reason(run: Sized) -> str:
-    budget = run.budget
-    ratio = run.tokens / run.shape.active
-    why = f"closest to {budget.tokens_per_parameter or COMPUTE_OPTIMAL:g} tokens per parameter"
-    if not budget.tokens_per_parameter:
-        why += ", which is compute-optimal (Hoffmann et al., arXiv 2203.15556)"
-        if run.tokens > budget.unique_tokens:
-            why = "within 1% of the lowest expected loss on repeated data (Muennighoff et al., arXiv 2305.16264)"
-    if run.shape == budget.shapes[0] and ratio < 10:
-        return "the smallest size, still too large for this budget"
-    if not budget.tokens_per_parameter and ratio > MOST_TIMES_TOO_LONG * COMPUTE_OPTIMAL:
-        return f"the largest that fits in memory; {COMPUTE_OPTIMAL:g} tokens per parameter requires a larger model"
-    return why
-
-
-def shape_reason(shape: Shape) -> str:
-    if shape.family is not NANOCHAT and shape.layer_parameters < PUBLISHED_FROM:
-        return "smaller than the published shapes, with a similar width-to-depth ratio (32 to 64)"
-    return shape.family.source
+    return [line.split(" | ", 2) for line in lines]
 
 
 def tokens_reason(run: Sized) -> str:
-    budget = run.budget
-    if math.isinf(budget.unique_tokens):
+    unique = run.budget.unique_tokens
+    if math.isinf(unique):
         return "as many as the budget allows, without repetition"
-    epochs = run.tokens / budget.unique_tokens
-    text = f"{epochs:.3g} epochs of {count_text(budget.unique_tokens)} tokens"
-    if epochs > 0.95 * MOST_EPOCHS:
-        return f"{text}, the maximum; beyond {MOST_EPOCHS:.0f}, the model memorizes the text (arXiv 2305.16264)"
-    return f"{text}; repeated tokens are worth less (arXiv 2305.16264)" if epochs > 1 else text
+    epochs = run.tokens / unique
+    text = f"{epochs:.3g} epochs of {count_text(unique)} tokens"
+    return f"{text}; repeated tokens are worth less, so 5 is the maximum (arXiv 2305.16264)" if epochs > 1 else text
 
 
-def precision_reason(run: Sized) -> str:
-    gpu = run.budget.hardware.gpu
-    if run.case.run.precision == "bf16":
-        return f"{gpu.name} supports it; benchmark fp8 before using it" if gpu.fp8_flops else f"{gpu.name} supports it"
-    return f"{gpu.name} doesn't support bf16"
-
-
-def strategy_reason(run: Sized) -> str:
-    """Explains the recommendation and compares it with the next best strategy."""
-    slower = next_best(run.best, run.candidates)
-    return " ".join([reason_of(run.best, run.candidates), *([difference(slower, run.best)] if slower else [])])
-
-
-def strategy_in_words(run: Sized) -> str:
-    recomputes = ", activations recomputed" if run.config.activation_checkpointing == "full" else ""
-    reduces = ", gradients reduced once per step" if run.best.reduces_once else ""
-    return f"{run.best.label}, micro-batch {run.best.micro_batch}{recomputes}{reduces}"
-
-
-def answer_json(found: Answer) -> str:
-    run = found.chosen
-    loss = dict(zip(("loss", "low", "high", "source"), found.expected, strict=True)) if found.expected else None
-    values = {
-        "choices": [dict(zip(("name", "value", "reason"), choice, strict=True)) for choice in choices(found)],
-        "model": run.shape.config_values,
-        "parameters": run.work.sizes.total,
-        "active_parameters": run.work.active,
-        "tokens": run.tokens,
-        "steps": run.steps,
-        "tokens_per_step": run.batch,
-        "sequence_length": run.shape.sequence_length,
-        "flops": run.tokens * run.work.flops_per_token,
-        "learning_rate": run.learning_rate,
-        "optimizer": run.budget.optimizer,
-        "precision": run.case.run.precision,
-        "strategy": run.best.name,
-        "sequences_per_micro_batch": run.best.micro_batch,
-        "activation_checkpointing": run.config.activation_checkpointing,
-        "bytes_per_gpu": run.memory.total,
-        "hours": run.billed_hours,
-        "cost": run.cost,
-        "expected_loss": loss,
-        "command": found.launch,
-    }
-    return json.dumps(values, indent=1)
-
-
-def print_answer(found: Answer, is_written: bool) -> None:
+def print_choices(rows: list[list[str]], lines: list[str]) -> None:
     console = Console(soft_wrap=False, highlight=False, markup=False)
     console.width = width_of(sys.stdout) or TABLE_WIDTH
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("choice", "value", "reason"):
         table.add_column(column, overflow="fold")
-    for choice in choices(found):
-        table.add_row(*choice)
+    for row in rows:
+        table.add_row(*row)
     console.print(table, "")
-    place = found.place
-    lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
-    if is_written:
-        lines = [
-            f"Wrote {place.model} and {place.recipe}",
-            *([] if place.is_prepared else [f"Prepare the data:\n  {found.preparation}"]),
-            f"Check the recipe:\n  python train.py --config {place.recipe} --check",
-            f"Start the run:\n  {found.launch}",
-        ]
     for line in lines:
         # Paths and commands must stay on one line, so that they can be pasted.
         console.print(line, soft_wrap=True)
 
 
-def text_of(found: Answer, command: str) -> str:
+def recipe_text(run: Sized, rows: list[list[str]], place: RecipePlace, **commands: str) -> str:
     """Formats the recipe with a comment for each choice."""
-    run = found.chosen
     # In long runs, a crash should cost at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
-    lines = [f"{name:<14} {value}: {reason}" for name, value, reason in choices(found)]
+    lines = [f"{name:<14} {value}: {reason}" for name, value, reason in rows]
     return render(
         "budget.yaml.j2",
         made_by=MADE_BY,
-        command=command,
-        launch=found.launch,
-        preparation=found.preparation,
-        place=found.place,
+        place=place,
         reasons="\n".join(textwrap.fill(line, 117, initial_indent="# ", subsequent_indent="#   ") for line in lines),
         run=run,
         every=every,
         validation_sequences=int(min(max(sequences, 4), 512)),
+        **commands,
     )
-
-
-def count_upwards(count: float) -> str:
-    """Formats a count rounded up to three digits, for example 46423100000 as '46.5B'."""
-    step = 10 ** (len(str(math.ceil(count))) - 3)
-    return count_text(math.ceil(count / step) * step)

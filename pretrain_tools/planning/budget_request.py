@@ -12,11 +12,9 @@ from pretrain_tools.planning.families import FAMILIES
 from pretrain_tools.planning.texts import RecipePlace
 
 DIALS = ("hours", "dollars", "flops")
-BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "optimizer", "ladder", "write")
+BUDGET_OPTIONS = (*DIALS, "family", "vocabulary", "data", "tokens_per_parameter", "ladder", "write")
 """Options that request a recipe."""
-OPTIMIZERS_CHOSEN = ("muon", "adamw")
 LARGEST_VOCABULARY = 2**22
-MANIFEST_NAME = "manifest.json"
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +23,7 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     add("--dollars", type=float, help="budget in US dollars")
     add("--flops", type=float, help="training FLOPs, such as 1e19")
     add("--family", help=f"model family: {', '.join(FAMILIES)} [llama]")
-    add("--vocabulary", metavar="FROM", help="tokenizer folder, prepared shards, or vocabulary size")
+    add("--vocabulary", metavar="FROM", help="tokenizer folder or vocabulary size, if there is no --data")
     add(
         "--data",
         metavar="FOLDER",
@@ -36,7 +34,6 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="training tokens per parameter; with higher values, a smaller model is trained for longer [20]",
     )
-    add("--optimizer", help=f"optimizer: {', '.join(OPTIMIZERS_CHOSEN)} [muon]")
     add("--ladder", type=Path, metavar="JSON", help="ladder.json written by runs.py ladder, to predict the loss")
     add("--write", metavar="RECIPE", help="recipe to write; also writes the model's JSON to model_configs/")
 
@@ -74,7 +71,7 @@ def read_budget_request(
     if options.vocabulary is not None:
         vocabulary = problems.attempt(vocabulary_asked_for, options.vocabulary)
     if options.data is not None:
-        vocabulary, unique_tokens = problems.attempt(data_asked_for, options.data, vocabulary) or (0, 0)
+        vocabulary, unique_tokens = problems.attempt(data_asked_for, options.data) or (0, 0)
     place = place_of(options)
     if options.write is not None:
         problems += [
@@ -89,13 +86,9 @@ def read_budget_request(
 def place_of(options: argparse.Namespace) -> RecipePlace:
     recipe = Path(options.write or "recipes/mine.yaml")
     output = Path("runs", recipe.stem)
+    if options.data is not None:
+        return RecipePlace(recipe, Path(options.data), output, is_prepared=True)
     given = options.vocabulary
-    shards = options.data
-    # Shards passed as --vocabulary are also used as data.
-    if shards is None and given is not None and (Path(given) / MANIFEST_NAME).is_file():
-        shards = given
-    if shards is not None:
-        return RecipePlace(recipe, Path(shards), output, is_prepared=True)
     tokenizer = given if given is not None and not isinstance(parse_count(given), int) else None
     return RecipePlace(recipe, Path("data", recipe.stem), output, tokenizer)
 
@@ -117,15 +110,12 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
         problems.append(
             f"--dollars: the price of {options.gpu or 'this machine'} is unknown; set --price_per_gpu_hour"
         )
-    for name, allowed in (("family", FAMILIES), ("optimizer", OPTIMIZERS_CHOSEN)):
-        value = getattr(options, name)
-        if value is not None and value not in allowed:
-            problems.append(f"--{name} {value}: must be one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
-    if options.vocabulary is None and options.data is None:
-        problems.append(
-            "--vocabulary is required without --data; pass a tokenizer folder, prepared shards or a vocabulary size"
-        )
-    for name in ("config", "comment"):
+    family = options.family
+    if family is not None and family not in FAMILIES:
+        problems.append(f"--family {family}: must be one of {', '.join(FAMILIES)}{did_you_mean(family, FAMILIES)}")
+    if (options.vocabulary is None) == (options.data is None):
+        problems.append("use either --data (prepared shards) or --vocabulary (a tokenizer folder or a number)")
+    for name in ("config", "comment", "json"):
         if getattr(options, name):
             problems.append(
                 f"--{name}: can't be combined with a budget, because plan.py creates a new recipe for it; omit one"
@@ -138,7 +128,7 @@ def option_contradictions(options: argparse.Namespace, rest: list[str], gpu: Gpu
 
 
 def vocabulary_asked_for(given: str) -> int:
-    """Returns the vocabulary size for a number, a tokenizer or prepared shards. Raises InputError."""
+    """Returns the vocabulary size for a number or a tokenizer. Raises InputError."""
     count = parse_count(given)
     if isinstance(count, int) or given.lstrip("-").isdecimal():
         count = int(count)
@@ -146,22 +136,14 @@ def vocabulary_asked_for(given: str) -> int:
             raise InputError(f"--vocabulary {given}: must be between 2 and {LARGEST_VOCABULARY:,}")
         return count
     # Imported here so that --help doesn't need numpy.
-    from pretrain.data.shards import read_manifest
     from pretrain.data.tokenizer import load_tokenizer
 
-    if (Path(given) / MANIFEST_NAME).is_file():
-        return read_manifest(given).vocabulary_size
     return load_tokenizer(given).vocabulary_size
 
 
-def data_asked_for(given: str, vocabulary: int | None) -> tuple[int, int]:
+def data_asked_for(given: str) -> tuple[int, int]:
     """Returns (vocabulary size, number of training tokens) of prepared shards. Raises InputError."""
     from pretrain.data.shards import read_manifest
 
     manifest = read_manifest(given)
-    if vocabulary is not None and manifest.vocabulary_size > vocabulary:
-        raise InputError(
-            f"--vocabulary: got {vocabulary:,}, but the vocabulary of --data {given} has {manifest.vocabulary_size:,} "
-            "IDs; omit --vocabulary"
-        )
-    return vocabulary or manifest.vocabulary_size, manifest.totals("train")[0]
+    return manifest.vocabulary_size, manifest.totals("train")[0]

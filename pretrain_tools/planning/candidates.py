@@ -23,8 +23,8 @@ from pretrain.training.run_plan import length_problems, ramp_of, sequences_of
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layouts, products
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, optimizer_elements, sizes_of, with_terms
-from pretrain_tools.planning.step_time import Hardware, RunWork, Speed, StepTime
-from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, reduces_by_choice, uneven
+from pretrain_tools.planning.step_time import Hardware, RunWork, StepTime
+from pretrain_tools.planning.traffic import Step, flows, idle, offload_seconds, uneven
 
 AS_FAST = 0.03
 """Relative difference in step time below which two strategies count as equally fast."""
@@ -40,7 +40,7 @@ class Case:
     run: PlannedRun
     work: RunWork
     hardware: Hardware
-    speed: Speed
+    mfu: float
 
     def changed(self, **settings: Any) -> "Case":
         """Returns a copy with changed recipe settings."""
@@ -78,7 +78,7 @@ class Case:
         # Recomputation takes time but doesn't count toward MFU. A forward pass is a third of a step.
         part = self.run.work(layout, sequences)
         flops = work.flops_per_token * work.tokens_per_step * (1 + part.repeated_flops / 3)
-        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.speed.mfu)
+        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
         slowest = compute * uneven(layout, work.sizes.layers)
         micro_batch = sequences * config.data.sequence_length * layout.micro_batches
         micro_steps = max(1, work.tokens_per_step // micro_batch)
@@ -108,8 +108,6 @@ class Candidate:
     """The plan's micro-batch: the recipe's if it fits, otherwise the largest."""
     time: StepTime | None = None
     """Step time with the plan's micro-batch; None if none fits."""
-    reduces_once: bool = False
-    """True if the plan sets batch.no_sync, to reduce gradients once per step."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -231,19 +229,8 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
-    found = Candidate(layout, [], memory, fits, largest, used, notes=notes)
-    if used is None:
-        return found
-    if config.activation_checkpointing != "none":
-        whole = case.changed(activation_checkpointing="none")
-        without = whole.memory(layout, used)
-        repeated = case.run.work(layout, used).repeated_flops / 3
-        if without.total <= case.memory(layout, used).total:
-            notes.append(f"{name}: activation_checkpointing: {config.activation_checkpointing} saves no memory")
-        elif whole.fits(without):
-            less = repeated / (1 + repeated)
-            notes.append(f"{name}: also fits with --activation_checkpointing none, which takes {less:.0%} less time")
-    return timed(found, case)
+    time = None if used is None else case.step(layout, used)
+    return Candidate(layout, [], memory, fits, largest, used, time, notes)
 
 
 def search_products(case: Case) -> list[Candidate]:
@@ -260,7 +247,7 @@ def search_products(case: Case) -> list[Candidate]:
             continue
         most = case.run.config.batch.tokens_per_step // (case.run.config.data.sequence_length * layout.micro_batches)
         if most:
-            least = case.with_batch(no_sync=True).step(layout, most).seconds
+            least = case.step(layout, most).seconds
             bounded.append((least, len(layout.sizes.named()), layout))
     bounded.sort(key=lambda each: each[:2])
     found: list[Candidate] = []
@@ -292,20 +279,6 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
         and (layout.tp == 1 or plan_problem(config, layout.tp, splits_experts=layout.ep == 1) is None)
         and (layout.cp == 1 or heads_problem(config, layout.cp, layout.tp) is None)
     )
-
-
-def timed(found: Candidate, case: Case) -> Candidate:
-    """Adds the step time. Sets `reduces_once` if it saves time, fits in memory and the strategy supports it."""
-    layout = found.layout
-    found = replace(found, time=case.step(layout, found.micro_batch), reduces_once=False)
-    if case.run.config.batch.no_sync or not reduces_by_choice(layout, case.run.precision):
-        return found
-    once = case.with_batch(no_sync=True)
-    time = once.step(layout, found.micro_batch)
-    if time.seconds >= found.step_seconds or not once.fits(once.memory(layout, found.micro_batch)):
-        return found
-    memory = once.memory(layout, case.run.config.batch.sequences_per_micro_batch)
-    return replace(found, memory=memory, reduces_once=True, time=time)
 
 
 def largest_that_fits(ascending: list[int], fits) -> int | None:
@@ -363,12 +336,11 @@ def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:
     if not same:
         others = sum(candidate.runs for candidate in candidates) - 1
         return f"{chosen.label} is the fastest that fits." if others else f"Only {chosen.label} fits."
-    is_simplest = all(simplicity(chosen) < simplicity(candidate) for candidate in same)
-    which = "is the simplest" if is_simplest else "is the simplest with the recipe's micro-batch"
+    with_batch = " with the recipe's micro-batch" if chosen.fits else ""
     names = ", ".join(candidate.label for candidate in same)
     return (
-        f"Of the fastest strategies, {chosen.label} {which}; within the estimate's error ({AS_FAST:.0%}), it is as "
-        f"fast as {names}."
+        f"Of the fastest strategies, {chosen.label} is the simplest{with_batch}; within the estimate's error "
+        f"({AS_FAST:.0%}), it is as fast as {names}."
     )
 
 
@@ -379,24 +351,6 @@ def shares_of(candidate: Candidate) -> str:
     return ", ".join(f"{share:.0%} {name}" for name, share in shares if share >= 0.005)
 
 
-def difference(slower: Candidate, chosen: Candidate) -> str:
-    """Explains why a candidate is slower than the chosen one. Reports the part of the step that grows the most."""
-    before = chosen.time.parts
-    grown = {name: seconds - before.get(name, 0.0) for name, seconds in slower.time.parts.items()}
-    name = max(grown, key=grown.__getitem__)
-    more = grown[name] / chosen.step_seconds
-    return (
-        f"The next best, {slower.label}, is {slower.step_seconds / chosen.step_seconds - 1:.0%} slower: "
-        f"{name} adds {more:.0%} of {chosen.label}'s step time."
-    )
-
-
-def next_best(chosen: Candidate, candidates: list[Candidate]) -> Candidate | None:
-    """Returns the fastest candidate that is slower than the chosen one by more than the estimate's error."""
-    slower = [one for one in candidates if one.runs and one.step_seconds > (1 + AS_FAST) * chosen.step_seconds]
-    return min(slower, key=lambda candidate: candidate.step_seconds, default=None)
-
-
 def command_of(
     candidate: Candidate, config_path: str, overrides: list[tuple[str, str]], hardware: Hardware, config: RunConfig
 ) -> str:
@@ -405,8 +359,6 @@ def command_of(
     settings = [f"--{key} {value}" for key, value in overrides if key != "batch.sequences_per_micro_batch"]
     if candidate.micro_batch != config.batch.sequences_per_micro_batch or len(settings) != len(overrides):
         settings.append(f"--batch.sequences_per_micro_batch {candidate.micro_batch}")
-    if candidate.reduces_once and not config.batch.no_sync:
-        settings.append("--batch.no_sync true")
     layout = candidate.layout
     launch = f"{layout.launcher} --config_file accelerate_configs/{layout.name}.yaml --num_processes {hardware.gpus}"
     launch += layout.options

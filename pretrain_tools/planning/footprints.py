@@ -17,7 +17,7 @@ from pretrain.optim.optimizers import is_output_head
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
 from pretrain.parallel.pipeline_stages import split_layers
 from pretrain.parallel.strategy import Strategy
-from pretrain_tools.planning.layouts import Layout, running_layout
+from pretrain_tools.planning.layouts import Layout, launched_layout
 from pretrain_tools.planning.memory import FP32, Memory, PlannedRun, Sizes, Work, at_peak, loss_bytes
 
 
@@ -35,7 +35,7 @@ def planned_memory(strategy: Strategy, config: RunConfig) -> Memory:
     model_config = planned_model_config(config.model, config.data)
     device = strategy.device
     run = PlannedRun(config, model_config, strategy.precision, device.type, memory_bytes(device))
-    return footprint(run, running_layout(strategy), config.batch.sequences_per_micro_batch)
+    return footprint(run, launched_layout(strategy.name), config.batch.sequences_per_micro_batch)
 
 
 def footprint(run: PlannedRun, layout: Layout, sequences: int) -> Memory:

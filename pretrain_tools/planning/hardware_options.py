@@ -38,11 +38,12 @@ def option_problems(options: argparse.Namespace) -> Problems:
         problems.append(f"--gpus {gpus}: must be a multiple of 8, the default per machine; otherwise, set --machines")
     if options.mfu is not None and not 0 < options.mfu <= 1:
         problems.append(f"--mfu {options.mfu}: must be above 0 and at most 1; write 40% as 0.4")
-    for name in ("peak_tflops", "network_gbits", "price_per_gpu_hour"):
+    if options.price_per_gpu_hour is not None and options.price_per_gpu_hour < 0:
+        problems.append(f"--price_per_gpu_hour {options.price_per_gpu_hour}: must be at least 0")
+    for name in ("peak_tflops", "network_gbits"):
         value = getattr(options, name)
-        if value is not None and (value < 0 or (value == 0 and name != "price_per_gpu_hour")):
-            least = "at least 0" if name == "price_per_gpu_hour" else "above 0"
-            problems.append(f"--{name} {value}: must be {least}")
+        if value is not None and value <= 0:
+            problems.append(f"--{name} {value}: must be above 0")
     return problems
 
 
@@ -81,13 +82,12 @@ def hardware_of(options: argparse.Namespace, gpu: Gpu | None) -> "Hardware":
     return Hardware(gpu, options.gpus, options.machines or -(-options.gpus // 8))
 
 
-def find_gpu(name: str, **given: float | None) -> Gpu:
+def find_gpu(name: str, **given: float) -> Gpu:
     """Looks up a GPU by name. Raises InputError for an unlisted GPU without memory_bytes and bf16_flops.
 
     given: fields of Gpu that override the table.
     """
     key = name.lower().replace("-", "_").replace(" ", "_")
-    given = {field: value for field, value in given.items() if value is not None}
     if (known := gpu_called(name)) is not None:
         return replace(known, **given)
     if not {"memory_bytes", "bf16_flops"} <= given.keys():

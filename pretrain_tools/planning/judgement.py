@@ -1,6 +1,5 @@
 """Implements train.py --check, which prints warnings, a time estimate for this machine and the launch command."""
 
-import math
 import os
 import shlex
 import shutil
@@ -11,29 +10,23 @@ import torch
 
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
-from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import InputError, one_line
 from pretrain.hardware import memory_bytes, peak_flops
-from pretrain.model.build import build_meta_model
-from pretrain.model.model_config import padded_vocabulary
-from pretrain.model.routers import router_losses
 from pretrain.parallel.launcher import launched_strategy
-from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.training.run_plan import ModelPlan, RunPlan, plan_model, sequences_of
-from pretrain.training.run_records import in_rows, rows_of_model, start_warnings
+from pretrain.parallel.strategy import device_type
+from pretrain.training.run_plan import RunPlan, sequences_of
+from pretrain.training.run_records import start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import launched_layout
 from pretrain_tools.planning.memory import PlannedRun, sizes_of
-from pretrain_tools.planning.memory_advice import context_advice, ladder
+from pretrain_tools.planning.memory_advice import ladder
 from pretrain_tools.planning.step_time import default_mfu
 
 USEFUL_EPOCHS = 4
 """Number of epochs after which repeated tokens lose value (arXiv 2305.16264)."""
 FEWEST_STEPS = 100
-GOOD_STEPS = 500
-"""Suggested number of steps if a run has too few."""
 MOST_OF_VOCABULARY = 0.5
 """Fraction of parameters in the embedding and head above which --check warns."""
 WARNING_PREFIX = "warning: "
@@ -59,31 +52,12 @@ def judgement(
         missing_validation(config, validation),
         heavy_vocabulary(run),
         few_steps(config, run),
-        memory_shortage(config, run, run.precision, device),
+        memory_shortage(config, run, device),
         small_disk(config, run),
     )
     warnings = [*start_warnings(config, run, overridden, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(config, run, device), f"start the run with: {launch_command(config, words)}"]
-
-
-def judgement_without_data(config: RunConfig, words: Sequence[str]) -> list[str]:
-    """Returns the lines to print if the data doesn't exist yet. Everything else must have been checked."""
-    model_config = planned_model_config(config.model, config.data)
-    model = plan_model(config, model_config, router_losses(config.loss, build_meta_model(model_config)))
-    precision = resolve_precision(config.precision)
-    assumed = assumed_vocabulary(config.model, config.data, model.model_config)
-    vocabulary = "; ".join(assumed).removeprefix("vocabulary: ")
-    rows = rows_of_model(
-        config, model, precision, vocabulary or f"{model.model_config.vocab_size:,} IDs (from the recipe)"
-    )
-    memory = memory_shortage(config, model, precision, torch.device(device_type()))
-    return [
-        in_rows(rows),
-        *([f"{WARNING_PREFIX}{memory}"] if memory else []),
-        f"once the data exists, start the run with: {launch_command(config, words)}",
-        "Everything but the data has been checked.",
-    ]
 
 
 def warnings_in_words(lines: Sequence[str]) -> str:
@@ -97,14 +71,12 @@ def repeated_data(run: RunPlan) -> str | None:
     epochs = {folder: count for folder, count in counts.items() if round(count, 1) > USEFUL_EPOCHS}
     if not epochs:
         return None
-    readers = run.batches.readers
     each = ", ".join(f"{folder} {count:,.1f} times" for folder, count in epochs.items())
-    new = sum(reader.tokens for reader in readers.values())
-    smaller = f"--budget.tokens {USEFUL_EPOCHS * new}" if len(readers) == 1 else "a smaller budget"
+    new = sum(reader.tokens for reader in run.batches.readers.values())
     return (
         f"data: the run repeats {each}, because the budget is {count_text(run.total_tokens)} tokens, but the data "
         f"contains only {count_text(new)}. Training for more than {USEFUL_EPOCHS} epochs helps little "
-        f"(arXiv 2305.16264); add data, or use {smaller}"
+        "(arXiv 2305.16264); add data, or use a smaller budget"
     )
 
 
@@ -119,42 +91,29 @@ def missing_validation(config: RunConfig, validation: dict[str, ShardReader]) ->
 
 def heavy_vocabulary(run: RunPlan) -> str | None:
     sizes = sizes_of(run.model_config)
-    # Padding rows beyond the tokenizer's vocabulary don't count.
-    used = min(padded_vocabulary(run.batches.vocabulary_size), sizes.vocabulary)
-    per_id = sizes.of_vocabulary // sizes.vocabulary
-    body = sizes.total - sizes.of_vocabulary
-    share = used * per_id / (body + used * per_id)
+    share = (sizes.embedding + sizes.head) / sizes.total
     if share <= MOST_OF_VOCABULARY:
         return None
-    balanced = max(512, 2 ** round(math.log2(max(1, body / (2 * per_id)))))
     return (
-        f"vocabulary: {used:,} IDs use {count_text(used * per_id)} of {count_text(body + used * per_id)} parameters "
-        f"({share:.0%}); with a {balanced:,}-ID tokenizer (--train_tokenizer {balanced}), the share would be only "
-        f"{balanced * per_id / (body + balanced * per_id):.0%}"
+        f"vocabulary: the embedding and head for {sizes.vocabulary:,} IDs are {share:.0%} of "
+        f"{count_text(sizes.total)} parameters; use a smaller tokenizer (--train_tokenizer)"
     )
 
 
 def few_steps(config: RunConfig, run: RunPlan) -> str | None:
     if run.total_steps >= FEWEST_STEPS:
         return None
-    length = config.data.sequence_length
-    smaller = max(length, 2 ** int(math.log2(max(1, run.total_tokens / GOOD_STEPS))))
-    remedy = (
-        f"use --batch.tokens_per_step {smaller} for {math.ceil(run.total_tokens / smaller):,} steps"
-        if smaller < config.batch.tokens_per_step and config.budget.steps is None
-        else "raise the budget"
-    )
     return (
         f"batch: with {config.batch.tokens_per_step:,} tokens per step, the run has only {run.total_steps:,} steps, "
         f"including {run.schedule.warmup_steps:,} warmup steps. A model learns little in fewer than {FEWEST_STEPS} "
-        f"steps; {remedy}"
+        "steps; lower batch.tokens_per_step or raise the budget"
     )
 
 
-def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: torch.device) -> str | None:
+def memory_shortage(config: RunConfig, run: RunPlan, device: torch.device) -> str | None:
     """Returns a warning with remedies if a step won't fit in this machine's memory."""
     have = memory_bytes(device)
-    planned = PlannedRun(config, run.model_config, precision, device.type, have)
+    planned = PlannedRun(config, run.model_config, run.precision, device.type, have)
     layout = launched_layout(launched_strategy())
     # Tracing takes seconds, and most checked runs fit.
     if fits_by_far(config, run, have):
@@ -166,8 +125,6 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
     if need <= have:
         return None
     remedies = ladder(planned, layout, have)
-    if all("does not fit" in remedy for remedy in remedies):
-        remedies += filter(None, [context_advice(planned, have)])
     longest = config.data.longest_window.sequence_length
     return (
         f"memory: with {layout.name}, a step with sequences of {longest:,} tokens needs {bytes_text(need)}, but "
@@ -175,7 +132,7 @@ def memory_shortage(config: RunConfig, run: ModelPlan, precision: str, device: t
     )
 
 
-def fits_by_far(config: RunConfig, run: ModelPlan, have: int) -> bool:
+def fits_by_far(config: RunConfig, run: RunPlan, have: int) -> bool:
     """Returns True if even several times the usual memory (arXiv 2205.04198) fits in `have` bytes without sharding."""
     known = run.model_config
     length = config.data.longest_window.sequence_length
@@ -214,7 +171,7 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source})"
-    mfu, _ = default_mfu(run.active_parameters, device.type)
+    mfu = default_mfu(run.active_parameters, device.type)
     seconds = run.total_flops / (peak * run.ranks * mfu)
     processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (

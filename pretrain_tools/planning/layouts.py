@@ -11,12 +11,9 @@ from typing import Any
 import yaml
 from accelerate.utils import patch_environment
 
-from pretrain.errors import InputError
 from pretrain.files import ROOT
 from pretrain.mesh_sizes import DIMENSIONS, DROPPED, Sizes, launched_sizes, processes_launched, setting, variable
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
-from pretrain.parallel.registry import STRATEGIES
-from pretrain.parallel.strategy import Strategy
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
 """{strategy: mesh dimension set in its accelerate config}."""
@@ -149,11 +146,6 @@ class Layout:
         }
 
 
-def planned_strategies() -> list[str]:
-    """Lists the strategies included in every plan."""
-    return [name for name in STRATEGIES if name != "mesh"]
-
-
 def products(ranks: int, machines: int = 1) -> Iterator[Layout]:
     """Yields every possible mesh with this many processes, except ddp."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -190,8 +182,10 @@ def layout(name: str, ranks: int, machines: int = 1, size: int | None = None) ->
             sizes = Sizes(dp_replicate=left, **{name: size})
         case _:
             sizes = Sizes(dp_shard=left, **{DIMENSION_OF[name]: size})
-    found = Layout.of(sizes, machines, name)
-    return replace(found, ranks=ranks, problem=_size_problem(name, ranks, size) or problem)
+    found = Layout.of(sizes, machines)
+    if problem is None and (found.name, found.ranks) != (name, ranks):
+        problem = "needs more GPUs per machine, or an even number of them"
+    return replace(found, name=name, ranks=ranks, problem=problem)
 
 
 def _planned_size(name: str, ranks: int, machines: int) -> int:
@@ -204,17 +198,6 @@ def _planned_size(name: str, ranks: int, machines: int) -> int:
         case "pp":
             return ranks
     return ranks // machines  # tp, cp and ep communicate in every layer, so they stay within a machine
-
-
-def _size_problem(name: str, ranks: int, size: int) -> str | None:
-    """Explains why this size doesn't work with this number of processes; None if it does."""
-    if name == "hsdp" and 1 < ranks < 2 * size:
-        return "needs at least two GPUs per group; use ddp"
-    if name == "fsdp_tp" and (ranks < 4 or ranks % 2):
-        return "needs an even number of GPUs, at least four"
-    if name == "cp" and ranks > 1 and size < 2:
-        return "needs several GPUs per machine"
-    return None
 
 
 def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
@@ -232,25 +215,11 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 
 def launched_layout(name: str) -> Layout:
     """Returns the current launch's layout, based on the launcher's environment variables."""
-    ranks = processes_launched()
-    launched = layout(name, ranks)
-    if not launched.zero:
-        try:
-            sizes = launched_sizes()
-        except InputError:  # the strategy's own check reports it
-            return launched
-        return Layout.of(sizes, name=name)
-    if zero := deepspeed_file().get("zero_optimization"):
-        return replace(launched, zero={key: value for key, value in zero.items() if value != "auto"})
-    return launched
-
-
-def running_layout(strategy: Strategy) -> Layout:
-    """Returns a running strategy's layout, including the DeepSpeed settings filled in by accelerate."""
-    launched = launched_layout(strategy.name)
-    if not launched.zero:
-        return launched
-    return replace(launched, zero=strategy.accelerator.deepspeed_plugin.deepspeed_config["zero_optimization"])
+    if not name.startswith("zero"):
+        return Layout.of(launched_sizes(), name=name)
+    launched = layout(name, processes_launched())
+    given = deepspeed_file().get("zero_optimization") or launched.zero
+    return replace(launched, zero={key: value for key, value in given.items() if value != "auto"})
 
 
 def shipped_deepspeed(name: str) -> dict[str, Any]:

@@ -101,11 +101,6 @@ class Sizes:
         return self.head == 0
 
     @property
-    def of_vocabulary(self) -> int:
-        """Parameters in the token embedding and head, counted once if tied."""
-        return self.vocabulary * self.width * (1 if self.is_tied else 2)
-
-    @property
     def root(self) -> int:
         """Parameters outside the layers."""
         return self.total - self.in_layers
@@ -351,16 +346,11 @@ def exchanged_width(config: Any) -> int:
     return 2 * (heads + key_heads) * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-_mixers: dict[Any, tuple[str, ...]] = {}
-
-
+@once_per_config
 def mixers_in_rows(model_config: Any) -> tuple[str, ...]:
-    """Returns the names of the mixer classes that would mix documents. Results are cached per architecture."""
-    key = (type(model_config), frozenset(getattr(model_config, "layer_types", None) or ()))
-    if key not in _mixers:
-        found = probe(model_config, attention="auto", window=WindowSpec(1, document_mask=True))
-        _mixers[key] = tuple(classes_in_rows(found.attention))
-    return _mixers[key]
+    """Returns the names of the mixer classes that would mix documents. Results are cached."""
+    found = probe(model_config, attention="auto", window=WindowSpec(1, document_mask=True))
+    return tuple(classes_in_rows(found.attention))
 
 
 @dataclass(frozen=True)

@@ -17,20 +17,10 @@ from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.layouts import Layout, layout
 from pretrain_tools.planning.memory import PlannedRun
 
-FURTHER = {
-    "single": ("zero3_offload",),
-    "ddp": ("zero1", "zero2", "fsdp2", "cp", "zero3_offload"),
-    "zero1": ("zero2", "fsdp2", "cp", "zero3_offload"),
-    "zero2": ("fsdp2", "cp", "zero3_offload"),
-    "fsdp2": ("cp", "zero3_offload"),
-    "zero3": ("cp", "zero3_offload"),
-    "cp": (),
-}
-"""{strategy: accelerate configs that shard or offload more, fastest first}"""
+FURTHER = ("ddp", "zero1", "zero2", "fsdp2", "cp", "zero3_offload")
+"""Accelerate configs that shard or offload more and more, fastest first."""
 FURTHER_ELSEWHERE = ("fsdp2", "cp", "zero3_offload")
-"""Accelerate configs to suggest for all other strategies."""
-MOST_PARTS = 64
-"""Maximum suggested number of processes per sequence."""
+"""Accelerate configs to suggest for strategies that aren't listed in FURTHER."""
 USED = 0.9
 """Usable fraction of device memory. The rest is lost to fragmentation."""
 
@@ -47,7 +37,7 @@ def ladder(run: PlannedRun, divided: Layout, gpu_memory_bytes: float) -> list[st
     """
     sequences = run.config.batch.sequences_per_micro_batch
     ranks = divided.ranks
-    further = FURTHER.get(divided.name, FURTHER_ELSEWHERE)
+    further = FURTHER[FURTHER.index(divided.name) + 1 :] if divided.name in FURTHER else FURTHER_ELSEWHERE
     rungs: list[str] = []
 
     def climb(change: str) -> bool:
@@ -84,24 +74,6 @@ def can_share(run: PlannedRun, parts: int) -> bool:
     """Returns True if sequences can be split across this many processes."""
     divides = parts > 1 and run.config.data.sequence_length % parts == 0
     return divides and not model_problems(run.model_config, Sizes(cp=parts), run.config.pipeline.schedule)
-
-
-def context_advice(run: PlannedRun, gpu_memory_bytes: float) -> str | None:
-    """Suggests a number of processes per sequence, with one sequence per micro-batch; None if nothing fits.
-
-    gpu_memory_bytes: the device's memory.
-    """
-    recomputed = run.changed(activation_checkpointing="full")
-    for parts in (2**n for n in range(1, MOST_PARTS.bit_length())):
-        for planned, words in ((run, ""), (recomputed, " and --activation_checkpointing full")):
-            total = largest_footprint(planned, layout("cp", parts), 1).total
-            if can_share(planned, parts) and total <= USED * gpu_memory_bytes:
-                return (
-                    f"accelerate_configs/cp.yaml with {parts} processes per sequence and "
-                    f"--batch.sequences_per_micro_batch 1{words}: needs {bytes_text(total)} per process, which fits "
-                    f"in {bytes_text(gpu_memory_bytes)}"
-                )
-    return None
 
 
 def advise(facts: dict) -> list[str]:

@@ -118,12 +118,14 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
     parser = Options(add_help=False, allow_abbrev=False)
     parser.add_argument("--text", nargs="+", required=True)
     parser.add_argument("--exclude", nargs="+", default=[])
-    parser.add_argument("--minutes", type=minutes_from, default=10.0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--config")
     given, rest = parser.parse_known_args(arguments)
     if given.config:
         raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
+    if not 0 < given.minutes < 1e6:
+        raise InputError(f"--minutes {given.minutes:g}: must be a positive number of minutes")
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):
@@ -142,17 +144,6 @@ class Options(argparse.ArgumentParser):
         )
 
 
-def minutes_from(text: str) -> float:
-    """Parses a positive number of minutes. Raises ArgumentTypeError for anything else."""
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a positive number of minutes, got {text!r}")
-    return minutes
-
-
 def run_name_of(pattern: str) -> str:
     """Returns 'mine' for 'mine/*.txt', 'alice' for 'books/alice.txt', or 'own_text' if no part is usable."""
     parts = Path(pattern).parts
@@ -169,13 +160,14 @@ def find_text(asked: OwnText) -> "TextFiles":
     try:
         files = find_text_files(asked.patterns, asked.exclude)
     except InputError as error:
-        raise InputError(*(problem.replace("--input", "--text") for problem in error.problems)) from None
+        rename = "; rename text files to end with .txt"
+        told = (problem.replace(", or set --input_format", rename) for problem in error.problems)
+        raise InputError(*(problem.replace("--input", "--text") for problem in told)) from None
     total = sum(map(expected_bytes, files.sources))
     if total < SMALLEST_TEXT_BYTES:
-        left_out = f" ({files.left_out})" if files.left_out else ""
         raise InputError(
             f"--text {' '.join(asked.patterns)}: got only {total:,} bytes in {counted(len(files.sources), 'file')}; "
-            f"use at least {SMALLEST_TEXT_BYTES:,} bytes, preferably a million{left_out}"
+            f"use at least {SMALLEST_TEXT_BYTES:,} bytes, preferably a million"
         )
     return files
 
@@ -276,7 +268,7 @@ def make_recipe(asked: OwnText, files: "TextFiles") -> None:
         ["evaluate.py", "--model", str(place.output), "--interactive"],
     ]
     for command in commands:
-        print(f"  {command_text(command)}")
+        print(f"  python {shlex.join(command)}")
     print(flush=True)
 
 
@@ -296,11 +288,6 @@ def preparation_commands(asked: OwnText, files: "TextFiles", vocabulary: int, fr
     ]
 
 
-def command_text(command: list[str]) -> str:
-    """Formats a Python command. Escapes file names that aren't UTF-8, because terminals can't show them."""
-    return os.fsencode(shlex.join(["python", *command])).decode(errors="backslashreplace")
-
-
 def run_to_its_end(command: list[str]) -> None:
     """Runs one of the project's scripts. Exits if it fails or is interrupted.
 
@@ -309,7 +296,7 @@ def run_to_its_end(command: list[str]) -> None:
     received: list[int] = []
     # Only record signals, because the script must save before this process exits.
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOPS}
-    print(f"\n$ {command_text(command)}", flush=True)
+    print(f"\n$ python {shlex.join(command)}", flush=True)
     with subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]]) as process:
         while process.poll() is None:
             if signal.SIGTERM in received:

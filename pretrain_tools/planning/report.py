@@ -18,6 +18,7 @@ from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
 from pretrain.model.build import FORMULA
+from pretrain.parallel.registry import STRATEGIES
 from pretrain.terminal import width_of, wrapped
 from pretrain.training.auto_settings import resolve_auto
 from pretrain.units import co2_text
@@ -27,8 +28,6 @@ from pretrain_tools.planning.candidates import (
     Storage,
     command_of,
     consider,
-    difference,
-    next_best,
     planned_precision,
     reason_of,
     recommend,
@@ -38,7 +37,6 @@ from pretrain_tools.planning.candidates import (
     storage_of,
     work_of_run,
 )
-from pretrain_tools.planning.layouts import planned_strategies
 from pretrain_tools.planning.memory import PlannedRun
 from pretrain_tools.planning.step_time import (
     COMMUNICATION_BYTES,
@@ -46,7 +44,6 @@ from pretrain_tools.planning.step_time import (
     FRAGMENTATION,
     Hardware,
     RunWork,
-    Speed,
     default_mfu,
 )
 from pretrain_tools.planning.texts import lines_of
@@ -64,7 +61,7 @@ class Plan:
     hardware: Hardware
     precision: str
     work: RunWork
-    speed: Speed
+    mfu: float
     candidates: list[Candidate]
     recommended: Candidate | None
     command: str | None
@@ -106,21 +103,22 @@ def build_plan(
     model_config = planned_model_config(config.model, config.data)
     precision = planned_precision(config, hardware.gpu)
     work = work_of_run(config, model_config)
-    speed = Speed(mfu, "as requested") if mfu else Speed(*default_mfu(work.active, hardware.device_type))
+    mfu = mfu or default_mfu(work.active, hardware.device_type)
     case = Case(
         PlannedRun(config, model_config, precision, hardware.device_type, hardware.gpu.memory_bytes),
         work,
         hardware,
-        speed,
+        mfu,
     )
-    candidates = [*(consider(name, case) for name in planned_strategies()), *search_products(case)]
+    named = [consider(name, case) for name in STRATEGIES if name != "mesh"]
+    candidates = [*named, *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
     # Missing data doesn't prevent planning. It is reported below the table.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
-        config, hardware, precision, work, speed, candidates, recommended, command, storage_of(config, work), sources,
+        config, hardware, precision, work, mfu, candidates, recommended, command, storage_of(config, work), sources,
         problems,
     )  # fmt: skip
 
@@ -144,8 +142,7 @@ def plan_json(plan: Plan) -> str:
         "gpus": plan.hardware.gpus,
         "machines": plan.hardware.machines,
         "usable_bytes": plan.hardware.usable_bytes,
-        "mfu": plan.speed.mfu,
-        "mfu_source": plan.speed.source,
+        "mfu": plan.mfu,
         "strategies": [candidate_values(candidate) for candidate in plan.candidates],
         "recommended": recommended.name if recommended else None,
         "sequences_per_micro_batch": recommended.micro_batch if recommended else None,
@@ -187,15 +184,9 @@ def print_plan(plan: Plan) -> None:
         console.print(f"[bold]{escape(line[:width])}[/]{escape(line[width:])}")
     hardware = plan.hardware
     config = plan.config
-    lengths = {window.sequence_length for window in config.data.windows} - {config.data.sequence_length}
-    longest = (
-        f", or the same number of tokens in sequences of {', '.join(f'{n:,}' for n in sorted(lengths))}"
-        if lengths
-        else ""
-    )
     heading = (
         f"Memory per {hardware.unit} in GB (2^30 bytes) with {config.batch.sequences_per_micro_batch} sequences of "
-        f"{config.data.sequence_length:,} tokens per micro-batch{longest}; {hardware.usable_bytes / GIB:.1f} of "
+        f"{config.data.sequence_length:,} tokens per micro-batch; {hardware.usable_bytes / GIB:.1f} of "
         f"{hardware.gpu.memory_bytes / GIB:.1f} GB usable"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -260,9 +251,7 @@ def plan_verdict(plan: Plan) -> list[str]:
         return lines_of("plan.j2", "verdict", plan, "", "")
     chosen = plan.recommended
     co2 = co2_text(plan.kilowatt_hours, plan.config.energy.carbon_grams_per_kwh)
-    slower = next_best(chosen, plan.candidates)
     reasons = [reason_of(chosen, plan.candidates), f"A step takes {chosen.step_seconds:.3g} s: {shares_of(chosen)}."]
-    reasons += [difference(slower, chosen)] if slower else []
     return lines_of("plan.j2", "verdict", plan, reasons, co2)
 
 

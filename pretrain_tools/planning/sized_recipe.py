@@ -13,8 +13,8 @@ from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.units import count_text, duration_text
 from pretrain_tools.planning.families import Shape
-from pretrain_tools.planning.sizing import MOST_EPOCHS, TIME_USED, Sizing
-from pretrain_tools.planning.step_time import mfu_of_small
+from pretrain_tools.planning.sizing import MOST_EPOCHS, Sizing
+from pretrain_tools.planning.step_time import mfu_of_size
 from pretrain_tools.planning.texts import render
 
 SHARE_OF_TIME = 0.85
@@ -80,7 +80,7 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Estimates the MFU for this model size."""
-        return mfu_of_small(shape.parameters, self.device_type, self.precision)
+        return mfu_of_size(shape.parameters, self.device_type, self.precision)
 
     def flops(self, shape: Shape) -> float:
         """Returns the total training FLOPs that the time allows for this shape."""
@@ -159,14 +159,10 @@ class SizedRecipe:
             "steps": f"about {sizing.steps:,} of {sizing.tokens_per_step:,} tokens in sequences of "
             f"{shape.sequence_length:,}; Muon with a learning rate of {self.learning_rate:g}",
         }
-        seconds = sizing.tokens / rate
-        if seconds < TIME_USED * self.machine.seconds:
-            rows["time"] = (
-                f"about {duration_text(seconds)}, less than the limit, because the model memorizes the text beyond "
-                f"{MOST_EPOCHS:.0f} epochs; add more text to use all of the time"
-            )
-        else:
-            rows["time"] = f"{self.machine.minutes:g} min; the learning rate decays near the end"
+        rows["time"] = (
+            f"about {duration_text(sizing.tokens / rate)} of training steps, at most {self.machine.minutes:g} min in "
+            f"total; beyond {MOST_EPOCHS:.0f} epochs, the model memorizes the text, so add more to train for longer"
+        )
         if not self.has_validation:
             rows["warning"] = (
                 f"no validation, because only {self.prepared.validation_tokens:,} tokens are held out, less than one "

@@ -87,35 +87,29 @@ MFU_OF_CPUS = 0.4
 """MFU slightly below the 42% to 51% of small models on two cores (docs/performance.md)."""
 
 
-def default_mfu(parameters: int, device_type: str = "cuda") -> tuple[float, str]:
-    """Returns (MFU, its source)."""
+def default_mfu(parameters: int, device_type: str = "cuda") -> float:
     if device_type == "cpu":
-        return MFU_OF_CPUS, "small models on two cores, docs/performance.md"
-    mfu = next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
-    return mfu, "the best published codebases at this size, on H100s"
+        return MFU_OF_CPUS
+    return next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
 
 
-MFU_AND_SIZE = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5), ("cuda", "bf16"): (0.35, 1e8)}
+MFU_OF_SMALL = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5)}
 """{(device, precision): (MFU, minimum number of parameters to reach it)}. These are assumptions based on small models
 on two cores: in bf16, 0.14 with 0.6M parameters and 0.34 to 0.4 with 2M to 3M; in fp32 with AVX2, which has half the
 peak, 0.46 with 0.6M."""
+FULL_GPU_PARAMETERS = 1e8
+"""Minimum number of parameters for `default_mfu` on a GPU."""
 MFU_EXPONENT = 0.4
 """Exponent of the parameter count in the MFU of smaller models, whose matmuls don't fill the device."""
 
 
-def mfu_of_small(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU of runs that take minutes, whose models may be too small to fill the device."""
-    most, full = MFU_AND_SIZE.get((device_type, precision), MFU_AND_SIZE["cuda", "bf16"])
-    return most * min(1.0, parameters / full) ** MFU_EXPONENT
-
-
 def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
-    """Estimates the MFU of compiled runs that take hours. On GPUs, this is `default_mfu`, reduced for small models."""
-    small = mfu_of_small(parameters, device_type, precision)
+    """Estimates the MFU of a model that may be too small to fill the device."""
     if device_type == "cpu":
-        return small
-    # Apply the reduction for small models to the published MFU.
-    return small / MFU_AND_SIZE["cuda", "bf16"][0] * default_mfu(parameters)[0]
+        most, full = MFU_OF_SMALL[device_type, precision]
+    else:
+        most, full = default_mfu(parameters), FULL_GPU_PARAMETERS
+    return most * min(1.0, parameters / full) ** MFU_EXPONENT
 
 
 WORDS = {
@@ -159,12 +153,3 @@ class StepTime:
         parts = {"computing": self.computing, "waiting in the pipeline": self.waiting}
         parts |= {WORDS[name]: seconds for name, seconds in self.sending.items()}
         return {**parts, "updating on the CPU": self.on_host}
-
-
-@dataclass(frozen=True)
-class Speed:
-    """A GPU's speed."""
-
-    mfu: float
-    source: str
-    """Source of the MFU."""

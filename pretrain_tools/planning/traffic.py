@@ -256,11 +256,3 @@ def offload_seconds(layout: Layout, parameters: int) -> float:
     if offload["device"] == "nvme":
         seconds += 2 * 12 * parameters / layout.machines / NVME_BYTES_PER_SECOND
     return seconds
-
-
-def reduces_by_choice(layout: Layout, precision: str) -> bool:
-    """Returns True if batch.no_sync has an effect and isn't rejected."""
-    if layout.is_mesh:
-        return layout.sharing_states > 1 and layout.pp == 1
-    # DeepSpeed accumulates unreduced gradients in the weights' dtype.
-    return layout.zero.get("stage") in (2, 3) and not layout.zero.get("offload_optimizer") and precision == "fp32"

@@ -5,7 +5,7 @@ tokens. The change per element in hidden states and logits must not grow with th
 """
 
 import math
-from statistics import fmean, linear_regression
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +18,18 @@ from pretrain.model.small_copy import VOCABULARY, small_copies
 from pretrain.model.width_roles import at_width, hidden_width, initial_scales
 from pretrain.optim.optimizers import OPTIMIZERS, ModelShapes
 
-RATIOS = (1, 2, 4)
+RATIO = 4
+"""Ratio of the two widths."""
 STEPS = 4
 SEEDS = (0, 1)
 MOST_GROWTH = 0.25
 """Maximum growth exponent. Without muP, the change in logits has an exponent of 1."""
-Growth = dict[str, float]
+Changes = dict[str, float]
 
 
 def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> str | None:
     """Describes the activation whose change grows fastest with the width; None if all pass."""
-    growing = growth(activation_changes(optim, config, learning_rate))
+    growing = growth(optim, config, learning_rate)
     worst = max(growing, key=growing.get)
     if growing[worst] <= MOST_GROWTH:
         return None
@@ -38,18 +39,20 @@ def width_verdict(optim: Optim, config: PreTrainedConfig, learning_rate: float) 
     )
 
 
-def activation_changes(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> dict[int, Growth]:
-    """Returns {width: {activation: root mean square of its change after STEPS steps}}, averaged over SEEDS.
+def growth(optim: Optim, config: PreTrainedConfig, learning_rate: float) -> Changes:
+    """Returns {activation: exponent with which its change grows with the width}.
 
-    learning_rate: peak learning rate for the smallest width.
+    Compares the root mean square of the changes after STEPS steps at two widths, averaged over SEEDS.
+
+    learning_rate: peak learning rate for the smaller width.
     """
     narrow = narrow_copy(config)
-    widths = {}
-    for ratio in RATIOS:
-        wide = at_width(narrow, ratio)
-        found = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
-        widths[hidden_width(wide)] = {name: fmean(each[name] for each in found) for name in found[0]}
-    return widths
+    found = []
+    for wide in (narrow, at_width(narrow, RATIO)):
+        changes = [changes_of(optim, wide, hidden_width(narrow), learning_rate, seed) for seed in SEEDS]
+        found.append({name: max(fmean(each[name] for each in changes), 1e-12) for name in changes[0]})
+    less, more = found
+    return {name: math.log(more[name] / less[name]) / math.log(RATIO) for name in less}
 
 
 def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -57,14 +60,16 @@ def narrow_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     copies = sorted(small_copies(config, []), key=hidden_width)
     for copy in copies:
         try:
-            build_meta_model(at_width(copy, 2))
+            build_meta_model(at_width(copy, RATIO))
             return copy
         except InputError:
             continue
     raise InputError("optim.parametrization: could not build small copies of this architecture at different widths")
 
 
-def changes_of(optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int) -> Growth:
+def changes_of(
+    optim: Optim, config: PreTrainedConfig, mup_base_width: int, learning_rate: float, seed: int
+) -> Changes:
     """Measures the change in the logits and each layer's hidden states."""
     settings = optim.model_copy(update={"mup_base_width": mup_base_width}) if optim.parametrization == "mup" else optim
     model = build_model(config, seed=seed)
@@ -95,12 +100,3 @@ def activations(model: torch.nn.Module, ids_BT: torch.Tensor) -> dict[str, torch
     output = model(ids_BT[:, :-1], output_hidden_states=True)
     hidden = {f"hidden states {index}": state for index, state in enumerate(output.hidden_states)}
     return {**hidden, "logits": output.logits}
-
-
-def growth(changes: dict[int, Growth]) -> Growth:
-    """Returns {activation: exponent with which its change grows with the width}, fitted by least squares."""
-    widths = [math.log(width) for width in changes]
-    return {
-        name: linear_regression(widths, [math.log(max(change[name], 1e-12)) for change in changes.values()]).slope
-        for name in next(iter(changes.values()))
-    }

@@ -97,8 +97,4 @@ def test_budgets_that_fit_no_model_are_refused(quick_traces):
         choose_run(budget(hours=1 / 3600))
     with pytest.raises(InputError, match=r"allows only \d+ steps of .* fewer than 100"):
         choose_run(budget(flops=1e12))
-    with pytest.raises(InputError, match=r"largest llama model has 12.9B \(40 x 5120\).*--tokens_per_parameter") as e:
-        choose_run(budget(gpus=64, hours=2000))
-    ratio = float(str(e.value).rpartition(" ")[2])
-    run = choose_run(budget(gpus=64, hours=2000, tokens_per_parameter=ratio))
-    assert run.shape.parameters > 1e10
+    assert choose_run(budget(gpus=64, hours=2000)).shape.parameters > 1e10

@@ -27,10 +27,6 @@ from support.project import run_script
 Usage = namedtuple("Usage", "total used free")
 
 
-def small_memory(config, run, device) -> str | None:
-    return memory_shortage(config, run, run.precision, device)
-
-
 @pytest.fixture
 def read(recipe):
     """Returns a function that reads the recipe with changed settings and returns (config, run)."""
@@ -48,7 +44,7 @@ def test_a_text_that_is_read_again_and_again(read):
     epochs = run.total_tokens / (reader.tokens // 64 * 64)
     message = repeated_data(run)
     assert f"{epochs:,.1f} times, because the budget is 20M tokens" in message
-    assert message.endswith(f"add data, or use --budget.tokens {4 * reader.tokens}")
+    assert message.endswith("add data, or use a smaller budget")
     _, remedied = read(budget__tokens=4 * reader.tokens)
     assert repeated_data(remedied) is None
 
@@ -76,7 +72,7 @@ def test_a_vocabulary_that_outweighs_the_layers(read):
     )
     message = heavy_vocabulary(run)
     share = 512 * 32 / run.parameters
-    assert share > 0.5 and f"512 IDs use 16.4k of {run.parameters / 1000:.1f}k parameters ({share:.0%})" in message
+    assert share > 0.5 and f"head for 512 IDs are {share:.0%} of {run.parameters / 1000:.1f}k parameters" in message
 
 
 @pytest.mark.parametrize("budget", [{"budget__tokens": "12_800"}, {"budget__steps": 50}])
@@ -84,11 +80,7 @@ def test_a_batch_too_large_for_the_budget(read, budget):
     config, run = read(**budget)
     message = few_steps(config, run)
     assert "with 256 tokens per step, the run has only 50 steps, including 2 warmup steps" in message
-    if "budget__steps" in budget:
-        assert message.endswith("raise the budget")
-    else:
-        assert message.endswith("use --batch.tokens_per_step 64 for 200 steps")
-        assert few_steps(*read(**budget, batch__tokens_per_step=64)) is None
+    assert message.endswith("lower batch.tokens_per_step or raise the budget")
     assert few_steps(*read(budget__steps=100)) is None
 
 
@@ -111,12 +103,11 @@ def test_a_step_too_large_for_the_memory(read, monkeypatch):
     planned = PlannedRun(config, run.model_config, run.precision, "cpu")
     need = largest_footprint(planned, layout("single", 1), 1).total
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(need))
-    assert small_memory(config, run, torch.device("cpu")) is None
+    assert memory_shortage(config, run, torch.device("cpu")) is None
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: int(0.5 * need))
-    message = small_memory(config, run, torch.device("cpu"))
+    message = memory_shortage(config, run, torch.device("cpu"))
     assert message.startswith("memory: with single, a step with sequences of 2,048 tokens needs ")
     assert "--activation_checkpointing full, 33% slower: needs" in message and "zero3_offload" not in message
-    assert re.search(r"accelerate_configs/cp\.yaml with [24] processes per sequence .* which fits in [^;]*$", message)
 
 
 def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeypatch):
@@ -125,9 +116,9 @@ def test_an_architecture_whose_memory_cannot_be_traced_is_reported(read, monkeyp
 
     monkeypatch.setattr(judgement_module, "largest_footprint", fails)
     said = "memory: cannot be estimated for llama (TypeError: no such argument)"
-    assert small_memory(*read(), torch.device("cpu")) is None, "nothing must be traced if the model is small"
+    assert memory_shortage(*read(), torch.device("cpu")) is None, "nothing must be traced if the model is small"
     monkeypatch.setattr(judgement_module, "memory_bytes", lambda device: 100_000)
-    assert small_memory(*read(), torch.device("cpu")) == said
+    assert memory_shortage(*read(), torch.device("cpu")) == said
 
 
 def test_the_estimated_time_uses_the_measured_peak(read, monkeypatch):
@@ -158,16 +149,12 @@ def test_the_start_command_is_the_checked_one_without_check(read, monkeypatch):
     assert launch_command(config, words) == f"python {plain}"
 
 
-def test_a_check_without_data_checks_everything_else(recipe):
+def test_a_check_without_data_reports_everything_else(recipe):
     asked = ("train.py", "--config", recipe, "--check", "--data.train", f"[{{shards: {recipe.parent}/none}}]")
-    checked = run_script(*asked, check=False)
-    assert checked.returncode == 2
+    checked = run_script(*asked, "--export.weights", "average", check=False)
+    assert checked.returncode == 2 and not checked.stdout
     assert f"{recipe.parent}/none: no such folder of prepared shards; prepare it with the commands" in checked.stderr
-    assert "106,816 parameters" in checked.stdout and "attention   groundwork_sdpa" in checked.stdout
-    assert checked.stdout.endswith("Everything but the data has been checked.\n")
-    worse = run_script(*asked, "--export.weights", "average", check=False)
-    assert worse.returncode == 2 and not worse.stdout
-    assert "none: no such folder" in worse.stderr and "averaging.kind is none" in worse.stderr
+    assert "averaging.kind is none" in checked.stderr
 
 
 def test_the_script_prints_the_warnings(recipe):

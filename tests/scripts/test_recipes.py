@@ -213,9 +213,9 @@ def test_a_plan_on_the_page_is_what_plan_py_says(begin, monkeypatch):
     found = plan_on_page(f"{PLANS[begin]} --gpus {gpus}", [row.removeprefix(begin).split()[0].strip(",")], monkeypatch)
     chosen = found.recommended
     changed = chosen.micro_batch != found.config.batch.sequences_per_micro_batch
-    strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed + ", `no_sync`" * chosen.reduces_once
+    strategy = chosen.name + f", {chosen.micro_batch} sequences" * changed
     assert row == (
-        f"{begin} {strategy} | {chosen.memory.total / GIB:.1f} | {found.hours:.1f} at {found.speed.mfu:.0%} | "
+        f"{begin} {strategy} | {chosen.memory.total / GIB:.1f} | {found.hours:.1f} at {found.mfu:.0%} | "
         f"{found.gpu_hours:,.0f} | ${found.cost:,.0f} | {bytes_text(found.storage.total)} |"
     )
     tokens = float(re.search(r"([\d.]+)B tokens", begin)[1])
