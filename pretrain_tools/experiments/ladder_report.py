@@ -34,8 +34,7 @@ from pretrain_tools.experiments.scaling_law import (
     law_of,
     law_values,
 )
-from pretrain_tools.runs.comparison import require_writable
-from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_panel
+from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1}
 MOSTLY_PRIOR = 0.5
@@ -66,8 +65,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str
     problems = Problems()
     asked = problems.attempt(read_predictions, predict, count)
     found = problems.attempt(read_ladder_runs, folders, count)
-    problems.attempt(require_writable, base)
     problems.stop_if_any()
+    base.parent.mkdir(parents=True, exist_ok=True)
     runs, left_out = found
     ladder = make_ladder(rungs_of(runs), asked, count)
     print(ladder_text(ladder, left_out))
@@ -215,6 +214,5 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")
-    panel.yaxis.set_major_formatter(axis_text)
     panel.legend(frameon=False, fontsize=9)
     save_figure(figure, path)

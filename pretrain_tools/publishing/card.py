@@ -16,7 +16,6 @@ from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PICTURE_FILE
 from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text, energy_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
-from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.history import Score
 from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_of
 
@@ -184,17 +183,17 @@ def without_folders(value: Any) -> Any:
 
 
 def plot_losses(facts: Facts, path: Path) -> bool:
-    """Plots training and validation loss against tokens as a PNG. Returns False with fewer than two points."""
-    curves = curves_of(facts.history)
-    if points_of(curves.train, "tokens", "loss").shape[1] < 2:
+    """Plots training and validation loss as a PNG. Returns False with fewer than two points."""
+    named = {"training": facts.history.of("train")}
+    named |= {f"validation, {source}": events for source, events in facts.history.validation().items()}
+    points = {name: points_of(events, "step", "loss") for name, events in named.items()}
+    if points["training"].shape[1] < 2:
         return False
     from matplotlib.figure import Figure
 
-    named = {"training": curves.train}
-    named |= {f"validation, {source}": columns for source, columns in curves.validation.items()}
-    lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
+    lines = [Line(of_name, color_of(n), label=name) for n, (name, of_name) in enumerate(points.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
+    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines))
     # Omit the software version, so that the file is reproducible and isn't uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True

@@ -3,7 +3,6 @@
 Missing facts are omitted.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,8 +12,7 @@ from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-from pretrain_tools.runs.curves import Places
-from pretrain_tools.runs.history import History, Score, scores_of
+from pretrain_tools.runs.history import History, Score, count_flops, is_number, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -181,10 +179,7 @@ class Facts:
         """
         if self.tokens is None:
             return None, False
-        # The FLOPs per token may differ between stages.
-        places = Places(self.history)
-        flops = float(places.at([self.step])["flops"][0])
-        return None if math.isnan(flops) else flops, places.flops_are_exact
+        return count_flops(self.history), is_number(self.start.get("flops_per_token"))
 
     @property
     def budget_text(self) -> str:

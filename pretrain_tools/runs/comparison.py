@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,6 @@ SUMMARIZED = (
     "strategy.precision", "environment.device", "environment.commit",
 )  # fmt: skip
 """Settings shown in a summary, in addition to the data folders."""
-
-
-def require_writable(path: Path) -> None:
-    """Raises InputError if a file can't be created at this path."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} is not a folder; create it, or use another path")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: {folder} is not writable; use another path")
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot'}")
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -230,6 +230,30 @@ def count_hours(events: list[Event]) -> None:
         event["hours"] = elapsed / 3600
 
 
+def count_flops(history: History) -> float | None:
+    """Adds `flops`, the training FLOPs so far, to the train events in place. Returns the last one, or None if unknown.
+
+    They are counted as for MFU. If the run didn't record its FLOPs per token, they are estimated as 6 per active
+    parameter (Kaplan et al., arXiv 2001.08361).
+    """
+    start = history.last("start")
+    parameters = start.get("active_parameters", start.get("parameters"))
+    per_token = start.get("flops_per_token") or (6 * parameters if parameters else None)
+    if per_token is None:
+        return None
+    stages = history.of("stage")
+    tokens = 0
+    flops = 0.0
+    for event in history.of("train"):
+        if is_number(event.get("tokens")):
+            # Stages may change the sequence length, and with it the FLOPs per token.
+            rates = [stage["flops_per_token"] for stage in stages if stage["step"] < event["step"]]
+            flops += (event["tokens"] - tokens) * (rates[-1] if rates else per_token)
+            tokens = event["tokens"]
+            event["flops"] = flops
+    return flops
+
+
 def current_events(events: Iterable[Event]) -> list[Event]:
     """Drops measurements superseded by repeated steps or evaluations."""
     current: list[Event] = []

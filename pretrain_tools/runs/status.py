@@ -22,8 +22,6 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` reports it."""
 SHOWN_EVENTS = 8
-FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
-"""Measurement events, which aren't listed as incidents."""
 
 
 @dataclass(frozen=True)
