@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
+from pretrain.runs.run_folder import output_problem
 from pretrain.units import count_text, counted, table
 from pretrain_tools.experiments.ladder import (
     FAR_COMPUTE,
@@ -65,6 +66,8 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], count: str
     problems = Problems()
     asked = problems.attempt(read_predictions, predict, count)
     found = problems.attempt(read_ladder_runs, folders, count)
+    if problem := output_problem(base.parent):
+        problems.append(f"--{problem}")
     problems.stop_if_any()
     base.parent.mkdir(parents=True, exist_ok=True)
     runs, left_out = found

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.event_log import Event
+from pretrain.runs.run_folder import output_problem
 from pretrain_tools.runs.comparison import names_of
 from pretrain_tools.runs.history import MEASURES, History, count_flops, is_number, read_history, require_runs
 
@@ -78,7 +79,7 @@ class Panel:
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """Plots runs as a PNG and returns its path, by default in the run folder or the runs' common parent.
 
-    Raises InputError if a folder isn't a run, or if no step has been logged yet.
+    Raises InputError if a folder isn't a run, if no step has been logged yet, or if the path isn't writable.
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
@@ -87,6 +88,8 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     histories = dict(zip(names_of(runs), map(read_history, runs), strict=True))
     if not any(history.of("train") for history in histories.values()):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
+    if problem := output_problem(path.parent):
+        raise InputError(f"--{problem}")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_png(histories, path)
     return path

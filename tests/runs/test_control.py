@@ -221,7 +221,7 @@ def test_an_inactive_run_cannot_be_steered(tmp_path):
         crashed: "the run is not active (crashed at step 1), so there is nothing to save; run its training command",
         preempted: "the run is not active (stopped: preempted at step 4)",
         tmp_path / "nowhere": "no such run",
-        tmp_path: "is not a run, but contains runs (4)",
+        tmp_path: "is not a run, or has not started: it has no metrics.jsonl",
     }
     for folder, message in cases.items():
         with pytest.raises(InputError) as error:
