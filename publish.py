@@ -48,8 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--message", metavar="TEXT", help="commit message [step and token count]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
-    text = "with FILE: write a GGUF file for llama.cpp and don't upload; without FILE: also publish a GGUF file"
-    add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
+    add("--gguf", type=Path, metavar="FILE", help="write a GGUF file for llama.cpp and don't upload")
     add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
     add(
         "--first_wait",
@@ -96,10 +95,10 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             f"{flag}: can't be combined with --verify" for flag in given if flag not in ("--verify", "--public_key")
         ]
         return arguments, problems
-    if isinstance(arguments.gguf, Path):
+    if arguments.gguf is not None:
         given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
         allowed = ("--gguf", "--run", "--checkpoint", "--final")
-        problems += [f"{flag}: can't be combined with --gguf FILE" for flag in given if flag not in allowed]
+        problems += [f"{flag}: can't be combined with --gguf" for flag in given if flag not in allowed]
     if arguments.public_key is not None:
         problems.append("--public_key: only valid with --verify")
     if arguments.dry_run and arguments.output is None:

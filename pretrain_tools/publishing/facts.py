@@ -46,8 +46,6 @@ class Publication:
     """Dtype of the weights (export.dtype in the recipe)."""
     trust_remote_code: bool = False
     """Allows running code from the checkpoint."""
-    gguf: tuple[str, str] | None = None
-    """Name of the GGUF file, and a sentence comparing it with the model."""
 
     @property
     def name(self) -> str | None:

@@ -168,7 +168,7 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
 
 
-def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str | list[str] | None) -> str:
+def convert(folder: Path, path: Path, *, dtype: str, text: str) -> str:
     """Converts a model folder to GGUF and compares the outputs. Returns a sentence for the model card.
 
     Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
@@ -176,24 +176,21 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str |
     Args:
         dtype: the weights' dtype (bf16, fp16 or fp32).
         text: additional text for the comparison.
-        general: see `write_gguf`.
     """
     from pretrain_tools.publishing.gguf_comparison import comparison_note
 
     conversion = read_conversion(folder)
     note = comparison_note(folder, text, partial(write_gguf, conversion, dtype="fp32"))
     unfinished = path.with_name(f".{path.name}.unfinished")
-    write_gguf(conversion, unfinished, dtype, **general)
+    write_gguf(conversion, unfinished, dtype)
     unfinished.rename(path)
     return note
 
 
-def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | list[str] | None) -> None:
+def write_gguf(conversion: Conversion, path: Path, dtype: str) -> None:
     """Writes a GGUF file. Only one tensor is in memory at a time.
 
-    Args:
-        dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
-        general: name, license and languages for the file's metadata.
+    dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
     """
     import gguf
 
@@ -202,9 +199,6 @@ def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | 
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_type("model")
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-    for key, value in general.items():
-        if value:
-            getattr(writer, f"add_{key}")(value)
     add_sizes(writer, config)
     saved = SavedTensors(conversion.folder, "model")
     shapes = saved.shapes()
@@ -297,38 +291,22 @@ def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
 
     rows: number of rows in the embedding. Padding rows become unused tokens.
     """
-    from gguf import TokenType
+    from gguf import SpecialVocab, TokenType
 
-    settings = json.loads((conversion.folder / "tokenizer_config.json").read_bytes())
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [TokenType.UNUSED] * rows
     for token, number in conversion.tokenizer["model"]["vocab"].items():
         tokens[number] = token
         kinds[number] = TokenType.NORMAL
-    ids = {}
     for added in conversion.tokenizer["added_tokens"]:
-        ids[added["content"]] = added["id"]
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in conversion.tokenizer["model"]["merges"]]
     writer.add_vocab_size(rows)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(conversion.splitter)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    for role in ("bos", "eos", "pad", "unk"):
-        token = settings.get(f"{role}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
-            getattr(writer, f"add_{role}_token_id")(ids[token])
-    # Training separates documents only by the EOS token, so BOS isn't added.
-    writer.add_add_bos_token(starts_with_bos(conversion.tokenizer))
-    writer.add_add_eos_token(False)
-
-
-def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
-    """Returns True if a tokenizer adds a token at the beginning of the text, as Llama 3's does."""
-    whole = tokenizer.get("post_processor") or {}
-    steps = whole.get("processors") or [whole]
-    return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)
+    special = SpecialVocab(conversion.folder, load_merges=True, n_vocab=rows)
+    # llama.cpp adds BOS by default. Training separates documents only by the EOS token.
+    special.add_special_token = {"bos": False, "eos": False, **special.add_special_token}
+    special.add_to_gguf(writer, quiet=True)

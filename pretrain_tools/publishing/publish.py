@@ -32,7 +32,7 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     problems: problems found so far. Raises InputError listing them and all others that can be found offline.
     """
     try:
-        if isinstance(arguments.gguf, Path):
+        if arguments.gguf is not None:
             write_gguf_file(arguments, Problems(problems))
             return 0
         publish_models(arguments, models_to_publish(arguments, Problems(problems)))
@@ -61,13 +61,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
             problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
     else:
         wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        models = problems.attempt(find_publishable, run, **wanted) or []
-        if arguments.gguf:
-            from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
-
-            for model in models:
-                problems.attempt(read_conversion, model.folder)
-        return models
+        return problems.attempt(find_publishable, run, **wanted) or []
     return []
 
 
@@ -110,8 +104,12 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
     models = find_models(arguments, problems)
+    from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
+
+    for model in models:
+        problems.attempt(read_conversion, model.folder)
     if len(models) > 1:
-        problems.append("--gguf FILE: accepts only one model; use --checkpoint with a single step, or --final")
+        problems.append("--gguf: accepts only one model; use --checkpoint with a single step, or --final")
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):
@@ -151,7 +149,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
     # Without the lock, two processes could upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
-            stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
+            stage(arguments.run, model, publication, folder, arguments.sign)
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
         total = sum(sizes.values())
         print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
