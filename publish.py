@@ -45,18 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="CODE",
         help="languages of the training text, such as en [from the recipe]",
     )
-    add("--message", metavar="TEXT", help="commit message [step and token count]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
     add("--gguf", type=Path, metavar="FILE", help="write a GGUF file for llama.cpp and don't upload")
-    add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
-    add(
-        "--first_wait",
-        default="30",
-        metavar="SECONDS",
-        help="seconds to wait before the second attempt; doubles each time, up to an hour [30]",
-    )
-    text = "used by train.py: record the outcome in metrics.jsonl, and publish again after a pending evaluation"
+    text = "used by train.py: retry, record the outcome in metrics.jsonl, and publish again after a pending evaluation"
     add("--beside_training", action="store_true", help=text)
     text = "with --checkpoint: run Python code from its folder (off by default)"
     add("--trust_remote_code", action="store_true", help=text)
@@ -83,12 +75,6 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     known = [text for text in steps if text.isdecimal() or text == "best"]
     problems += [f"--checkpoint {text}: must be a step, such as 5000, or best" for text in steps if text not in known]
     arguments.checkpoint = [text if text == "best" else int(text) for text in known]
-    for name, least in (("attempts", 1), ("first_wait", 0)):
-        text = getattr(arguments, name)
-        if text.isdecimal() and int(text) >= least:
-            setattr(arguments, name, int(text))
-        else:
-            problems.append(f"--{name} {text}: must be an integer of at least {least}")
     if arguments.verify is not None:
         given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
         problems += [

@@ -23,6 +23,9 @@ from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status if an upload fails, or if verification finds differences."""
+ATTEMPTS_DURING_TRAINING = 10
+FIRST_WAIT_SECONDS = 30
+"""Wait before the second attempt. It doubles each time."""
 LONGEST_WAIT_SECONDS = 3600
 
 
@@ -157,7 +160,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
             print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
             return
         try:
-            commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
+            commit = retry(arguments, partial(upload, folder, model, arguments.repo))
         finally:
             # Free the disk space of the staged weights.
             shutil.rmtree(folder)
@@ -189,16 +192,15 @@ def record(arguments: Namespace, **facts: object) -> None:
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Calls `act` up to --attempts times. Returns its result or raises the last PublishError."""
-    for attempt in range(1, arguments.attempts):
+    """Calls `act`, up to 10 times during training. Returns its result or raises the last PublishError."""
+    for attempt in range(1, ATTEMPTS_DURING_TRAINING) if arguments.beside_training else ():
         try:
             return act()
         except PublishError as failure:
             if attempt == 1:
                 record(arguments, problem=f"{failure}; retrying")
-            wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-            text = f"{failure}\nattempt {attempt} of {arguments.attempts} failed; retrying in {wait} s"
-            print(text, file=sys.stderr, flush=True)
+            wait = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
+            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr, flush=True)
             time.sleep(wait)
     return act()
 
