@@ -4,7 +4,7 @@ Missing facts are omitted.
 """
 
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
@@ -12,7 +12,7 @@ from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-from pretrain_tools.runs.history import History, Score, count_flops, is_number, scores_of
+from pretrain_tools.runs.history import History, Score, count_flops, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
@@ -169,15 +169,12 @@ class Facts:
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
-    def training_flops(self) -> tuple[float | None, bool]:
-        """Training FLOPs (counted as for MFU), and whether the run recorded its FLOPs per token.
+    def training_flops(self) -> float | None:
+        """Training FLOPs (counted as for MFU), or None if the token count or model size is unknown.
 
-        Repeated steps are counted once. The training of a pretrained initial model isn't included. The FLOPs are
-        None if the token count or model size is unknown.
+        Repeated steps are counted once. The training of a pretrained initial model isn't included.
         """
-        if self.tokens is None:
-            return None, False
-        return count_flops(self.history), is_number(self.start.get("flops_per_token"))
+        return None if self.tokens is None else count_flops(self.history)
 
     @property
     def budget_text(self) -> str:
@@ -218,7 +215,7 @@ def read_facts(
         step=at,
         total_steps=whole.last("start").get("total_steps"),
         sources=read_sources(config, read_json(run / DATA_FILE)),
-        scores=read_scores(run, whole.events, at),
+        scores=scores_at(whole.events, at),
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
@@ -261,19 +258,10 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
     return sources
 
 
-def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Reads the scores for this step from the log and evaluation*.json. Newer scores replace older ones."""
-    found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
-    for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
-        contents = read_json(path)
-        for model in contents.get("models") or []:
-            # The folder may contain evaluations of other runs.
-            if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
-                continue
-            for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):
-                found += [
-                    {**measures, named: name, "limit": setting(contents, f"settings.{limit}")}
-                    for name, measures in (model.get(kind) or {}).items()
-                ]
-    scores = {(score.task, score.metric, score.few_shots): score for event in found for score in scores_of(event)}
+def scores_at(events: list[Event], step: int) -> list[Score]:
+    """Returns the scores of the model at this step. Newer scores replace older ones."""
+    scores = {}
+    for event in events:
+        if event["event"] == "evaluation" and event.get("step") == step:
+            scores |= {(score.task, score.metric, score.few_shots): score for score in scores_of(event)}
     return list(scores.values())

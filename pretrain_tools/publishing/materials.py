@@ -102,7 +102,7 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
     if offer.repository:
         url = f"https://huggingface.co/{offer.repository}/tree/{offer.revision}"
         links.insert(0, {"type": "distribution", "url": url})
-    flops, _ = facts.training_flops
+    flops = facts.training_flops
     license = {"id": SPDX[offer.license]} if offer.license in SPDX else {"name": offer.license}
     return {
         "type": "machine-learning-model",

@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from pretrain_tools.publishing.card import model_card, plot_losses, write_card
-from pretrain_tools.publishing.facts import Publication, read_facts, read_scores
+from pretrain_tools.publishing.facts import Publication, read_facts
 from support.run_folders import recipe_values, write_metrics, write_run
 
 OFFER = Publication("me/tiny", "main", "apache-2.0", ("en", "de"), "bf16")
@@ -35,9 +35,8 @@ def add_event(run, **event):
         file.write(json.dumps(event) + "\n")
 
 
-def write_evaluation(run, name="evaluation.json", step=8, limit=None, run_name=None, **tasks):
-    model = {"run": f"somewhere/{run_name or run.name}", "step": step, "sources": {}, "tasks": tasks}
-    (run / name).write_text(json.dumps({"settings": {"limit": limit}, "models": [model]}))
+def add_evaluation(run, task, **measures):
+    add_event(run, event="evaluation", step=8, tokens=8000, model="x", task=task, **measures)
 
 
 def card(run, step=None, offer=OFFER):
@@ -45,7 +44,7 @@ def card(run, step=None, offer=OFFER):
 
 
 def test_metadata_survives_the_hubs_own_reader(run):
-    write_evaluation(run, hellaswag={"acc": 0.31, "acc_stderr": 0.005, "few_shots": 0, "samples": 10042})
+    add_evaluation(run, "hellaswag", acc=0.31, acc_stderr=0.005, few_shots=0, samples=10042)
     read = ModelCard(card(run)).data
     assert (read.license, read.language, read.library_name) == ("apache-2.0", ["en", "de"], "transformers")
     assert read.pipeline_tag == "text-generation"
@@ -95,7 +94,7 @@ def test_the_card_states(run, line):
 
 
 def test_a_checkpoints_card_omits_later_events(run):
-    write_evaluation(run, step=8, hellaswag={"acc": 0.31})
+    add_evaluation(run, "hellaswag", acc=0.31)
     text = card(run, step=4, offer=Publication("me/tiny", "step-4"))
     assert "4k tokens in 4 steps, 0.0374 per parameter of 8 planned" in text
     assert "| docs | 5.0000 |" in text and "| docs | 4.0000 |" not in text
@@ -115,8 +114,8 @@ def test_repeated_steps_count_once(run):
 
 
 def test_the_scores_of_a_task_stand_together(run):
-    write_evaluation(run, "evaluation_a.json", sciq={"acc": 0.5}, lambada={"acc": 0.25, "perplexity": 31.4159})
-    write_evaluation(run, "evaluation_b.json", sciq={"acc_norm": 0.75})
+    add_evaluation(run, "sciq", acc=0.5, acc_norm=0.75)
+    add_evaluation(run, "lambada", acc=0.25, perplexity=31.4159)
     rows = "| lambada | acc | 0.2500 |\n|  | perplexity | 31.42 |\n| sciq | acc | 0.5000 |\n|  | acc norm | 0.7500 |"
     assert rows in card(run)
 
@@ -127,24 +126,22 @@ def test_cpu_processes_are_not_counted_as_machines(run):
 
 
 def test_scores_on_part_of_a_task_are_marked_and_not_in_the_metadata(run):
-    write_evaluation(run, "evaluation_quick.json", limit=10, piqa={"acc": 0.9})
-    write_evaluation(run, "evaluation_whole.json", sciq={"acc": 0.5, "acc_stderr": 0.01})
+    add_evaluation(run, "piqa", acc=0.9, limit=10)
+    add_evaluation(run, "sciq", acc=0.5, acc_stderr=0.01)
     text = card(run)
     assert "| piqa \\* | acc | 0.9000 |" in text and "| sciq | acc | 0.5000 ± 0.0100 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["sciq"]
 
 
-def test_scores_come_from_the_log_too_and_never_from_another_run(run):
+def test_scores_of_the_step_come_from_the_log(run):
     add_event(
         run, event="evaluation", step=8, tokens=8000, model="x", task="arc", acc=0.25, acc_stderr=0.1, few_shots=5
     )
     add_event(run, event="evaluation", step=8, tokens=8000, model="x", source="docs", split="validation", loss=4.5)
     add_event(run, event="evaluation", step=4, tokens=4000, model="x", task="arc", acc=0.1)
-    write_evaluation(run, run_name="another", boolq={"acc": 0.9})
     facts = read_facts(run)
     found = {(score.task, score.metric, score.value, score.standard_error, score.few_shots) for score in facts.scores}
     assert found == {("arc", "acc", 0.25, 0.1, 5), ("docs", "loss", 4.5, None, None)}
-    assert read_scores(run, [], step=3) == []
 
 
 def test_the_card_names_no_folder_of_the_machine(run):
