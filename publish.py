@@ -19,6 +19,12 @@ from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, run_script
 
+ALLOWED_WITH = {
+    "--verify": ("--verify", "--public_key"),
+    "--gguf": ("--gguf", "--run", "--checkpoint", "--final"),
+}
+"""{option: options that can be combined with it}. Other options can be combined freely."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -71,26 +77,23 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # argparse has no public API to list its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown option{did_you_mean(word, flags)}" for word in unknown]
-    steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
-    known = [text for text in steps if text.isdecimal() or text == "best"]
-    problems += [f"--checkpoint {text}: must be a step, such as 5000, or best" for text in steps if text not in known]
+    known = [text for text in arguments.checkpoint if text.isdecimal() or text == "best"]
+    problems += [
+        f"--checkpoint {text}: must be a step, such as 5000, or best"
+        for text in arguments.checkpoint
+        if text not in known
+    ]
     arguments.checkpoint = [text if text == "best" else int(text) for text in known]
-    if arguments.verify is not None:
-        given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
-        problems += [
-            f"{flag}: can't be combined with --verify" for flag in given if flag not in ("--verify", "--public_key")
-        ]
-        return arguments, problems
-    if arguments.gguf is not None:
-        given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
-        allowed = ("--gguf", "--run", "--checkpoint", "--final")
-        problems += [f"{flag}: can't be combined with --gguf" for flag in given if flag not in allowed]
-    if arguments.public_key is not None:
+    given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
+    for mode, allowed in ALLOWED_WITH.items():
+        if mode in given:
+            problems += [f"{flag}: can't be combined with {mode}" for flag in given if flag not in allowed]
+    if "--public_key" in given and "--verify" not in given:
         problems.append("--public_key: only valid with --verify")
-    if arguments.dry_run and arguments.output is None:
-        problems.append("--dry_run: requires --output DIR, the folder to write the files to")
-    if arguments.output is not None and not arguments.dry_run:
-        problems.append("--output: only valid with --dry_run; otherwise files are uploaded to the Hub")
+    if arguments.dry_run != (arguments.output is not None):
+        problems.append(
+            "--dry_run and --output DIR: only valid together; --output is the folder to write the files to"
+        )
     return arguments, problems
 
 

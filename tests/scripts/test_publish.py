@@ -269,7 +269,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
     for words in (
         "--dryrun: unknown option; did you mean --dry_run?",
         "--checkpoint x: must be a step",
-        "--output: only valid with --dry_run",
+        "--dry_run and --output DIR: only valid together",
         "--repo a/b/c: Repo id must be",
         "--license is missing, but publishing requires a license; set one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
@@ -288,7 +288,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
         (["--repo", "tiny"], "--repo tiny: must be OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing; set it to OWNER/NAME"),
         (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID; did you mean apache-2.0?"),
-        (["--dry_run"], "--dry_run: requires --output DIR"),
+        (["--dry_run"], "--dry_run and --output DIR: only valid together"),
     ],
 )
 def test_bad_input_is_refused(arguments, words, logged_out):
