@@ -11,7 +11,7 @@ from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
-from pretrain.units import count_text, energy_text
+from pretrain.units import count_text
 from pretrain_tools.runs.history import History, Score, count_flops, scores_of
 
 SHAPES = {
@@ -175,14 +175,6 @@ class Facts:
         Repeated steps are counted once. The training of a pretrained initial model isn't included.
         """
         return None if self.tokens is None else count_flops(self.history)
-
-    @property
-    def energy_text(self) -> str | None:
-        """Energy used so far, including repeated steps, or None if it wasn't logged."""
-        if self.history.joules is None:
-            return None
-        grid = self.setting("energy.carbon_grams_per_kwh")
-        return energy_text(self.history.joules, self.start.get("energy"), grid)
 
     @property
     def budget_text(self) -> str:

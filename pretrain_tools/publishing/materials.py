@@ -120,7 +120,7 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
                 "dtype": offer.dtype,
                 "languages": ", ".join(offer.languages),
                 "evaluation_confidence": "95%, from the standard error",
-                "training_energy": facts.energy_text,
+                "training_energy": facts.history.energy,
             }
         ),
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.runs.run_folder import read_config, read_json, setting
-from pretrain.units import bytes_text, duration_text, energy_text, table
+from pretrain.runs.run_folder import read_config, read_json
+from pretrain.units import bytes_text, duration_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import MEASURES, History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
@@ -88,10 +88,8 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
         "tokens per second, median": text_of(history.median("tokens_per_second"), "{:,.0f}".format),
         "MFU, median": text_of(history.median("mfu"), "{:.1%}".format),
         "peak memory": text_of(max(filter(is_number, peaks), default=None), bytes_text),
+        "energy": history.energy or "-",
     }
-    if history.joules is not None:
-        grid = setting(read_config(history.folder), "energy.carbon_grams_per_kwh")
-        results["energy"] = energy_text(history.joules, history.last("start").get("energy"), grid)
     for key, name in MEASURES.items() if history.of("diagnostics") else ():
         values = list(filter(is_number, history.last("diagnostics")[key]))
         if values:

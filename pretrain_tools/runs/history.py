@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
-from pretrain.runs.run_folder import METRICS_FILE
+from pretrain.runs.run_folder import METRICS_FILE, read_config, setting
+from pretrain.units import energy_text
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
@@ -80,6 +81,14 @@ class History:
         count_hours(logged)
         joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
+
+    @property
+    def energy(self) -> str | None:
+        """Energy of all logged steps as text, with the emissions if their intensity is set; None if not logged."""
+        if self.joules is None:
+            return None
+        grid = setting(read_config(self.folder), "energy.carbon_grams_per_kwh")
+        return energy_text(self.joules, self.last("start").get("energy"), grid)
 
     def of(self, name: str) -> list[Event]:
         """Returns the events with this name, in order."""
