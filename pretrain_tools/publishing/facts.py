@@ -17,16 +17,11 @@ from pretrain_tools.runs.history import History, Score, count_flops, scores_of
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
-    "feed-forward width": ("intermediate_size", "n_inner"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "experts per token": ("num_experts_per_tok",),
-    "shared experts": ("n_shared_experts",),
-    "expert width": ("moe_intermediate_size",),
     "attention heads": ("num_attention_heads", "n_head"),
-    "key-value heads": ("num_key_value_heads",),
     "vocabulary size": ("vocab_size",),
     "longest context": ("max_position_embeddings", "n_positions"),
-    "activation": ("hidden_act", "activation_function"),
 }
 """{name in the card: possible keys in config.json}"""
 

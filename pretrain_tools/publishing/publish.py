@@ -107,10 +107,10 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
     models = find_models(arguments, problems)
-    from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
+    from pretrain_tools.publishing.gguf_file import check_convertible  # imports torch
 
     for model in models:
-        problems.attempt(read_conversion, model.folder)
+        problems.attempt(check_convertible, model.folder)
     if len(models) > 1:
         problems.append("--gguf: accepts only one model; use --checkpoint with a single step, or --final")
     problems.stop_if_any()

@@ -135,7 +135,7 @@ def _seconds_left(events: list[Event], step: int | None, total_steps: int | None
     """
     since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback", "stage")), default=0)
     steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))]
-    if step is None or not total_steps or len(steps) < 2:
+    if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
         return None
     seconds = steps[-1]["time"] - steps[0]["time"]
     if seconds < 0:  # the clock was set back

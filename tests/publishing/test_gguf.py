@@ -12,7 +12,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.tokenizer_training import _trained
 from pretrain_tools.publishing import gguf_file
 from pretrain_tools.publishing.gguf_comparison import compare, validation_text
-from pretrain_tools.publishing.gguf_file import convert, read_conversion, write_gguf
+from pretrain_tools.publishing.gguf_file import check_convertible, convert, write_gguf
 from support.project import ROOT, run_script
 from support.run_folders import write_model, write_run
 
@@ -81,7 +81,7 @@ def write_varied(folder, tokenizer, model):
 def test_llama_cpp_computes_the_same(tmp_path, own_tokenizer, name):
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python compares the logits; it builds llama.cpp")
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS[name])
-    write_gguf(read_conversion(folder), tmp_path / "x.gguf", "fp32")
+    write_gguf(folder, tmp_path / "x.gguf", "fp32")
     tokens, largest = compare(folder, tmp_path / "x.gguf", TEXT)
     assert tokens == 512 and largest < 1e-3
 
@@ -103,7 +103,7 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])
 def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, kind):
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["gpt2"])
-    write_gguf(read_conversion(folder), tmp_path / "x.gguf", dtype)
+    write_gguf(folder, tmp_path / "x.gguf", dtype)
     read = gguf.GGUFReader(tmp_path / "x.gguf")
     tensors = {tensor.name: tensor for tensor in read.tensors}
     saved = load_file(folder / "model.safetensors")
@@ -141,7 +141,7 @@ def test_models_that_llama_cpp_computes_differently_are_rejected(tmp_path, own_t
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(InputError) as refused:
-        read_conversion(folder)
+        check_convertible(folder)
     assert said in str(refused.value)
 
 
