@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
-from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
@@ -73,9 +72,9 @@ class DataSource:
     vocabulary_size: int | None
     hub_datasets: tuple[str, ...]
     contamination: tuple[dict[str, Any], ...]
-    """One entry per benchmark, see `contamination_of`."""
+    """One entry per benchmark, see pretrain.data.data_record."""
     preparation: dict[str, Any]
-    """See `preparation_of`."""
+    """See pretrain.data.data_record."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: manifest data recorded by the run}. For unrecorded folders, reads the manifest.
+    records: {folder: manifest data recorded by the run}
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
@@ -230,7 +229,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
         name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
         for source in stage["train"]:
-            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / MANIFEST_FILE)
+            record = records.get(str(source["shards"])) or {}
             totals = setting(record, "totals.train") or {}
             sources.append(
                 DataSource(
@@ -244,9 +243,9 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
                     tokenizer=public_name(setting(record, "tokenizer.name")),
                     tokenizer_sha256=setting(record, "tokenizer.sha256"),
                     vocabulary_size=record.get("vocabulary_size"),
-                    hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
-                    contamination=tuple(record.get("contamination") or contamination_of(record)),
-                    preparation=record.get("preparation") or preparation_of(record),
+                    hub_datasets=tuple(record.get("hub_datasets") or ()),
+                    contamination=tuple(record.get("contamination") or ()),
+                    preparation=record.get("preparation") or {},
                 )
             )
         start = end

@@ -138,15 +138,12 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     """Returns a model folder's address, including run, step and tokens if it belongs to a run."""
     # The folder may be a symbolic link to a checkpoint.
     real = folder.resolve()
-    if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
-        state = read_state(folder).get("state", {})
-        run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
-        return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
-    if real.name == "final" and (real.parent / "config.yaml").is_file():
-        run = folder.parent if folder.name == "final" else real.parent
-        end = last_good_end(run)
-        return ModelAddress(name, folder, run, end.get("step"), end.get("tokens"))
-    return ModelAddress(name, folder)
+    is_final = real.name == "final"
+    run = real.parent if is_final else real.parent.parent
+    if not (is_final or real.parent.name in ("checkpoints", "evaluations")) or not (run / "config.yaml").is_file():
+        return ModelAddress(name, folder)
+    seen = last_good_end(run) if is_final else read_state(folder).get("state", {})
+    return ModelAddress(name, folder, run, seen.get("step"), seen.get("tokens"))
 
 
 def download(flag: str, text: str, files: list[str] | None = None) -> Path:
