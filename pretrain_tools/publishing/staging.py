@@ -60,10 +60,11 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         step = best_step(checkpoints) if given == "best" else given
         if step in checkpoints:
             wanted.add(step)
-        elif given == "best":
-            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; specify a step")
         else:
-            problems.append(f"--checkpoint {step}: {run} has no checkpoint at this step; available steps: {there}")
+            problems.append(
+                f"--checkpoint {given}: must be the step of a checkpoint of {run}, or best if the run has validation "
+                f"losses; available steps: {there}"
+            )
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
@@ -84,13 +85,11 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
 
 def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
     every = setting(read_config(run), "checkpoint.keep_every")
-    if not every:
+    kept = [step for step in checkpoints if every and step % every == 0]
+    if not kept and not (every and final):
         raise InputError(
-            f"--milestones: checkpoint.keep_every isn't set in the recipe of {run}; use --checkpoint STEP"
+            f"--milestones: {run} has no checkpoint kept by checkpoint.keep_every ({every}); use --checkpoint STEP"
         )
-    kept = [step for step in checkpoints if step % every == 0]
-    if not kept and not final:
-        raise InputError(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
     return kept
 
 

@@ -65,7 +65,6 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
-        "total steps": text_of(status.total_steps or None, "{:,}".format),
         "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
         f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
     }
@@ -107,7 +106,7 @@ def comparison_text(folders: list[Path]) -> str:
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: needs at least two runs; for a single run, use summary")
     require_runs(folders)
-    header = ["", *names_of(folders)]
+    header = ["", *map(str, folders)]
     differ = setting_differences([recorded_settings(run) for run in folders])
     # The output folder always differs.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
@@ -116,12 +115,6 @@ def comparison_text(folders: list[Path]) -> str:
     names = dict.fromkeys(itertools.chain.from_iterable(results))
     rows = [[name, *(result.get(name, "-") for result in results)] for name in names]
     return "\n".join(["settings that differ", settings, "", "results", table([header, *rows])])
-
-
-def names_of(runs: list[Path]) -> list[str]:
-    """Returns the runs' folder names, or their paths if the names aren't unique."""
-    names = [run.name for run in runs]
-    return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def _cell(value: Any) -> str:

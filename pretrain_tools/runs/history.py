@@ -55,7 +55,6 @@ class Score:
     few_shots: int | None = None
     split: str | None = None
     step: int | None = None
-    tokens: int | None = None
     is_whole: bool = True
     """True if all documents of the task were scored (no --limit)."""
 
@@ -122,7 +121,7 @@ def scores_of(event: Event) -> list[Score]:
     """Returns the scores in an `evaluation` event. Skips subtasks whose group has its own score."""
     if event.get("is_part"):
         return []
-    about = {key: event.get(key) for key in ("few_shots", "split", "step", "tokens")}
+    about = {key: event.get(key) for key in ("few_shots", "split", "step")}
     about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
     measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
     # lm-eval appends the answer filter after a comma.

@@ -15,7 +15,6 @@ from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import output_problem
-from pretrain_tools.runs.comparison import names_of
 from pretrain_tools.runs.history import MEASURES, History, count_flops, is_number, read_history, require_runs
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -85,7 +84,7 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
     path = output or folder / "plot.png"
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
-    histories = dict(zip(names_of(runs), map(read_history, runs), strict=True))
+    histories = {str(run): read_history(run) for run in runs}
     if not any(history.of("train") for history in histories.values()):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
     if problem := output_problem(path.parent):
