@@ -19,6 +19,12 @@ from pathlib import Path
 
 from pretrain.errors import InputError, did_you_mean, run_script
 
+ALLOWED_WITH = {
+    "--verify": ("--verify", "--public_key"),
+    "--gguf": ("--gguf", "--run", "--checkpoint", "--final"),
+}
+"""{option: options that can be combined with it}. Other options can be combined freely."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -45,19 +51,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="CODE",
         help="languages of the training text, such as en [from the recipe]",
     )
-    add("--message", metavar="TEXT", help="commit message [step and token count]")
     add("--dry_run", action="store_true", help="write the files to --output instead of uploading them")
     add("--output", type=Path, metavar="DIR", help="with --dry_run: output folder, with one subfolder per revision")
-    text = "with FILE: write a GGUF file for llama.cpp and don't upload; without FILE: also publish a GGUF file"
-    add("--gguf", type=Path, nargs="?", const=True, metavar="FILE", help=text)
-    add("--attempts", default="1", metavar="N", help="maximum number of upload attempts [1]")
-    add(
-        "--first_wait",
-        default="30",
-        metavar="SECONDS",
-        help="seconds to wait before the second attempt; doubles each time, up to an hour [30]",
-    )
-    text = "used by train.py: record the outcome in metrics.jsonl, and publish again after a pending evaluation"
+    add("--gguf", type=Path, metavar="FILE", help="write a GGUF file for llama.cpp and don't upload")
+    text = "used by train.py: retry, record the outcome in metrics.jsonl, and publish again after a pending evaluation"
     add("--beside_training", action="store_true", help=text)
     text = "with --checkpoint: run Python code from its folder (off by default)"
     add("--trust_remote_code", action="store_true", help=text)
@@ -80,32 +77,23 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # argparse has no public API to list its options.
     flags = [flag for action in parser._actions for flag in action.option_strings]
     problems = [f"{word}: unknown option{did_you_mean(word, flags)}" for word in unknown]
-    steps = [text.replace(",", "").removeprefix("step-") for text in arguments.checkpoint]
-    known = [text for text in steps if text.isdecimal() or text == "best"]
-    problems += [f"--checkpoint {text}: must be a step, such as 5000, or best" for text in steps if text not in known]
+    known = [text for text in arguments.checkpoint if text.isdecimal() or text == "best"]
+    problems += [
+        f"--checkpoint {text}: must be a step, such as 5000, or best"
+        for text in arguments.checkpoint
+        if text not in known
+    ]
     arguments.checkpoint = [text if text == "best" else int(text) for text in known]
-    for name, least in (("attempts", 1), ("first_wait", 0)):
-        text = getattr(arguments, name)
-        if text.isdecimal() and int(text) >= least:
-            setattr(arguments, name, int(text))
-        else:
-            problems.append(f"--{name} {text}: must be an integer of at least {least}")
-    if arguments.verify is not None:
-        given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
-        problems += [
-            f"{flag}: can't be combined with --verify" for flag in given if flag not in ("--verify", "--public_key")
-        ]
-        return arguments, problems
-    if isinstance(arguments.gguf, Path):
-        given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
-        allowed = ("--gguf", "--run", "--checkpoint", "--final")
-        problems += [f"{flag}: can't be combined with --gguf FILE" for flag in given if flag not in allowed]
-    if arguments.public_key is not None:
+    given = [flag for flag in flags if any(word.partition("=")[0] == flag for word in argv)]
+    for mode, allowed in ALLOWED_WITH.items():
+        if mode in given:
+            problems += [f"{flag}: can't be combined with {mode}" for flag in given if flag not in allowed]
+    if "--public_key" in given and "--verify" not in given:
         problems.append("--public_key: only valid with --verify")
-    if arguments.dry_run and arguments.output is None:
-        problems.append("--dry_run: requires --output DIR, the folder to write the files to")
-    if arguments.output is not None and not arguments.dry_run:
-        problems.append("--output: only valid with --dry_run; otherwise files are uploaded to the Hub")
+    if arguments.dry_run != (arguments.output is not None):
+        problems.append(
+            "--dry_run and --output DIR: only valid together; --output is the folder to write the files to"
+        )
     return arguments, problems
 
 

@@ -162,9 +162,6 @@ def add_readers(commands: Commands) -> None:
     command = add_command(commands, "documents", documents, "show the documents used in a training step", run=RUN)
     command.add_argument("--step", type=natural, required=True, help="step number as logged (the first step is 1)")
     command.add_argument("--limit", type=natural, default=8, help="number of sequences to show (default: 8)")
-    command.add_argument(
-        "--characters", type=natural, default=600, help="characters to show per document (default: 600)"
-    )
 
 
 def add_merge(commands: Commands) -> None:

@@ -1,6 +1,6 @@
 """Controls a live run through two small files in its folder: a request and the trainer's answer.
 
-    RUN/control/request.json   {id, command, start_id, time, host, pid}   written by runs.py save, stop, abort ...
+    RUN/control/request.json   {id, command, start_id}   written by runs.py save, stop, abort ...
     RUN/control/answer.json    {id, command, step}                        written by the trainer when it is done
 
 There is no server and no port. Anyone who can write to the folder can control the run, from any machine that shares

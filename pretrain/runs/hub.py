@@ -20,7 +20,6 @@ LICENSES = (
 )  # fmt: skip
 """Common license IDs on the Hub, for suggestions. The Hub accepts more."""
 LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code")
-BACKGROUND_ATTEMPTS = 10
 WAITING = ".waiting"
 
 
@@ -92,7 +91,7 @@ def publish_in_background(
     """
     command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
     command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", license, "--attempts", str(BACKGROUND_ATTEMPTS), "--beside_training"]
+    command += ["--license", license, "--beside_training"]
     command += ["--language", *languages] if languages else []
     command += ["--private"] if private else []
     command += ["--trust_remote_code"] if trust_remote_code else []

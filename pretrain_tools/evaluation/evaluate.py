@@ -110,7 +110,7 @@ def track(evaluation: ModelResults) -> None:
     if not config.trackers:
         return
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
-    last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
+    last = max((event.get("step") or 0 for event in read_end(run)), default=0)
     # wandb rejects steps before the run's last one, so log the evaluated step as a value.
     trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
     trackers.finish()

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.errors import InputError, Problems, one_line, read_small_file
 from pretrain.files import write_durably
+from pretrain.runs.run_folder import output_problem
 from pretrain.units import count_text, counted, table
 from pretrain_tools.experiments.ladder import (
     FAR_COMPUTE,
@@ -24,8 +25,7 @@ from pretrain_tools.experiments.ladder import (
     rungs_of,
 )
 from pretrain_tools.experiments.scaling_law import law_of, law_values
-from pretrain_tools.runs.comparison import require_writable
-from pretrain_tools.runs.plots import COLORS, axis_text, save_figure, style_panel
+from pretrain_tools.runs.plots import COLORS, save_figure, style_panel
 
 LADDER_FORMAT = {"format": "groundwork-ladder", "version": 1, "count": "matrix"}
 
@@ -44,8 +44,10 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     problems = Problems()
     asked = problems.attempt(read_predictions, predict)
     found = problems.attempt(read_ladder_runs, folders)
-    problems.attempt(require_writable, base)
+    if problem := output_problem(base.parent):
+        problems.append(f"--{problem}")
     problems.stop_if_any()
+    base.parent.mkdir(parents=True, exist_ok=True)
     runs, left_out = found
     ladder = make_ladder(rungs_of(runs), asked)
     print(ladder_text(ladder, left_out))
@@ -176,6 +178,5 @@ def draw_ladder(ladder: Ladder, path: Path) -> None:
     style_panel(panel, "Validation loss (nats per token) against compute")
     panel.set_xscale("log")
     panel.set_xlabel("FLOPs (6 N D)")
-    panel.yaxis.set_major_formatter(axis_text)
     panel.legend(frameon=False, fontsize=9)
     save_figure(figure, path)

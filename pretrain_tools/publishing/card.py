@@ -14,19 +14,14 @@ import yaml
 
 from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PICTURE_FILE
-from pretrain.units import JOULES_PER_KWH, bytes_text, count_text, duration_text, energy_text
+from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.publishing.facts import SHAPES, Facts, read_facts
-from pretrain_tools.runs.curves import curves_of
 from pretrain_tools.runs.history import Score
 from pretrain_tools.runs.plots import Line, Panel, color_of, draw_panel, points_of
 
 TAGS = ("pretraining", "base-model", "groundwork")
-METRIC_TYPES = {"acc": "accuracy", "acc_norm": "accuracy", "exact_match": "exact_match", "perplexity": "perplexity"}
-"""{metric: the Hub's metric ID}. Metrics that aren't listed keep their names."""
 CARD_MEASURES = ("loss", "perplexity", "bits_per_byte")
 """Validation metrics in the card, the bill of materials and the provenance."""
-CPUS = ("x86_64", "AMD64", "aarch64", "arm64", "arm", "i386")
-"""CPU architecture names reported by the OS, which runs without a GPU record as the device."""
 
 
 def write_card(facts: Facts, folder: Path) -> None:
@@ -38,15 +33,12 @@ def write_card(facts: Facts, folder: Path) -> None:
 def model_card(facts: Facts, *, has_picture: bool) -> str:
     """Renders the model card as Markdown with YAML metadata."""
     text = yaml.safe_dump(without_folders(facts.config), sort_keys=False, allow_unicode=True).rstrip()
-    grid = facts.setting("energy.carbon_grams_per_kwh")
-    joules = facts.history.joules
     return render(
         "card.md.j2",
         facts=facts,
         metadata=metadata(facts),
         shapes=SHAPES,
         hardware=hardware_text(facts),
-        energy=None if joules is None else energy_text(joules, facts.start.get("energy"), grid),
         scores=sorted(facts.scores, key=marked_name),
         has_picture=has_picture,
         recipe=text if facts.config else "",
@@ -114,23 +106,8 @@ def metadata(facts: Facts) -> str:
         base_model=base.partition("@")[0] if facts.is_continued and is_hub_id(base) else None,
         model_name=facts.title if results else None,
         eval_results=results or None,
-        co2_eq_emissions=emissions(facts),
     )
     return data.to_yaml(line_break="\n")
-
-
-def emissions(facts: Facts) -> dict[str, Any] | None:
-    """Returns the Hub's CO2 metadata, or None if the energy or carbon intensity is unknown."""
-    joules = facts.history.joules
-    grams = facts.setting("energy.carbon_grams_per_kwh")
-    if joules is None or grams is None:
-        return None
-    return {
-        "emissions": round(joules / JOULES_PER_KWH * grams, 3),
-        "source": f"energy {facts.start.get('energy')}; {grams:g} g of CO2 per kWh",
-        "training_type": "pre-training",
-        "hardware_used": hardware_text(facts),
-    }
 
 
 def eval_results(facts: Facts) -> list[Any]:
@@ -143,7 +120,7 @@ def eval_results(facts: Facts) -> list[Any]:
             task_name="Text generation",
             dataset_name=score_name(score),
             dataset_type=score.task,
-            metric_type=METRIC_TYPES.get(name := score.metric.partition(",")[0], name),
+            metric_type=score.metric.partition(",")[0],
             metric_name=score.metric.replace("_", " "),
             metric_value=round(score.value, 6),
         )
@@ -153,13 +130,9 @@ def eval_results(facts: Facts) -> list[Any]:
 
 
 def hardware_text(facts: Facts) -> str | None:
-    """Describes the hardware, such as '8 x NVIDIA H100' or 'CPU (x86_64, 2 cores)'."""
+    """Describes the hardware, such as 'NVIDIA H100, 8 processes'."""
     device = facts.environment.get("device")
-    ranks = facts.strategy.get("ranks") or 1
-    if device in CPUS:
-        text = f"CPU ({device}, {facts.environment.get('cores', '?')} cores)"
-        return f"{text}, {ranks} processes" if ranks > 1 else text
-    return f"{ranks} x {device}" if ranks > 1 and device else device
+    return f"{device}, {counted(facts.strategy.get('ranks') or 1, 'process')}" if device else None
 
 
 def score_name(score: Score) -> str:
@@ -184,17 +157,17 @@ def without_folders(value: Any) -> Any:
 
 
 def plot_losses(facts: Facts, path: Path) -> bool:
-    """Plots training and validation loss against tokens as a PNG. Returns False with fewer than two points."""
-    curves = curves_of(facts.history)
-    if points_of(curves.train, "tokens", "loss").shape[1] < 2:
+    """Plots training and validation loss as a PNG. Returns False with fewer than two points."""
+    named = {"training": facts.history.of("train")}
+    named |= {f"validation, {source}": events for source, events in facts.history.validation().items()}
+    points = {name: points_of(events, "step", "loss") for name, events in named.items()}
+    if points["training"].shape[1] < 2:
         return False
     from matplotlib.figure import Figure
 
-    named = {"training": curves.train}
-    named |= {f"validation, {source}": columns for source, columns in curves.validation.items()}
-    lines = [Line(color_of(n), columns, "loss", label=name) for n, (name, columns) in enumerate(named.items())]
+    lines = [Line(of_name, color_of(n), label=name) for n, (name, of_name) in enumerate(points.items())]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines, "tokens"))
+    draw_panel(figure.subplots(), Panel(f"{facts.run_name}: loss (nats per token)", lines))
     # Omit the software version, so that the file is reproducible and isn't uploaded twice.
     figure.savefig(path, dpi=150, metadata={"Software": None})
     return True

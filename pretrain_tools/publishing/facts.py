@@ -3,32 +3,24 @@
 Missing facts are omitted.
 """
 
-import math
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
-from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of, public_name
-from pretrain.data.manifest import MANIFEST_FILE
+from pretrain.data.data_record import DATA_FILE, public_name
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_name, read_config, read_json, read_state, setting
 from pretrain.units import count_text
-from pretrain_tools.runs.curves import Places
-from pretrain_tools.runs.history import History, Score, scores_of
+from pretrain_tools.runs.history import History, Score, count_flops, scores_of
 
 SHAPES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "width": ("hidden_size", "n_embd"),
-    "feed-forward width": ("intermediate_size", "n_inner"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "experts per token": ("num_experts_per_tok",),
-    "shared experts": ("n_shared_experts",),
-    "expert width": ("moe_intermediate_size",),
     "attention heads": ("num_attention_heads", "n_head"),
-    "key-value heads": ("num_key_value_heads",),
     "vocabulary size": ("vocab_size",),
     "longest context": ("max_position_embeddings", "n_positions"),
-    "activation": ("hidden_act", "activation_function"),
 }
 """{name in the card: possible keys in config.json}"""
 
@@ -48,8 +40,6 @@ class Publication:
     """Dtype of the weights (export.dtype in the recipe)."""
     trust_remote_code: bool = False
     """Allows running code from the checkpoint."""
-    gguf: tuple[str, str] | None = None
-    """Name of the GGUF file, and a sentence comparing it with the model."""
 
     @property
     def name(self) -> str | None:
@@ -82,9 +72,9 @@ class DataSource:
     vocabulary_size: int | None
     hub_datasets: tuple[str, ...]
     contamination: tuple[dict[str, Any], ...]
-    """One entry per benchmark, see `contamination_of`."""
+    """One entry per benchmark, see pretrain.data.data_record."""
     preparation: dict[str, Any]
-    """See `preparation_of`."""
+    """See pretrain.data.data_record."""
 
 
 @dataclass(frozen=True)
@@ -173,18 +163,12 @@ class Facts:
         return list({(source.name, source.manifest_sha256): source for source in self.sources}.values())
 
     @property
-    def training_flops(self) -> tuple[float | None, bool]:
-        """Training FLOPs (counted as for MFU), and whether the run recorded its FLOPs per token.
+    def training_flops(self) -> float | None:
+        """Training FLOPs (counted as for MFU), or None if the token count or model size is unknown.
 
-        Repeated steps are counted once. The training of a pretrained initial model isn't included. The FLOPs are
-        None if the token count or model size is unknown.
+        Repeated steps are counted once. The training of a pretrained initial model isn't included.
         """
-        if self.tokens is None:
-            return None, False
-        # The FLOPs per token may differ between stages.
-        places = Places(self.history)
-        flops = float(places.at([self.step])["flops"][0])
-        return None if math.isnan(flops) else flops, places.flops_are_exact
+        return None if self.tokens is None else count_flops(self.history)
 
     @property
     def budget_text(self) -> str:
@@ -225,7 +209,7 @@ def read_facts(
         step=at,
         total_steps=whole.last("start").get("total_steps"),
         sources=read_sources(config, read_json(run / DATA_FILE)),
-        scores=read_scores(run, whole.events, at),
+        scores=scores_at(whole.events, at),
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
@@ -234,7 +218,7 @@ def read_facts(
 def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: manifest data recorded by the run}. For unrecorded folders, reads the manifest.
+    records: {folder: manifest data recorded by the run}
     """
     data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
@@ -245,7 +229,7 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
         name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
         for source in stage["train"]:
-            record = records.get(str(source["shards"])) or read_json(Path(source["shards"]) / MANIFEST_FILE)
+            record = records.get(str(source["shards"])) or {}
             totals = setting(record, "totals.train") or {}
             sources.append(
                 DataSource(
@@ -259,28 +243,19 @@ def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSo
                     tokenizer=public_name(setting(record, "tokenizer.name")),
                     tokenizer_sha256=setting(record, "tokenizer.sha256"),
                     vocabulary_size=record.get("vocabulary_size"),
-                    hub_datasets=tuple(record.get("hub_datasets") or hub_datasets_of(record)),
-                    contamination=tuple(record.get("contamination") or contamination_of(record)),
-                    preparation=record.get("preparation") or preparation_of(record),
+                    hub_datasets=tuple(record.get("hub_datasets") or ()),
+                    contamination=tuple(record.get("contamination") or ()),
+                    preparation=record.get("preparation") or {},
                 )
             )
         start = end
     return sources
 
 
-def read_scores(run: Path, events: list[Event], step: int) -> list[Score]:
-    """Reads the scores for this step from the log and evaluation*.json. Newer scores replace older ones."""
-    found = [event for event in events if event["event"] == "evaluation" and event.get("step") == step]
-    for path in sorted(run.glob("evaluation*.json"), key=lambda path: path.stat().st_mtime):
-        contents = read_json(path)
-        for model in contents.get("models") or []:
-            # The folder may contain evaluations of other runs.
-            if model.get("step") != step or PurePath(model.get("run") or "").name != run.resolve().name:
-                continue
-            for kind, named, limit in (("sources", "source", "sequences"), ("tasks", "task", "limit")):
-                found += [
-                    {**measures, named: name, "limit": setting(contents, f"settings.{limit}")}
-                    for name, measures in (model.get(kind) or {}).items()
-                ]
-    scores = {(score.task, score.metric, score.few_shots): score for event in found for score in scores_of(event)}
+def scores_at(events: list[Event], step: int) -> list[Score]:
+    """Returns the scores of the model at this step. Newer scores replace older ones."""
+    scores = {}
+    for event in events:
+        if event["event"] == "evaluation" and event.get("step") == step:
+            scores |= {(score.task, score.metric, score.few_shots): score for score in scores_of(event)}
     return list(scores.values())

@@ -7,7 +7,6 @@ model families that it fully supports are converted.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,28 +74,16 @@ SPLITTERS = {
 """{llama.cpp's name: patterns that split text before BPE}. None is GPT-2's pattern, which is built into ByteLevel."""
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """A model that can be converted to GGUF."""
-
-    folder: Path
-    tokenizer: dict[str, Any]
-    """Contents of tokenizer.json."""
-    splitter: str
-    """llama.cpp's name for the pre-tokenizer."""
-
-
-def read_conversion(folder: Path) -> Conversion:
-    """Reads a model folder for conversion. Raises InputError listing everything that GGUF can't represent."""
+def check_convertible(folder: Path) -> None:
+    """Raises InputError listing everything in a model folder that GGUF can't represent."""
     try:
         import gguf  # noqa: F401
     except ImportError:
         raise InputError(NEEDS_GGUF) from None
     config = json.loads((folder / "config.json").read_bytes())
     tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
-    splitter = splitter_of(tokenizer)
     problems = config_problems(config) + tokenizer_problems(tokenizer)
-    if splitter is None:
+    if splitter_of(tokenizer) is None:
         shown = json.dumps(tokenizer.get("pre_tokenizer"), ensure_ascii=False)[:200]
         problems.append(
             f"--gguf: the tokenizer splits text with {shown}, which llama.cpp doesn't support; use a tokenizer "
@@ -104,7 +91,6 @@ def read_conversion(folder: Path) -> Conversion:
         )
     if problems:
         raise InputError(*problems)
-    return Conversion(folder, tokenizer, splitter)
 
 
 def config_problems(config: Mapping[str, Any]) -> list[str]:
@@ -168,7 +154,7 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
 
 
-def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str | list[str] | None) -> str:
+def convert(folder: Path, path: Path, *, dtype: str, text: str) -> str:
     """Converts a model folder to GGUF and compares the outputs. Returns a sentence for the model card.
 
     Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
@@ -176,40 +162,34 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str, **general: str |
     Args:
         dtype: the weights' dtype (bf16, fp16 or fp32).
         text: additional text for the comparison.
-        general: see `write_gguf`.
     """
     from pretrain_tools.publishing.gguf_comparison import comparison_note
 
-    conversion = read_conversion(folder)
-    note = comparison_note(folder, text, partial(write_gguf, conversion, dtype="fp32"))
+    check_convertible(folder)
+    note = comparison_note(folder, text, partial(write_gguf, folder, dtype="fp32"))
     unfinished = path.with_name(f".{path.name}.unfinished")
-    write_gguf(conversion, unfinished, dtype, **general)
+    write_gguf(folder, unfinished, dtype)
     unfinished.rename(path)
     return note
 
 
-def write_gguf(conversion: Conversion, path: Path, dtype: str, **general: str | list[str] | None) -> None:
-    """Writes a GGUF file. Only one tensor is in memory at a time.
+def write_gguf(folder: Path, path: Path, dtype: str) -> None:
+    """Writes a convertible model folder as a GGUF file. Only one tensor is in memory at a time.
 
-    Args:
-        dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
-        general: name, license and languages for the file's metadata.
+    dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
     """
     import gguf
 
-    config = AutoConfig.from_pretrained(conversion.folder)
+    config = AutoConfig.from_pretrained(folder)
     architecture = gguf.MODEL_ARCH[config.model_type.upper()]
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_type("model")
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
-    for key, value in general.items():
-        if value:
-            getattr(writer, f"add_{key}")(value)
     add_sizes(writer, config)
-    saved = SavedTensors(conversion.folder, "model")
+    saved = SavedTensors(folder, "model")
     shapes = saved.shapes()
     embedding = next(name for name in shapes if name.endswith(("embed_tokens.weight", "wte.weight")))
-    add_tokenizer(writer, conversion, rows=shapes[embedding][0])
+    add_tokenizer(writer, folder, rows=shapes[embedding][0])
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     added = rope_factors(config)
     dtypes = {}
@@ -292,43 +272,28 @@ def rope_factors(config: PreTrainedConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": (plain / scaled.double()).float()}
 
 
-def add_tokenizer(writer: Any, conversion: Conversion, *, rows: int) -> None:
+def add_tokenizer(writer: Any, folder: Path, *, rows: int) -> None:
     """Adds a byte-level BPE tokenizer.
 
     rows: number of rows in the embedding. Padding rows become unused tokens.
     """
-    from gguf import TokenType
+    from gguf import SpecialVocab, TokenType
 
-    settings = json.loads((conversion.folder / "tokenizer_config.json").read_bytes())
+    tokenizer = json.loads((folder / "tokenizer.json").read_bytes())
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [TokenType.UNUSED] * rows
-    for token, number in conversion.tokenizer["model"]["vocab"].items():
+    for token, number in tokenizer["model"]["vocab"].items():
         tokens[number] = token
         kinds[number] = TokenType.NORMAL
-    ids = {}
-    for added in conversion.tokenizer["added_tokens"]:
-        ids[added["content"]] = added["id"]
+    for added in tokenizer["added_tokens"]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in conversion.tokenizer["model"]["merges"]]
     writer.add_vocab_size(rows)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(conversion.splitter)
+    writer.add_tokenizer_pre(splitter_of(tokenizer))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    for role in ("bos", "eos", "pad", "unk"):
-        token = settings.get(f"{role}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token in ids:
-            getattr(writer, f"add_{role}_token_id")(ids[token])
-    # Training separates documents only by the EOS token, so BOS isn't added.
-    writer.add_add_bos_token(starts_with_bos(conversion.tokenizer))
-    writer.add_add_eos_token(False)
-
-
-def starts_with_bos(tokenizer: Mapping[str, Any]) -> bool:
-    """Returns True if a tokenizer adds a token at the beginning of the text, as Llama 3's does."""
-    whole = tokenizer.get("post_processor") or {}
-    steps = whole.get("processors") or [whole]
-    return any("SpecialToken" in (step.get("single") or [{}])[0] for step in steps)
+    special = SpecialVocab(folder, load_merges=True, n_vocab=rows)
+    # llama.cpp adds BOS by default. Training separates documents only by the EOS token.
+    special.add_special_token = {"bos": False, "eos": False, **special.add_special_token}
+    special.add_to_gguf(writer, quiet=True)

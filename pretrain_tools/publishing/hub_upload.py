@@ -45,7 +45,7 @@ def open_repository(repository: str, *, private: bool) -> str:
     return str(url)
 
 
-def upload(folder: Path, model: Model, repository: str, *, message: str | None) -> str:
+def upload(folder: Path, model: Model, repository: str) -> str:
     """Uploads a folder to the model's branch. Returns the commit hash.
 
     Raises InputError if the Hub rejects the model card, and PublishError for other failures.
@@ -59,7 +59,7 @@ def upload(folder: Path, model: Model, repository: str, *, message: str | None) 
             repo_id=repository,
             folder_path=folder,
             revision=model.revision,
-            commit_message=message or f"Step {model.step:,}{tokens}",
+            commit_message=f"Step {model.step:,}{tokens}",
             delete_patterns=list(REPLACED_ON_HUB),
         )
     return commit.oid

@@ -3,7 +3,6 @@
 Format: https://cyclonedx.org/docs/1.6/json (ECMA-424). cyclonedx-python-lib doesn't support model cards.
 """
 
-import hashlib
 import json
 import time
 import uuid
@@ -12,7 +11,6 @@ from typing import Any
 
 from pretrain.data.data_record import is_hub_id, public_name
 from pretrain.files import CARD_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, sha256_of
-from pretrain.units import JOULES_PER_KWH
 from pretrain_tools.publishing.card import CARD_MEASURES, score_name, statements
 from pretrain_tools.publishing.facts import DataSource, Facts
 from pretrain_tools.publishing.training_content import TRAINING_CONTENT_FILE
@@ -22,8 +20,6 @@ MATERIALS_FILE = "bom.cdx.json"
 MATERIALS_FORMAT = {
     "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json", "bomFormat": "CycloneDX", "specVersion": "1.6"
 }  # fmt: skip
-MODEL = "model"
-"""The model's reference within the bill of materials."""
 SPDX = {
     "apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause", "cc0-1.0": "CC0-1.0",
     "cc-by-4.0": "CC-BY-4.0", "cc-by-sa-4.0": "CC-BY-SA-4.0", "cc-by-nc-4.0": "CC-BY-NC-4.0",
@@ -33,7 +29,6 @@ SPDX = {
 """{Hub license ID: SPDX ID}. Other licenses are listed by name."""
 CONFIDENCE = 1.96
 """Half-width of a 95% interval, in standard errors."""
-GRAMS_PER_TONNE = 1e6
 
 Entry = dict[str, Any]
 
@@ -44,9 +39,9 @@ def write_materials(facts: Facts, folder: Path) -> None:
     beside = {MATERIALS_FILE, SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE}
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.name not in beside}
     bill = bill_of_materials(facts, files)
-    digest = hashlib.sha256(json.dumps(bill, default=str).encode()).hexdigest()
     # Derive the UUID from the content, so that the file is reproducible.
-    named = {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_OID, digest)}", "version": 1}
+    serial = uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(bill))
+    named = {"serialNumber": f"urn:uuid:{serial}", "version": 1}
     text = json.dumps({**MATERIALS_FORMAT, **named, **bill}, indent=1, ensure_ascii=False) + "\n"
     (folder / MATERIALS_FILE).write_text(text, encoding="utf-8")
 
@@ -67,23 +62,16 @@ def bill_of_materials(facts: Facts, files: dict[str, str]) -> Entry:
     metadata = {
         # The current time would make the file irreproducible.
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(max(times))) if times else None,
-        "lifecycles": [{"phase": "build"}],
         "tools": {
             "components": [{"type": "application", "name": "Groundwork", "version": facts.environment.get("commit")}]
         },
         "component": model_entry(facts, files),
-        "supplier": {"name": facts.offer.owner},
     }
     components = [dataset_entry(facts, source) for source in facts.distinct_sources]
     for name, version in (facts.environment.get("packages") or {}).items():
         purl = f"pkg:pypi/{name.lower().replace('_', '-')}@{version}"
         components.append({"type": "library", "bom-ref": purl, "name": name, "version": str(version), "purl": purl})
-    references = [entry["bom-ref"] for entry in components]
-    return {
-        "metadata": known(metadata),
-        "components": known(components),
-        "dependencies": [{"ref": MODEL, "dependsOn": references}, *({"ref": one} for one in references)],
-    }
+    return {"metadata": known(metadata), "components": known(components)}
 
 
 def properties_of(values: Entry) -> list[Entry]:
@@ -102,11 +90,11 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
     if offer.repository:
         url = f"https://huggingface.co/{offer.repository}/tree/{offer.revision}"
         links.insert(0, {"type": "distribution", "url": url})
-    flops, _ = facts.training_flops
+    flops = facts.training_flops
     license = {"id": SPDX[offer.license]} if offer.license in SPDX else {"name": offer.license}
     return {
         "type": "machine-learning-model",
-        "bom-ref": MODEL,
+        "bom-ref": "model",
         "name": facts.title,
         "group": offer.owner,
         "version": f"step-{facts.step}",
@@ -132,13 +120,14 @@ def model_entry(facts: Facts, files: dict[str, str]) -> Entry:
                 "dtype": offer.dtype,
                 "languages": ", ".join(offer.languages),
                 "evaluation_confidence": "95%, from the standard error",
+                "training_energy": facts.history.energy,
             }
         ),
     }
 
 
 def pedigree_of(facts: Facts) -> Entry:
-    """Describes the origin of the weights: ancestor models, the code commit and restarts."""
+    """Describes the origin of the weights: ancestor models and restarts."""
     ancestors = [
         {"type": "machine-learning-model", "name": public_name(trunk["run"]), "version": f"step-{trunk['step']}"}
         for trunk in facts.lineage
@@ -148,12 +137,7 @@ def pedigree_of(facts: Facts) -> Entry:
         purl = f"pkg:huggingface/{name}" if is_hub_id(name) else None
         base = {"type": "machine-learning-model", "name": public_name(name), "version": revision, "purl": purl}
         ancestors.append(base)
-    commit = facts.environment.get("commit")
-    return {
-        "ancestors": ancestors,
-        "commits": [{"uid": commit, "message": "the training code"}] if commit else [],
-        "notes": "; ".join(statements("lineage", facts)),
-    }
+    return {"ancestors": ancestors, "notes": "; ".join(statements("lineage", facts))}
 
 
 def model_card_entry(facts: Facts) -> Entry:
@@ -178,16 +162,7 @@ def model_card_entry(facts: Facts) -> Entry:
         },
         "quantitativeAnalysis": {"performanceMetrics": [*validations, *map(score_entry, facts.scores)]},
         "considerations": {
-            "useCases": ["text completion; the model has not been trained to follow instructions or to chat"],
             "technicalLimitations": statements("limits", facts),
-            "ethicalConsiderations": [
-                {
-                    "name": "The model continues text in the style of its training text, including wrong, private or "
-                    "offensive content.",
-                    "mitigationStrategy": "none in the model: no safety training and no output filter",
-                }
-            ],
-            "environmentalConsiderations": environment_entry(facts),
         },
     }
 
@@ -204,27 +179,6 @@ def score_entry(score: Score) -> Entry:
     return entry
 
 
-def environment_entry(facts: Facts) -> Entry:
-    """Describes the training energy and CO2 emissions. Returns {} if the energy is unknown."""
-    if facts.history.joules is None:
-        return {}
-    kilowatt_hours = facts.history.joules / JOULES_PER_KWH
-    grams = facts.setting("energy.carbon_grams_per_kwh")
-    energy = {"value": round(kilowatt_hours, 6), "unit": "kWh"}
-    provider = {
-        "description": "energy provider not recorded",
-        "organization": {"name": "not recorded"},
-        "energySource": "unknown",
-        "energyProvided": energy,
-    }
-    consumption = {"activity": "training", "energyProviders": [provider], "activityEnergyCost": energy}
-    if grams is not None:
-        tonnes = float(f"{kilowatt_hours * grams / GRAMS_PER_TONNE:.6g}")
-        consumption["co2CostEquivalent"] = {"value": tonnes, "unit": "tCO2eq"}
-    consumption["properties"] = properties_of({"energy_is": facts.start.get("energy"), "carbon_grams_per_kwh": grams})
-    return {"energyConsumptions": [consumption]}
-
-
 def data_reference(source: DataSource) -> str:
     return f"data:{source.name}" + (f":{source.manifest_sha256[:12]}" if source.manifest_sha256 else "")
 
@@ -236,11 +190,10 @@ def dataset_entry(facts: Facts, source: DataSource) -> Entry:
     parts = [one for one in facts.sources if data_reference(one) == data_reference(source)]
     names = [dataset.get("name") for dataset in made.get("datasets") or []] or source.hub_datasets
     about = {
-        "share": "; ".join(f"{one.weight:.6g}" + (f" from {one.stage}" if one.stage else "") for one in parts),
+        "share": "; ".join(f"{one.weight:.6g}" for one in parts),
         "tokens": source.tokens,
         "documents": source.documents,
         "text_bytes": source.text_bytes,
-        "hash_is_of": "manifest.json" if source.manifest_sha256 else None,
         "tokenizer": source.tokenizer,
         "tokenizer_sha256": source.tokenizer_sha256,
         "files": made.get("files"),
@@ -253,13 +206,11 @@ def dataset_entry(facts: Facts, source: DataSource) -> Entry:
         "type": "data",
         "bom-ref": data_reference(source),
         "name": source.name,
-        "description": "training text, as token IDs",
         "hashes": hashed(source.manifest_sha256),
         "externalReferences": [
             {"type": "distribution", "url": f"https://huggingface.co/datasets/{name}"}
             for name in dict.fromkeys(names)
             if name and "/" in name
         ],
-        "data": [{"type": "dataset", "name": source.name, "classification": "training data"}],
         "properties": properties_of(about),
     }

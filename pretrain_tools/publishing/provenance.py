@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
 from pretrain.files import PROVENANCE_FILE, SIGNATURE_FILE, damage_of_file, seal
 from pretrain_tools.publishing.card import CARD_MEASURES, statements, without_folders
 from pretrain_tools.publishing.facts import Facts
@@ -113,14 +112,7 @@ def provenance_problems(folder: Path) -> list[str]:
 def published_folder(place: str) -> Path:
     """Returns a local folder, or downloads OWNER/NAME[@REVISION]. Raises InputError if neither exists."""
     folder = Path(place).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or place.startswith((".", "/", "~")) or len(Path(place.partition("@")[0]).parts) != 2:
-        raise InputError(
-            f"--verify {place}: neither a folder nor a Hub repository; use a folder written by publish.py, OWNER/NAME "
-            "or OWNER/NAME@REVISION"
-        )
-    return download("--verify", place)
+    return folder if folder.is_dir() else download("--verify", place)
 
 
 def provenance_text(folder: Path) -> str:

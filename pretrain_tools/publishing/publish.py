@@ -23,6 +23,9 @@ from pretrain_tools.runs.history import append_events, refuse_url
 
 EXIT_NOT_PUBLISHED = 1
 """Exit status if an upload fails, or if verification finds differences."""
+ATTEMPTS_DURING_TRAINING = 10
+FIRST_WAIT_SECONDS = 30
+"""Wait before the second attempt. It doubles each time."""
 LONGEST_WAIT_SECONDS = 3600
 
 
@@ -32,7 +35,7 @@ def publish(arguments: Namespace, problems: list[str]) -> int:
     problems: problems found so far. Raises InputError listing them and all others that can be found offline.
     """
     try:
-        if isinstance(arguments.gguf, Path):
+        if arguments.gguf is not None:
             write_gguf_file(arguments, Problems(problems))
             return 0
         publish_models(arguments, models_to_publish(arguments, Problems(problems)))
@@ -61,13 +64,7 @@ def find_models(arguments: Namespace, problems: Problems) -> list[Model]:
             problems.append(f"--run {run}: not a run folder (it contains no config.yaml)")
     else:
         wanted = {"steps": arguments.checkpoint, "milestones": arguments.milestones, "final": arguments.final}
-        models = problems.attempt(find_publishable, run, **wanted) or []
-        if arguments.gguf:
-            from pretrain_tools.publishing.gguf_file import read_conversion  # imports torch
-
-            for model in models:
-                problems.attempt(read_conversion, model.folder)
-        return models
+        return problems.attempt(find_publishable, run, **wanted) or []
     return []
 
 
@@ -110,8 +107,12 @@ def write_gguf_file(arguments: Namespace, problems: Problems) -> None:
     if not file.parent.is_dir():
         problems.append(f"--gguf {file}: {file.parent} is not a folder; create it, or use another folder")
     models = find_models(arguments, problems)
+    from pretrain_tools.publishing.gguf_file import check_convertible  # imports torch
+
+    for model in models:
+        problems.attempt(check_convertible, model.folder)
     if len(models) > 1:
-        problems.append("--gguf FILE: accepts only one model; use --checkpoint with a single step, or --final")
+        problems.append("--gguf: accepts only one model; use --checkpoint with a single step, or --final")
     problems.stop_if_any()
     dtype = setting(read_config(arguments.run), "export.dtype") or "bf16"
     with writing_to(file.parent):
@@ -151,7 +152,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
     # Without the lock, two processes could upload each other's unfinished files.
     with folder_lock(staging / f".{model.revision}.lock"):
         with writing_to(staging):
-            stage(arguments.run, model, publication, folder, arguments.sign, gguf=bool(arguments.gguf))
+            stage(arguments.run, model, publication, folder, arguments.sign)
         sizes = {path: path.stat().st_size for path in sorted(folder.iterdir())}
         total = sum(sizes.values())
         print(f"{model.revision}: step {model.step:,}, {len(sizes)} files, {total / 1e6:,.1f} MB", flush=True)
@@ -159,7 +160,7 @@ def publish_model(arguments: Namespace, model: Model, staging: Path, url: str) -
             print("\n".join(f"  {size:>14,}  {path}" for path, size in sizes.items()), flush=True)
             return
         try:
-            commit = retry(arguments, partial(upload, folder, model, arguments.repo, message=arguments.message))
+            commit = retry(arguments, partial(upload, folder, model, arguments.repo))
         finally:
             # Free the disk space of the staged weights.
             shutil.rmtree(folder)
@@ -191,16 +192,15 @@ def record(arguments: Namespace, **facts: object) -> None:
 
 
 def retry(arguments: Namespace, act: Callable[[], str]) -> str:
-    """Calls `act` up to --attempts times. Returns its result or raises the last PublishError."""
-    for attempt in range(1, arguments.attempts):
+    """Calls `act`, up to 10 times during training. Returns its result or raises the last PublishError."""
+    for attempt in range(1, ATTEMPTS_DURING_TRAINING) if arguments.beside_training else ():
         try:
             return act()
         except PublishError as failure:
             if attempt == 1:
                 record(arguments, problem=f"{failure}; retrying")
-            wait = min(arguments.first_wait * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
-            text = f"{failure}\nattempt {attempt} of {arguments.attempts} failed; retrying in {wait} s"
-            print(text, file=sys.stderr, flush=True)
+            wait = min(FIRST_WAIT_SECONDS * 2 ** (attempt - 1), LONGEST_WAIT_SECONDS)
+            print(f"{failure}\nattempt {attempt} failed; retrying in {wait} s", file=sys.stderr, flush=True)
             time.sleep(wait)
     return act()
 

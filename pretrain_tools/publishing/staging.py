@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, remove
@@ -61,10 +60,11 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
         step = best_step(checkpoints) if given == "best" else given
         if step in checkpoints:
             wanted.add(step)
-        elif given == "best":
-            problems.append(f"--checkpoint best: no checkpoint of {run} has a validation loss; specify a step")
         else:
-            problems.append(f"--checkpoint {step}: {run} has no checkpoint at this step; available steps: {there}")
+            problems.append(
+                f"--checkpoint {given}: must be the step of a checkpoint of {run}, or best if the run has validation "
+                f"losses; available steps: {there}"
+            )
     if milestones:
         wanted.update(problems.attempt(_milestones, run, checkpoints, final) or [])
     found = [checkpoint_model(checkpoints[step], step) for step in sorted(wanted)]
@@ -85,13 +85,11 @@ def find_publishable(run: Path, *, steps: list[int | str], milestones: bool, fin
 
 def _milestones(run: Path, checkpoints: dict[int, Path], final: bool) -> list[int]:
     every = setting(read_config(run), "checkpoint.keep_every")
-    if not every:
+    kept = [step for step in checkpoints if every and step % every == 0]
+    if not kept and not (every and final):
         raise InputError(
-            f"--milestones: checkpoint.keep_every isn't set in the recipe of {run}; use --checkpoint STEP"
+            f"--milestones: {run} has no checkpoint kept by checkpoint.keep_every ({every}); use --checkpoint STEP"
         )
-    kept = [step for step in checkpoints if step % every == 0]
-    if not kept and not final:
-        raise InputError(f"--milestones: {run} has no checkpoint at a multiple of {every:,} steps yet")
     return kept
 
 
@@ -100,17 +98,13 @@ def checkpoint_model(folder: Path, step: int) -> Model:
     return Model(folder, step, setting(read_state(folder), "state.tokens"), revision_of(step))
 
 
-def stage(
-    run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None, *, gguf: bool = False
-) -> Path:
+def stage(run: Path, model: Model, publication: Publication, target: Path, key: Path | None = None) -> Path:
     """Writes the files to publish to the folder `target`, atomically. Returns the folder.
 
     Converts a checkpoint's fp32 weights to the export dtype, names them as in final/, and omits optimizer and trainer
     state. Raises InputError if a file contains the value of a secret environment variable.
 
-    Args:
-        key: PEM private key to sign the folder with.
-        gguf: also write a GGUF file.
+    key: PEM private key to sign the folder with.
     """
     dtype = publication.dtype or "bf16"
     publication = replace(publication, revision=model.revision, dtype=dtype)
@@ -120,12 +114,6 @@ def stage(
     unfinished.mkdir(parents=True)
     try:
         copy_model(model, unfinished, dtype, trusted=publication.trust_remote_code)
-        if gguf:
-            name = publication.name or run.resolve().name
-            file = f"{name}-{dtype.upper()}.gguf"
-            general = {"name": name, "license": publication.license, "languages": list(publication.languages)}
-            note = write_gguf(run, unfinished, dtype, unfinished / file, **general)
-            publication = replace(publication, gguf=(file, note))
         # Read the staged config.json, which has the export dtype.
         facts = read_facts(run, model.step, unfinished, publication)
         # Each file contains hashes of the files before it, so the order matters.
@@ -149,20 +137,12 @@ def stage(
 
 def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
     """Writes a run's model as a GGUF file. Returns a sentence about the comparison with transformers."""
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
-        copy_model(model, Path(temporary), dtype)
-        return write_gguf(run, Path(temporary), dtype, file, name=run.resolve().name)
-
-
-def write_gguf(run: Path, folder: Path, dtype: str, file: Path, **general: Any) -> str:
-    """Writes a model folder as a GGUF file. Returns a sentence about the comparison with transformers.
-
-    general: see `convert`.
-    """
     from pretrain_tools.publishing.gguf_comparison import validation_text
     from pretrain_tools.publishing.gguf_file import convert
 
-    return convert(folder, file, dtype=dtype, text=validation_text(run), **general)
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
+        copy_model(model, Path(temporary), dtype)
+        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run))
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:
@@ -223,7 +203,7 @@ def secret_problems(folder: Path) -> list[str]:
         f"{path.name} contains the value of the secret {name}; remove it from the recipe and publish again"
         for path in sorted(folder.iterdir())
         # Weights and images are too large to search.
-        if path.suffix not in (".safetensors", ".gguf", ".png")
+        if path.suffix not in (".safetensors", ".png")
         for name, value in secrets.items()
         if value in path.read_bytes()
     ]

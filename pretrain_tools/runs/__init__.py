@@ -7,7 +7,7 @@ pretrain.runs.control.
     addresses: finds the model folder for RUN@STEP, a folder or a Hub ID
     status: shows a run's state, progress and time left
     comparison: compares runs in a table
-    curves, plots: plot runs' curves as a PNG
+    plots: plots runs' curves as a PNG
     commands: sends commands to a live run
     step_documents: shows a step's training documents
     merge: averages several models

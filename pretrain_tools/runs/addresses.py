@@ -19,7 +19,7 @@ from pretrain.files import SEAL_FILE
 from pretrain.runs.run_folder import best_step, checkpoint_damage, checkpoint_folders, read_state
 from pretrain_tools.runs.history import last_good_end, refuse_url
 
-HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*(?:/[\w.-]+)?(?:@[\w./-]+)?")
 # Files needed for evaluation. Excludes pickled weights.
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -69,19 +69,15 @@ def _models_here(text: str) -> list[ModelAddress]:
     if base and Path(base).expanduser().is_dir():
         return _in_run(text, Path(base).expanduser(), selector)
     refuse_url(text)
-    local_part = base or text
-    if _is_meant_as_path(local_part):
-        siblings = [str(path) for path in Path(local_part).parent.glob("*") if path.is_dir()]
-        near = did_you_mean(local_part, siblings) if siblings else ""
-        raise InputError(f"{text}: no such folder{near}; use a run, RUN@STEP, a model folder or a Hub ID")
-    if not HUB_ID.fullmatch(text):
-        raise InputError(f"{text}: neither a local folder nor a Hub ID (owner/name or owner/name@revision)")
-    return []
-
-
-def _is_meant_as_path(text: str) -> bool:
-    parts = Path(text).parts
-    return text.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+    parent = Path(base or text).parent
+    # A path in an existing folder can't be meant as a Hub ID.
+    if HUB_ID.fullmatch(text) and (parent == Path() or not parent.is_dir()):
+        return []
+    siblings = [str(path) for path in parent.glob("*") if path.is_dir()]
+    raise InputError(
+        f"{text}: neither a local folder nor a Hub ID (owner/name or owner/name@revision)"
+        f"{did_you_mean(base or text, siblings)}"
+    )
 
 
 def _in_folder(text: str, folder: Path) -> ModelAddress:
@@ -90,47 +86,38 @@ def _in_folder(text: str, folder: Path) -> ModelAddress:
     final = folder / "final"
     if (final / "config.json").is_file():
         return _undamaged(f"{text.rstrip('/')}/final", final)
-    checkpoints = checkpoint_folders(folder)
-    if not checkpoints:
+    if not checkpoint_folders(folder):
         raise InputError(f"{text}: neither a model folder (no config.json) nor a run with final/ or checkpoints/")
-    # _intact is lazy, so older checkpoints aren't verified.
-    for step, checkpoint in _intact(dict(reversed(checkpoints.items()))):
-        return _describe(f"{text.rstrip('/')}@{step}", checkpoint)
+    for address in newest_models(folder):
+        return address
     raise InputError(f"{text}: {folder} has no intact checkpoint; resume training, or restore a checkpoint")
 
 
-def _intact(checkpoints: dict[int, Path]) -> Iterator[tuple[int, Path]]:
-    """Yields the undamaged checkpoints and prints a warning for each damaged one."""
-    for step, folder in checkpoints.items():
+def newest_models(run: Path) -> Iterator[ModelAddress]:
+    """Yields a run's intact checkpoints, newest first, and prints a warning for each damaged one."""
+    for step, folder in reversed(checkpoint_folders(run).items()):
         if not (problems := checkpoint_damage(folder)):
-            yield step, folder
+            yield _describe(f"{run}@{step}", folder)
         elif is_first_on_machine():
             print(f"warning: {folder} cannot be used: {'; '.join(problems)}", file=sys.stderr)
 
 
 def _in_run(text: str, run: Path, selector: str) -> list[ModelAddress]:
     checkpoints = checkpoint_folders(run)
-    available = ", ".join(map(str, checkpoints)) or "none"
     if selector == "all":
-        return _all_of(text, run, checkpoints)
-    if selector == "best":
-        step = best_step(checkpoints)
-        if step is None:
-            raise InputError(f"{text}: no checkpoint has a validation loss; available steps: {available}")
-        text = f"{run}@{step}"
-        selector = str(step)
-    if not selector.isdecimal():
-        raise InputError(
-            f"{text}: the part after @ must be a step, best or all, got {selector!r}; available steps: {available}"
-        )
-    step = int(selector)
+        return _all_of(text, run)
+    step = best_step(checkpoints) if selector == "best" else int(selector) if selector.isdecimal() else None
     if step not in checkpoints:
-        raise InputError(f"{text}: {run} has no checkpoint at step {step}; available steps: {available}")
-    return [_undamaged(text, checkpoints[step])]
+        available = ", ".join(map(str, checkpoints)) or "none"
+        raise InputError(
+            f"{text}: the part after @ must be the step of a checkpoint, best (if the run has validation losses) or "
+            f"all, got {selector!r}; available steps: {available}"
+        )
+    return [_undamaged(f"{run}@{step}", checkpoints[step])]
 
 
-def _all_of(text: str, run: Path, checkpoints: dict[int, Path]) -> list[ModelAddress]:
-    found = [_describe(f"{run}@{step}", folder) for step, folder in _intact(checkpoints)]
+def _all_of(text: str, run: Path) -> list[ModelAddress]:
+    found = [*newest_models(run)][::-1]
     if (run / "final" / "config.json").is_file():
         final = _undamaged(f"{run}/final", run / "final")
         if final.step not in [address.step for address in found]:
@@ -151,15 +138,12 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     """Returns a model folder's address, including run, step and tokens if it belongs to a run."""
     # The folder may be a symbolic link to a checkpoint.
     real = folder.resolve()
-    if real.parent.name in ("checkpoints", "evaluations") and (real.parent.parent / "config.yaml").is_file():
-        state = read_state(folder).get("state", {})
-        run = folder.parent.parent if folder.parent.name == real.parent.name else real.parent.parent
-        return ModelAddress(name, folder, run, state.get("step"), state.get("tokens"))
-    if real.name == "final" and (real.parent / "config.yaml").is_file():
-        run = folder.parent if folder.name == "final" else real.parent
-        end = last_good_end(run)
-        return ModelAddress(name, folder, run, end.get("step"), end.get("tokens"))
-    return ModelAddress(name, folder)
+    is_final = real.name == "final"
+    run = real.parent if is_final else real.parent.parent
+    if not (is_final or real.parent.name in ("checkpoints", "evaluations")) or not (run / "config.yaml").is_file():
+        return ModelAddress(name, folder)
+    seen = last_good_end(run) if is_final else read_state(folder).get("state", {})
+    return ModelAddress(name, folder, run, seen.get("step"), seen.get("tokens"))
 
 
 def download(flag: str, text: str, files: list[str] | None = None) -> Path:

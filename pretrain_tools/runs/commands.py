@@ -1,8 +1,6 @@
 """Sends a command to a live run and waits for the answer. The run's side is in pretrain/runs/control.py."""
 
 import json
-import os
-import socket
 import sys
 import time
 import uuid
@@ -45,40 +43,21 @@ def new_request(run: Path, command: str) -> dict:
     """Creates a request. Raises InputError if the folder isn't a run, or if the run isn't active."""
     require_run(run)
     if not is_training(run):
-        raise InputError(_not_alive(run, command))
+        raise InputError(
+            f"{run}: the run is not active: no process holds its lock or sends heartbeats (state: "
+            f"{state_text(read_status(run))}), so there is nothing to {command}"
+        )
     start = last_start(run)
     start_id = start.get("start_id", start.get("time"))
     if start_id is None:
         raise InputError(f"{run}: the run has not started yet; wait for the first line in metrics.jsonl")
-    return {
-        "id": uuid.uuid4().hex,
-        "command": command,
-        "start_id": str(start_id),
-        "time": round(time.time(), 3),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+    return {"id": uuid.uuid4().hex, "command": command, "start_id": str(start_id)}
 
 
 def send(run: Path, request: dict) -> None:
-    """Writes the request file. Raises InputError if the folder isn't writable."""
-    try:
-        (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
-        write_durably(run / REQUEST_FILE, json.dumps(request))
-    except OSError as error:
-        raise InputError(
-            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); run the command as a user with write access"
-        ) from None
-
-
-def _not_alive(run: Path, command: str) -> str:
-    status = read_status(run)
-    at = f" at step {status.step:,}" if status.step is not None else ""
-    # Without a lock or heartbeat, the status "running" is only a guess based on recent log lines.
-    state = "it has no lock or heartbeat" if status.state == "running" else f"{state_text(status)}{at}"
-    finished = status.state == "finished"
-    remedy = "its model is in final" if finished else "run its training command again to resume it"
-    return f"{run}: the run is not active ({state}), so there is nothing to {command}; {remedy}"
+    """Writes the request file."""
+    (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
+    write_durably(run / REQUEST_FILE, json.dumps(request))
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
@@ -97,10 +76,8 @@ def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:
             return DONE[command].format(step=answer["step"])
         pending = read_json(run / REQUEST_FILE)
         if pending.get("id") != request["id"]:
-            raise InputError(
-                f"{run}: {pending.get('command', 'another command')}, sent by process {pending.get('pid', '?')} on "
-                f"{pending.get('host', '?')}, replaced this {command} before the run answered; run the command again"
-            )
+            other = pending.get("command", "another command")
+            raise InputError(f"{run}: {other} replaced this {command} before the run answered; run the command again")
         if not alive:
             raise InputError(f"{run}: the run ended before it answered {command}; see its train.log")
         time.sleep(POLL_SECONDS)

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.runs.run_folder import read_config, read_json, setting
-from pretrain.units import bytes_text, duration_text, energy_text, table
+from pretrain.runs.run_folder import read_config, read_json
+from pretrain.units import bytes_text, duration_text, table
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.runs.history import MEASURES, History, is_number, read_history, require_runs
 from pretrain_tools.runs.status import RunStatus, read_status, state_text, text_of
@@ -22,17 +21,6 @@ SUMMARIZED = (
     "strategy.precision", "environment.device", "environment.commit",
 )  # fmt: skip
 """Settings shown in a summary, in addition to the data folders."""
-
-
-def require_writable(path: Path) -> None:
-    """Raises InputError if a file can't be created at this path."""
-    folder = path.parent
-    if not folder.is_dir():
-        raise InputError(f"--output {path}: {folder} is not a folder; create it, or use another path")
-    if not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path}: {folder} is not writable; use another path")
-    if path.is_dir():
-        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'plot'}")
 
 
 def flatten_settings(values: Any, prefix: str = "") -> dict[str, Any]:
@@ -77,7 +65,6 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
     results = {
         "state": state_text(status),
         "step": text_of(status.step, "{:,}".format),
-        "total steps": text_of(status.total_steps or None, "{:,}".format),
         "tokens": text_of(history.last("train").get("tokens"), "{:,}".format),
         f"training loss, last {SMOOTHED_LINES} lines": text_of(smoothed_loss(history), "{:.4f}".format),
     }
@@ -100,10 +87,8 @@ def results_of(history: History, status: RunStatus) -> dict[str, str]:
         "tokens per second, median": text_of(history.median("tokens_per_second"), "{:,.0f}".format),
         "MFU, median": text_of(history.median("mfu"), "{:.1%}".format),
         "peak memory": text_of(max(filter(is_number, peaks), default=None), bytes_text),
+        "energy": history.energy or "-",
     }
-    if history.joules is not None:
-        grid = setting(read_config(history.folder), "energy.carbon_grams_per_kwh")
-        results["energy"] = energy_text(history.joules, history.last("start").get("energy"), grid)
     for key, name in MEASURES.items() if history.of("diagnostics") else ():
         values = list(filter(is_number, history.last("diagnostics")[key]))
         if values:
@@ -121,7 +106,7 @@ def comparison_text(folders: list[Path]) -> str:
     if len(folders) < 2:
         raise InputError(f"compare {folders[0]}: needs at least two runs; for a single run, use summary")
     require_runs(folders)
-    header = ["", *names_of(folders)]
+    header = ["", *map(str, folders)]
     differ = setting_differences([recorded_settings(run) for run in folders])
     # The output folder always differs.
     shown = {name: row for name, row in differ.items() if name not in ("output", "model.transformers_version")}
@@ -130,12 +115,6 @@ def comparison_text(folders: list[Path]) -> str:
     names = dict.fromkeys(itertools.chain.from_iterable(results))
     rows = [[name, *(result.get(name, "-") for result in results)] for name in names]
     return "\n".join(["settings that differ", settings, "", "results", table([header, *rows])])
-
-
-def names_of(runs: list[Path]) -> list[str]:
-    """Returns the runs' folder names, or their paths if the names aren't unique."""
-    names = [run.name for run in runs]
-    return [str(run) if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def _cell(value: Any) -> str:

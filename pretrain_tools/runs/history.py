@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pretrain.errors import InputError, Problems, did_you_mean
 from pretrain.runs.event_log import CURVES, Event, parse_lines, read_metrics
-from pretrain.runs.run_folder import METRICS_FILE
+from pretrain.runs.run_folder import METRICS_FILE, read_config, setting
+from pretrain.units import energy_text
 
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
@@ -27,7 +28,8 @@ NO_MEASURES = {
 """Keys of an `evaluation` event that aren't scores."""
 FREQUENT = tuple(f'{{"event": "{name}"'.encode() for name in ("train", "sample", "evaluation"))
 """Prefixes of the most frequent lines. `event` is always the first key."""
-
+LAST_LINES = 500
+LOOK_BACK_BYTES = 1 << 22
 
 MEASURES = {
     "activation_rms": "RMS of activations",
@@ -53,7 +55,6 @@ class Score:
     few_shots: int | None = None
     split: str | None = None
     step: int | None = None
-    tokens: int | None = None
     is_whole: bool = True
     """True if all documents of the task were scored (no --limit)."""
 
@@ -79,6 +80,14 @@ class History:
         count_hours(logged)
         joules = [event["joules"] for event in logged if is_number(event.get("joules"))]
         return cls(folder, current_events(logged), sum(joules) if joules else None)
+
+    @property
+    def energy(self) -> str | None:
+        """Energy of all logged steps as text, with the emissions if their intensity is set; None if not logged."""
+        if self.joules is None:
+            return None
+        grid = setting(read_config(self.folder), "energy.carbon_grams_per_kwh")
+        return energy_text(self.joules, self.last("start").get("energy"), grid)
 
     def of(self, name: str) -> list[Event]:
         """Returns the events with this name, in order."""
@@ -112,7 +121,7 @@ def scores_of(event: Event) -> list[Score]:
     """Returns the scores in an `evaluation` event. Skips subtasks whose group has its own score."""
     if event.get("is_part"):
         return []
-    about = {key: event.get(key) for key in ("few_shots", "split", "step", "tokens")}
+    about = {key: event.get(key) for key in ("few_shots", "split", "step")}
     about |= {"task": str(event.get("task") or event.get("source")), "is_whole": event.get("limit") is None}
     measures = {key: value for key, value in event.items() if key not in NO_MEASURES and is_number(value)}
     # lm-eval appends the answer filter after a comma.
@@ -138,26 +147,14 @@ def require_run(folder: Path) -> Path:
     if (folder / METRICS_FILE).is_file():
         return folder
     refuse_url(str(folder))
-    if folder.is_file():
-        raise InputError(f"{folder}: is a file, not a run folder such as runs/demo")
-    if not folder.is_dir():
-        parent = folder.parent
-        # Search only siblings, because the parent may be / or a home directory.
-        names = [str(path) for path in find_runs(parent, depth=1)] if parent.is_dir() else []
-        hint = did_you_mean(str(folder), names) if names else f"; {parent} contains no runs"
-        raise InputError(f"{folder}: no such run{hint}")
-    inside = find_runs(folder)
-    if inside:
+    if folder.is_dir():
+        inside = ", ".join(map(str, find_runs(folder)[:8])) or "none"
         raise InputError(
-            f"{folder}: is not a run, but contains runs ({len(inside)}): "
-            f"{', '.join(str(path) for path in inside[:8])}{' ...' if len(inside) > 8 else ''}; use one of them"
+            f"{folder}: is not a run, or has not started: it has no {METRICS_FILE}; runs in this folder: {inside}"
         )
-    owner = next((parent for parent in folder.parents if (parent / METRICS_FILE).is_file()), None)
-    if owner is not None:
-        raise InputError(f"{folder}: is a folder inside the run {owner}; use {owner}")
-    if (folder / "config.yaml").is_file():
-        raise InputError(f"{folder}: the run has not started: it has no {METRICS_FILE} yet; see its console output")
-    raise InputError(f"{folder}: is not a run: it has no {METRICS_FILE}; use a folder created by train.py")
+    # Search only siblings, because the parent may be / or a home directory.
+    siblings = map(str, find_runs(folder.parent, depth=1))
+    raise InputError(f"{folder}: no such run{did_you_mean(str(folder), siblings)}")
 
 
 def refuse_url(text: str) -> None:
@@ -182,18 +179,14 @@ def require_runs(folders: Iterable[Path]) -> list[Path]:
 def find_runs(folder: Path, *, depth: int = 3) -> list[Path]:
     """Returns the runs in a folder and its subfolders, sorted by name. Skips runs inside other runs."""
     found = []
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except PermissionError:
-        return []  # another user's folder
-    for entry in entries:
-        if entry.name.startswith(".") or not entry.is_dir():
-            continue
-        path = Path(entry.path)
-        if os.path.isfile(path / METRICS_FILE):  # False without permission, unlike Path.is_file
+    for place, folders, files in os.walk(folder, followlinks=True):
+        path = Path(place)
+        is_run = METRICS_FILE in files
+        if is_run:
             found.append(path)
-        elif depth > 1:
-            found += find_runs(path, depth=depth - 1)
+        if is_run or len(path.relative_to(folder).parts) == depth:
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
     return found
 
 
@@ -230,6 +223,30 @@ def count_hours(events: list[Event]) -> None:
         event["hours"] = elapsed / 3600
 
 
+def count_flops(history: History) -> float | None:
+    """Adds `flops`, the training FLOPs so far, to the train events in place. Returns the last one, or None if unknown.
+
+    They are counted as for MFU. If the run didn't record its FLOPs per token, they are estimated as 6 per active
+    parameter (Kaplan et al., arXiv 2001.08361).
+    """
+    start = history.last("start")
+    parameters = start.get("active_parameters", start.get("parameters"))
+    per_token = start.get("flops_per_token") or (6 * parameters if parameters else None)
+    if per_token is None:
+        return None
+    stages = history.of("stage")
+    tokens = 0
+    flops = 0.0
+    for event in history.of("train"):
+        if is_number(event.get("tokens")):
+            # Stages may change the sequence length, and with it the FLOPs per token.
+            rates = [stage["flops_per_token"] for stage in stages if stage["step"] < event["step"]]
+            flops += (event["tokens"] - tokens) * (rates[-1] if rates else per_token)
+            tokens = event["tokens"]
+            event["flops"] = flops
+    return flops
+
+
 def current_events(events: Iterable[Event]) -> list[Event]:
     """Drops measurements superseded by repeated steps or evaluations."""
     current: list[Event] = []
@@ -254,19 +271,17 @@ def _subject(event: Event) -> tuple:
     return tuple(event.get(key) for key in ("event", "step", "source", "split", "task", "few_shots"))
 
 
-def read_end(run: Path, *, lines: int = 2000, look_back_bytes: int = 1 << 22) -> list[Event]:
+def read_end(run: Path) -> list[Event]:
     """Reads a run's last events, without superseded ones, in constant time.
 
-    lines: number of lines to read. Also reads infrequent events from the last `look_back_bytes`.
+    Reads the last 500 lines, and infrequent events from the last 4 MB.
     """
     with open(run / METRICS_FILE, "rb") as file:
-        begin = max(0, file.seek(0, os.SEEK_END) - look_back_bytes)
-        file.seek(begin)
-        # Drop the first line, which is probably incomplete.
-        all_lines = file.read().split(b"\n")[1 if begin else 0 :]
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOOK_BACK_BYTES))
+        lines = file.read().split(b"\n")
     # Comparing prefixes is faster than parsing 4 MB of JSON.
-    rare = [line for line in all_lines[:-lines] if not line.startswith(FREQUENT)]
-    return current_events(parse_lines([*rare, *all_lines[-lines:]]))
+    rare = [line for line in lines[:-LAST_LINES] if not line.startswith(FREQUENT)]
+    return current_events(parse_lines([*rare, *lines[-LAST_LINES:]]))
 
 
 def last_start(run: Path) -> Event:

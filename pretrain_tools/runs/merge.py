@@ -5,9 +5,9 @@ arXiv 2306.03241; for WSD schedules: Tian et al., arXiv 2507.17634). Averaging r
 produces a model soup (Wortsman et al., arXiv 2203.05482).
 """
 
+import itertools
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,16 +15,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from pretrain.checkpoint.average_folder import require_average
-from pretrain.checkpoint.checkpoints import require_space
-from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
+from pretrain.checkpoint.tensor_files import SavedTensors, write_group
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
 from pretrain.model.model_config import config_differences, load_model_config, register_code_of
 from pretrain.model.published_names import JoinedTensors, PublishedNames
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import checkpoint_folders, output_problem
-from pretrain.units import counted
-from pretrain_tools.runs.addresses import ModelAddress, find_models
+from pretrain_tools.runs.addresses import ModelAddress, find_models, newest_models
 
 MERGE_FILE = "merge.json"
 LEFT_BEHIND = {SEAL_FILE, PROVENANCE_FILE, SIGNATURE_FILE, CARD_FILE, PICTURE_FILE, MERGE_FILE, "trainer_state.json"}
@@ -65,7 +63,6 @@ def merge_models(
     mean = problems.attempt(mean_of, names, folders, prefix, trusted=trust_remote_code)
     problems.stop_if_any()
     group, published = mean
-    require_room(output, group)
     # Write to a hidden folder and rename it at the end, so that the output is never incomplete.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,20 +75,16 @@ def merge_models(
 
 def addressed(text: str, last: int | None) -> list[ModelAddress]:
     """Returns the models at an address, or a run's newest intact checkpoints if `last` is set. Raises InputError."""
-    if last is None or not (steps := checkpoint_folders(Path(text).expanduser())):
+    run = Path(text).expanduser()
+    if last is None or not checkpoint_folders(run):
         return find_models(text, "merge")
-    found: list[ModelAddress] = []
-    for step in reversed(steps):
-        try:
-            found = [*find_models(f"{text.rstrip('/')}@{step}", "merge"), *found]
-        except InputError as error:
-            print(f"warning: skipped: {error}", file=sys.stderr)
-        if len(found) == last:
-            return found
-    raise InputError(
-        f"merge {text} --last {last}: the run has only {len(found)} intact checkpoints; reduce --last, or increase "
-        "checkpoint.keep_last"
-    )
+    found = list(itertools.islice(newest_models(run), last))
+    if len(found) < last:
+        raise InputError(
+            f"merge {text} --last {last}: the run has only {len(found)} intact checkpoints; reduce --last, or "
+            "increase checkpoint.keep_last"
+        )
+    return found[::-1]
 
 
 def output_folder(addresses: Sequence[ModelAddress], asked: Path | None) -> Path:
@@ -131,22 +124,12 @@ def mean_of(
     models = [JoinedTensors(model, published) for model in saved]
     shapes, *others = (joined.shapes(of.shapes()) for joined, of in zip(models, saved, strict=True))
     for name, config, ours in zip(names[1:], configs[1:], others, strict=True):
-        different = [key for key in (shapes | ours) if shapes.get(key) != ours.get(key)]
-        if type(config) is not type(configs[0]) or different:
-            what = (
-                f"{counted(len(different), 'tensor')} with different shapes, such as {different[0]}; "
-                if different
-                else ""
-            )
-            problems.append(
-                f"merge {names[0]} {name}: have different architectures ({what}"
-                f"{config_differences(configs[0], config)}); merge only models with the same architecture"
-            )
         # RoPE has no weights, so comparing shapes isn't enough.
-        elif getattr(config, "rope_parameters", None) != getattr(configs[0], "rope_parameters", None):
+        ropes = [getattr(one, "rope_parameters", None) for one in (configs[0], config)]
+        if type(config) is not type(configs[0]) or ours != shapes or ropes[0] != ropes[1]:
             problems.append(
-                f"merge {names[0]} {name}: have different RoPE settings ("
-                f"{config_differences(configs[0], config)}); merge only checkpoints from the same stage"
+                f"merge {names[0]} {name}: have different architectures ({config_differences(configs[0], config)}); "
+                "merge only models with the same architecture, or checkpoints from the same stage"
             )
     problems.stop_if_any()
 
@@ -158,15 +141,6 @@ def mean_of(
         return (total / len(models)).float()
 
     return TensorGroup(shapes, dict.fromkeys(shapes, torch.float32), mean), published
-
-
-def require_room(output: Path, group: TensorGroup) -> None:
-    """Raises InputError if there isn't enough free disk space."""
-    place = next(folder for folder in output.absolute().parents if folder.exists())
-    try:
-        require_space(place, bytes_of(group))
-    except OSError as error:
-        raise InputError(f"--output {output}: {error}; use another disk") from error
 
 
 def describe_mean(folder: Path, newest: Path, contents: dict) -> None:

@@ -1,10 +1,9 @@
 """Plots runs as a PNG with several panels. The project's other figures use the same helpers."""
 
 import io
-import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,70 +13,48 @@ from numpy.typing import ArrayLike, NDArray
 
 from pretrain.errors import InputError
 from pretrain.files import write_durably
-from pretrain_tools.runs.comparison import names_of, require_writable
-from pretrain_tools.runs.curves import Columns, RunCurves, curves_of
-from pretrain_tools.runs.history import MEASURES, read_history, require_runs
-from pretrain_tools.runs.status import read_status
+from pretrain.runs.event_log import Event
+from pretrain.runs.run_folder import output_problem
+from pretrain_tools.runs.history import MEASURES, History, count_flops, is_number, read_history, require_runs
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Run colors, from the colorblind-safe Okabe-Ito palette."""
 DASHES = ("-", "--", ":", "-.")
 MARKS = {
-    "resume": (">", "#009e73", "resumed"),
-    "checkpoint": ("|", "#888888", "checkpoint"),
-    "spike": ("^", "#d62728", "loss spike"),
-    "skip": ("x", "#d62728", "step skipped"),
-    "rollback": ("<", "#d62728", "rolled back"),
-    "control": ("D", "#9467bd", "control command"),
-    "divergence": ("P", "#d62728", "diverges"),
-    "explosion": ("*", "#d62728", "gradient exploded"),
-    "warning": ("v", "#e69f00", "warning"),
-    "end": ("s", "#555555", "ended"),
+    "resume": (">", "#009e73"),
+    "checkpoint": ("|", "#888888"),
+    "spike": ("^", "#d62728"),
+    "skip": ("x", "#d62728"),
+    "rollback": ("<", "#d62728"),
+    "control": ("D", "#9467bd"),
+    "divergence": ("P", "#d62728"),
+    "explosion": ("*", "#d62728"),
+    "warning": ("v", "#e69f00"),
+    "end": ("s", "#555555"),
 }
-"""Events marked in the loss panel: (matplotlib marker, color, legend label)."""
-POSITION_LABELS = {"step": "step", "tokens": "tokens", "hours": "running hours", "flops": "FLOPs",
-                   "position": "position in the document (end of range)"}  # fmt: skip
-MOST_SCORE_PANELS = 15
+"""Events marked in the first panel: (matplotlib marker, color)."""
 MARK_HEIGHT = 0.035
 """Height of a row of event markers, as a fraction of the panel."""
+BUDGETS = {"tokens": "tokens", "hours": "running hours", "flops": "FLOPs"}
+"""{key of a train event: axis label}. With several runs, the training loss is also plotted against these."""
+MOST_SCORE_PANELS = 60
 SMOOTHED_SHARE = 0.04
 FEWEST_SMOOTHED = 20
 MOST_DOTS = 50
 """Maximum number of points in a curve with point markers."""
 FEW = 12
 """If no curve has more points than this, the loss axis shows all of them."""
-SCORES = {"marker": "o", "markersize": 4, "capsize": 3}
-"""Style of scores and their standard errors, for matplotlib's `errorbar`."""
 SHARE_LEFT_OUT_OF_RANGE = 0.02
 """Fraction of the x-axis at the start that doesn't affect the range of the loss axis."""
-
-
-@dataclass(frozen=True)
-class PlottedRun:
-    """A run's data for plotting."""
-
-    name: str
-    state: str
-    curves: RunCurves
-    color: str
-
-    @classmethod
-    def read(cls, folder: Path, name: str, number: int = 0) -> "PlottedRun":
-        """Reads a run. `number` selects the color.
-
-        Raises InputError if the folder isn't a run or has no events yet.
-        """
-        return cls(name, read_status(folder).state, curves_of(read_history(folder)), color_of(number))
 
 
 @dataclass(frozen=True)
 class Line:
     """A curve in a panel."""
 
+    points: NDArray
+    """[x, y], or [x, y, standard error]."""
     color: str | tuple[float, ...]
-    columns: Columns
-    measure: str
-    """Column to plot. A `standard_error` column adds error bars."""
     dash: str = "-"
     label: str | None = None
     """Label in the panel's legend; None for no entry."""
@@ -89,13 +66,13 @@ class Panel:
 
     title: str
     lines: list[Line]
-    position: str = "step"
-    """x-axis: a key of POSITION_LABELS."""
+    x_label: str = "step"
+    is_training_loss: bool = False
     is_smoothed: bool = False
     is_log: bool = False
-    begins_at_zero: bool = False
-    is_training_loss: bool = False
-    has_marks: bool = False
+    """Makes the y-axis logarithmic."""
+    has_ranges: bool = False
+    """True if x is the end of ranges that double in size."""
 
 
 def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
@@ -105,183 +82,181 @@ def plot_runs(folders: Sequence[Path], output: Path | None) -> Path:
     """
     runs = require_runs(folders)
     folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([run.resolve().parent for run in runs]))
-    folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     path = output or folder / "plot.png"
-    require_writable(path)
     path = path.with_name(f"{path.name.removesuffix('.png')}.png")
-    plotted = [PlottedRun.read(*of_run) for of_run in zip(runs, names_of(runs), itertools.count())]
-    if not any(run.curves.train["step"].size for run in plotted):
+    histories = {str(run): read_history(run) for run in runs}
+    if not any(history.of("train") for history in histories.values()):
         raise InputError(f"{', '.join(map(str, runs))}: no steps logged yet")
-    write_png(plotted, path)
+    if problem := output_problem(path.parent):
+        raise InputError(f"--{problem}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_png(histories, path)
     return path
 
 
-def write_png(runs: Sequence[PlottedRun], path: Path) -> None:
+def write_png(runs: dict[str, History], path: Path) -> None:
     """Writes a PNG with one panel per quantity, and a legend for the runs and event markers."""
     # pyplot has global state and may need a display.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    panels = picture_panels(runs)
+    panels = panels_of(runs)
     rows = math.ceil(len(panels) / 3)
     figure = Figure(figsize=(16, 4.1 * rows + 0.9), layout="constrained")
     axes = figure.subplots(rows, 3, squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         draw_panel(axis, panel)
-        if panel.has_marks:
-            draw_marks(axis, runs, panel.position)
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
-    handles = [Line2D([], [], color=run.color, linewidth=2, label=f"{run.name} ({run.state})") for run in runs]
-    happened = {name for run in runs for name in run.curves.happened}
-    handles += [
-        Line2D([], [], color=color, linestyle="none", marker=shape, markersize=6, label=label)
-        for kind, (shape, color, label) in MARKS.items()
-        if kind in happened
-    ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=5, frameon=False, fontsize=10)
+    marks = draw_marks(axes.flat[0], runs.values())
+    lines = [Line2D([], [], color=color_of(number), linewidth=2) for number in range(len(runs))]
+    figure.legend(
+        [*lines, *marks.values()], [*runs, *marks], loc="outside upper left", ncols=5, frameon=False, fontsize=10
+    )
     save_figure(figure, path)
 
 
-def picture_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
+def panels_of(runs: dict[str, History]) -> list[Panel]:
     """Returns all panels with data."""
+    trained = [history.of("train") for history in runs.values()]
 
-    def training(title: str, measure: str, **options: Any) -> Panel:
-        return Panel(title, [Line(run.color, run.curves.train, measure) for run in runs], **options)
+    def training(title: str, measure: str, position: str = "step", **options: Any) -> Panel:
+        lines = [Line(points_of(events, position, measure), color_of(n)) for n, events in enumerate(trained)]
+        return Panel(title, lines, BUDGETS.get(position, position), **options)
 
-    look = {"is_smoothed": True, "is_training_loss": True}
-    loss = training("Training loss (bold: smoothed)", "loss", has_marks=True, **look)
-    # For a single run, plots against tokens or FLOPs look the same as against steps.
-    positions = ("tokens", "hours", "flops") if len(runs) > 1 else ("hours",)
-    losses = [
-        training(f"Training loss against {POSITION_LABELS[at]}", "loss", position=at, **look)
-        for at in positions
-        if any(np.isfinite(run.curves.train[at]).any() for run in runs)
-    ]
-    panels = [
-        Panel("Validation loss", validation_lines(runs)),
-        Panel("Validation loss by position, at the end of each stage", lines_by_position(runs), "position"),
-        training("Learning rate", "learning_rate", begins_at_zero=True),
+    loss = {"is_training_loss": True, "is_smoothed": True}
+    panels = [training("Training loss (bold: smoothed)", "loss", **loss)]
+    if len(runs) > 1:
+        for history in runs.values():
+            count_flops(history)
+        panels += [training(f"Training loss against {label}", "loss", key, **loss) for key, label in BUDGETS.items()]
+    panels += [
+        Panel("Validation loss", validation_lines(runs.values())),
+        Panel(
+            "Validation loss by position, at the end of each stage",
+            lines_by_position(runs),
+            "position in the document (end of range)",
+            has_ranges=True,
+        ),
+        training("Learning rate", "learning_rate"),
         training("Gradient norm, before clipping", "grad_norm", is_smoothed=True, is_log=True),
-        training("Tokens per second", "tokens_per_second", is_smoothed=True, begins_at_zero=True),
+        training("Tokens per second", "tokens_per_second", is_smoothed=True),
+        *score_panels(runs.values()),
     ]
-    panels = [panel for panel in panels if panel.lines]
-    panels = [loss, *losses, *panels] if len(runs) > 1 else [loss, *panels, *losses]
-    return [*panels, *score_panels(runs)[:MOST_SCORE_PANELS], *diagnostics_panels(runs)]
+    if len(runs) == 1:
+        panels += diagnostics_panels(*runs.values())
+    return [panels[0], *(panel for panel in panels[1:] if any(line.points.size for line in panel.lines))]
 
 
-def validation_lines(runs: Sequence[PlottedRun]) -> list[Line]:
+def validation_lines(runs: Iterable[History]) -> list[Line]:
     """Returns a line per run and source, with a dash pattern per source."""
-    sources = list(dict.fromkeys(source for run in runs for source in run.curves.validation))
+    dashes: dict[str, str] = {}
     lines = []
-    for run in runs:
-        for source, columns in run.curves.validation.items():
-            # Colors identify runs, so a source needs only one legend entry.
-            label = None if source in [line.label for line in lines] else source
-            lines.append(Line(run.color, columns, "loss", DASHES[sources.index(source) % len(DASHES)], label))
-    return lines
-
-
-def lines_by_position(runs: Sequence[PlottedRun]) -> list[Line]:
-    """Returns a line per run, source and stage."""
-    lines = []
-    for run in runs:
-        for place, (name, columns) in enumerate(run.curves.by_position.items()):
-            color, label = (run.color, f"{run.name}: {name}") if len(runs) > 1 else (color_of(place), name)
-            lines.append(Line(color, columns, "loss", DASHES[place % len(DASHES)], label))
-    return lines
-
-
-def score_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns a panel for each score with more than one point."""
-    names = dict.fromkeys(name for run in runs for name in run.curves.scores if not name.endswith("perplexity"))
-    panels = []
-    # Averages over tasks come first, then bits per byte, which improves before accuracies do.
-    for name in sorted(
-        names, key=lambda name: (not name.startswith(("core ·", "small ·")), not name.endswith("_byte"))
-    ):
-        lines = [Line(run.color, run.curves.scores[name], "value") for run in runs if name in run.curves.scores]
-        if sum(len(line.columns["step"]) for line in lines) > 1:
-            panels.append(Panel(f"Evaluation: {name}", lines))
-    return panels
-
-
-def diagnostics_panels(runs: Sequence[PlottedRun]) -> list[Panel]:
-    """Returns a panel per diagnostic: every layer for a single run, or the median over layers for several runs."""
-    panels = []
-    for measure, title in MEASURES.items():
-        lines = []
-        for run in runs:
-            layers = {
-                name: columns
-                for name, columns in run.curves.diagnostics.items()
-                if np.isfinite(columns[measure]).any()
+    for number, history in enumerate(runs):
+        for source, events in history.validation().items():
+            losses = {
+                source: "loss",
+                f"{source}, average": "average_loss",
+                f"{source}, stage's length": "stage_loss",
             }
-            if len(runs) == 1:
-                ends = (0, len(layers) - 1)
-                lines += [
-                    Line(color_of_depth(place, len(layers)), columns, measure, label=name if place in ends else None)
-                    for place, (name, columns) in enumerate(layers.items())
-                ]
-            elif layers:
-                columns = next(iter(layers.values()))
-                median = np.median([of_layer[measure] for of_layer in layers.values()], axis=0)
-                lines.append(Line(run.color, {**columns, measure: median}, measure))
-        if lines:
-            about = "per layer" if len(runs) == 1 else "median over layers"
-            is_log = measure in ("gradient_rms", "update_rms")
-            panels.append(Panel(f"{title}, {about}", lines, is_log=is_log))
-    return panels
+            for name, measure in losses.items():
+                points = points_of(events, "step", measure)
+                if points.size:
+                    # Colors identify runs, so a source needs only one legend entry.
+                    label = None if name in dashes else name
+                    dash = dashes.setdefault(name, DASHES[len(dashes) % len(DASHES)])
+                    lines.append(Line(points, color_of(number), dash, label))
+    return lines
 
 
-def color_of_depth(place: int, layers: int) -> tuple[float, ...]:
-    """Returns a layer's color, from dark (first layer) to light (last layer)."""
+def lines_by_position(runs: dict[str, History]) -> list[Line]:
+    """Returns a line per run, source and stage. Omits losses with only one position range."""
+    lines: list[Line] = []
+    for name, history in runs.items():
+        for source, events in history.validation().items():
+            measured = [event for event in events if len(event.get("loss_by_position") or {}) > 1]
+            last_of_stage = {event.get("stage_sequence_length"): event for event in measured}
+            for event in last_of_stage.values():
+                losses = event["loss_by_position"]
+                ends = [int(positions.partition("-")[2]) + 1 for positions in losses]
+                points = np.array([ends, list(losses.values())], float)
+                label = f"{source}, step {event['step']:,}"
+                if len(runs) > 1:
+                    label = f"{name}: {label}"
+                lines.append(Line(points, color_of(len(lines)), label=label))
+    return lines
+
+
+def score_panels(runs: Iterable[History]) -> list[Panel]:
+    """Returns a panel for each score with more than one point."""
+    panels: dict[str, Panel] = {}
+    for number, history in enumerate(runs):
+        for name, scores in history.scores().items():
+            if not name.endswith("perplexity"):
+                rows = [{**vars(score), "error": score.standard_error or 0.0} for score in scores]
+                line = Line(points_of(rows, "step", "value", "error"), color_of(number))
+                panels.setdefault(name, Panel(f"Evaluation: {name}", [])).lines.append(line)
+    found = [panel for panel in panels.values() if sum(line.points.shape[1] for line in panel.lines) > 1]
+    return found[:MOST_SCORE_PANELS]
+
+
+def diagnostics_panels(history: History) -> list[Panel]:
+    """Returns a panel per diagnostic, with a line per layer, from dark (first layer) to light (last layer)."""
     from matplotlib import colormaps
 
-    return colormaps["viridis"](0.9 * place / max(1, layers - 1))
+    panels = []
+    for measure, title in MEASURES.items():
+        rows = [
+            {"step": event["step"], **dict(zip(event["layers"], event[measure], strict=True))}
+            for event in history.of("diagnostics")
+        ]
+        layers = dict.fromkeys(name for event in history.of("diagnostics") for name in event["layers"])
+        points = {name: points_of(rows, "step", name) for name in layers}
+        measured = [name for name in layers if points[name].size]
+        lines = [
+            Line(
+                points[name],
+                colormaps["viridis"](0.9 * place / len(measured)),
+                label=name if name in (measured[0], measured[-1]) else None,
+            )
+            for place, name in enumerate(measured)
+        ]
+        panels.append(Panel(f"{title}, per layer", lines, is_log=measure in ("gradient_rms", "update_rms")))
+    return panels
 
 
-def points_of(columns: Columns, position: str, *measures: str) -> NDArray:
-    """Returns an array [x, y, ...] of the points that are finite in all columns."""
-    points = np.array([columns[name] for name in (position, *measures)])
-    return points[:, np.isfinite(points).all(axis=0)]
+def points_of(events: Iterable[Event], position: str, *measures: str) -> NDArray:
+    """Returns an array [x, y, ...] of the events in which all these values are finite numbers."""
+    names = (position, *measures)
+    rows = [[event.get(name) for name in names] for event in events]
+    finite = [row for row in rows if all(is_number(value) and math.isfinite(value) for value in row)]
+    return np.array(finite, float).reshape(-1, len(names)).T
 
 
 def draw_panel(axis: Any, panel: Panel) -> None:
-    from matplotlib.ticker import LogLocator
-
     style_panel(axis, panel.title)
     for line in panel.lines:
-        draw_line(axis, panel, line)
-    axis.set_xlabel(POSITION_LABELS[panel.position])
-    axis.xaxis.set_major_formatter(axis_text)
+        draw_line(axis, line, is_smoothed=panel.is_smoothed)
+    axis.set_xlabel(panel.x_label)
     axis.margins(x=0.01)
-    if panel.position == "position":
-        ends = np.unique(np.concatenate([line.columns["position"] for line in panel.lines]))
+    if panel.has_ranges:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ends, [f"{end:,.0f}" for end in ends])
-        axis.minorticks_off()
+        axis.xaxis.set_major_formatter("{x:,.0f}")
     if panel.is_log:
         axis.set_yscale("log")
-        axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # more labels would overlap
-        axis.yaxis.set_minor_formatter(axis_text)
-    if panel.begins_at_zero:
-        axis.set_ylim(bottom=0)
     if panel.is_training_loss:
         fit_to_later_loss(axis, panel)
-    axis.yaxis.set_major_formatter(axis_text)
     if any(line.label for line in panel.lines):
         axis.legend(frameon=False, fontsize=9)
 
 
-def draw_line(axis: Any, panel: Panel, line: Line) -> None:
+def draw_line(axis: Any, line: Line, *, is_smoothed: bool) -> None:
     """Plots a curve. A smoothed curve is drawn over a faint line through all points."""
-    x, y = points_of(line.columns, panel.position, line.measure)
+    x, y, *errors = line.points
     look = {"color": line.color, "linestyle": line.dash, "label": line.label, "linewidth": 1.6}
-    if "standard_error" in line.columns:
-        columns = {**line.columns, "error": np.nan_to_num(line.columns["standard_error"])}
-        axis.errorbar(*points_of(columns, panel.position, line.measure, "error"), **look, **SCORES)
-    elif panel.is_smoothed and len(y) >= FEWEST_SMOOTHED:
+    if errors:
+        axis.errorbar(x, y, *errors, marker="o", markersize=4, capsize=3, **look)
+    elif is_smoothed and len(y) >= FEWEST_SMOOTHED:
         axis.plot(x, y, color=line.color, linewidth=0.8, alpha=0.35)
         axis.plot(x, smoothed(y), **look)
     else:
@@ -289,52 +264,35 @@ def draw_line(axis: Any, panel: Panel, line: Line) -> None:
 
 
 def smoothed(values: ArrayLike) -> NDArray:
-    """Computes a centered moving average over about 4% of the points.
-
-    A trailing average would lag behind a falling loss. The window shrinks near the start, where the loss falls
-    steeply.
-    """
-    number = np.arange(len(values))
-    reach = np.minimum(round(SMOOTHED_SHARE * len(values) / 2), number // 4)
-    first, end = number - reach, np.minimum(number + reach + 1, len(values))
-    sums = np.append(0.0, np.cumsum(values))
-    return (sums[end] - sums[first]) / (end - first)
+    """Computes a centered moving average over about 4% of the points. A trailing one would lag behind."""
+    reach = round(SMOOTHED_SHARE * len(values) / 2)
+    width = 2 * reach + 1
+    return np.convolve(np.pad(values, reach, mode="edge"), np.full(width, 1 / width), mode="valid")
 
 
-def draw_marks(axis: Any, runs: Sequence[PlottedRun], position: str) -> None:
-    """Draws event markers along the bottom, one row per run, and a dotted line at each resume or rollback."""
-    for number, run in enumerate(runs):
-        for kind, (shape, color, _) in MARKS.items():
-            at = points_of(run.curves.happened.get(kind, {position: []}), position)[0]
-            height = [0.02 + MARK_HEIGHT * number] * len(at)
-            look = {"linewidths": 1.1, "zorder": 3, "transform": axis.get_xaxis_transform()}
-            axis.scatter(at, height, 26, color, marker=shape, **look)
-            for x in at if kind in ("resume", "rollback") else ():
-                axis.axvline(x, color=color, linestyle=":", linewidth=1)
+def draw_marks(axis: Any, runs: Iterable[History]) -> dict[str, Any]:
+    """Draws event markers along the bottom, one row per run. Returns {event name: marker} for the legend."""
+    drawn = {}
+    for number, history in enumerate(runs):
+        for kind, (shape, color) in MARKS.items():
+            (steps,) = points_of(history.of(kind), "step")
+            if steps.size:
+                heights = np.full(len(steps), 0.02 + MARK_HEIGHT * number)
+                look = {"linewidths": 1.1, "zorder": 3, "transform": axis.get_xaxis_transform()}
+                drawn[kind] = axis.scatter(steps, heights, 26, color, marker=shape, **look)
+    return drawn
 
 
 def fit_to_later_loss(axis: Any, panel: Panel) -> None:
     """Scales the axis to the loss after the first 2% of the run, so that the initial drop doesn't flatten the rest."""
-    curves = [points_of(line.columns, panel.position, "loss") for line in panel.lines]
+    curves = [line.points for line in panel.lines]
     if all(points.shape[1] <= FEW for points in curves):
         return
-    points = np.concatenate(curves, axis=1)
-    losses = points[1, points[0] >= SHARE_LEFT_OUT_OF_RANGE * points[0].max()]
-    spread = np.ptp(losses) or 1.0
-    below = MARK_HEIGHT * (len(curves) + 0.5) if panel.has_marks else 0.0
-    axis.set_ylim(losses.min() - (0.03 + below) * spread, losses.max() + 0.03 * spread)
-
-
-def axis_text(value: float, _position: int | None = None) -> str:
-    """Formats a tick label for matplotlib: 1500000 becomes '1.5M', 3.2e18 stays unchanged."""
-    if not value:
-        return "0"
-    if abs(value) >= 1e15 or abs(value) < 1e-5:
-        return f"{value:.3g}".replace("e+", "e").replace("e-0", "e-")
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
+    x, losses = np.concatenate(curves, axis=1)
+    later = losses[x >= SHARE_LEFT_OUT_OF_RANGE * x.max()]
+    margin = 0.03 + MARK_HEIGHT * len(curves)
+    spread = np.ptp(later) or 1.0
+    axis.set_ylim(later.min() - margin * spread, later.max() + margin * spread)
 
 
 def color_of(number: int) -> str:

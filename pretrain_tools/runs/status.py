@@ -11,7 +11,7 @@ from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.processes import is_alive
-from pretrain.runs.event_log import Event, first_start_of
+from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import printable, sparkline
 from pretrain.units import count_text, counted, duration_text, table
@@ -22,8 +22,6 @@ STALE_HEARTBEAT_SECONDS = 60.0
 LONG_STEP_SECONDS = 60.0
 """Time without progress after which `status` reports it."""
 SHOWN_EVENTS = 8
-FIGURES = frozenset({"train", "validation", "sample", "evaluation", "diagnostics"})
-"""Measurement events, which aren't listed as incidents."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,8 @@ class RunStatus:
     """The run's process, such as 'process 123 on HOST'."""
     step: int | None
     total_steps: int | None
-    tokens: int | None
-    loss: float | None
-    validation_loss: float | None
-    """Mean over sources at the last validation."""
-    tokens_per_second: float | None
-    mfu: float | None
+    train: Event
+    """The last logged step, or {}."""
     seconds_left: float | None
     """Estimated time to the last step; None unless the run is running."""
     logged: float
@@ -53,8 +47,6 @@ class RunStatus:
     """Time since the last progress, from the heartbeat; None unless the run is running."""
     events: list[Event] = field(repr=False)
     """Recent events, without superseded ones."""
-    mirror: str | None = None
-    """State of the run's mirror as text; None without a mirror."""
 
     @property
     def progress(self) -> float | None:
@@ -93,16 +85,12 @@ def _holds_lock(path: Path, holder: dict) -> bool:
     return False
 
 
-def read_status(run: Path, *, brief: bool = False) -> RunStatus:
-    """Reads a run's state from the end of its metrics, its lock and its heartbeat.
-
-    brief: read fewer metrics, for long lists.
-    """
-    events = read_end(run, lines=100, look_back_bytes=1 << 20) if brief else read_end(run)
+def read_status(run: Path) -> RunStatus:
+    """Reads a run's state from the end of its metrics, its lock and its heartbeat."""
+    events = read_end(run)
     heartbeat = read_json(heartbeat_path(run))
     last = {event["event"]: event for event in events}
     train = last.get("train", {})
-    start = last.get("start", {})
     alive = is_training(run)
     # An `end` followed by a start or a step belongs to an earlier process.
     ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
@@ -111,9 +99,11 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
     # Without a lock or heartbeat, assume that the run is alive if its log was written recently.
     if alive is None:
         alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
-    reached = (train.get("step"), start.get("step"), last.get("rollback", {}).get("to_step"))
+    reached = (train.get("step"), last.get("start", {}).get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
-    total_steps = _total_steps(run, events, step)
+    # `runs.py anneal` changes the last step, which is recorded in a `control` event.
+    planned = [e for e in events if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
+    total_steps = (planned[-1] if planned else last_start(run)).get("total_steps")
     # On other machines, the lock may be missing, but the heartbeat also contains the process ID.
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
@@ -123,31 +113,16 @@ def read_status(run: Path, *, brief: bool = False) -> RunStatus:
         where=f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if alive and holder else None,
         step=step,
         total_steps=total_steps,
-        tokens=train.get("tokens"),
-        loss=train.get("loss"),
-        validation_loss=_validation_loss(events),
-        tokens_per_second=train.get("tokens_per_second"),
-        mfu=train.get("mfu"),
+        train=train,
         seconds_left=_seconds_left(events, step, total_steps) if alive else None,
         logged=logged,
         silent_seconds=heartbeat.get("silent_seconds") if alive else None,
         events=events,
-        mirror=mirror_text(run),
     )
 
 
-def _total_steps(run: Path, events: list[Event], step: int | None) -> int | None:
-    # `runs.py anneal` changes the last step, which is recorded in a `control` event.
-    stated = [e for e in reversed(events) if e["event"] in ("start", "control") and is_number(e.get("total_steps"))]
-    for source in (*stated[:1], first_start_of(run)):
-        total = source.get("total_steps")
-        if is_number(total) and total >= (step or 0):
-            return total
-    # A later start increased the budget, but it isn't in the part of the log that was read.
-    return last_start(run).get("total_steps")
-
-
 def _validation_loss(events: list[Event]) -> float | None:
+    """Returns the mean over sources at the last validation."""
     validations = [e for e in events if e["event"] == "validation" and is_number(e.get("loss"))]
     newest = [e["loss"] for e in validations if e["step"] == validations[-1]["step"]]
     return statistics.fmean(newest) if newest else None
@@ -156,26 +131,22 @@ def _validation_loss(events: list[Event]) -> float | None:
 def _seconds_left(events: list[Event], step: int | None, total_steps: int | None) -> float | None:
     """Estimates the time left from the speed since the last start, rollback or stage.
 
-    Includes validation and checkpoints, but not the time before the first log line, such as compilation. If a stage
-    has fewer than two log lines, earlier stages are included.
+    Includes validation and checkpoints, but not the time before the first log line, such as compilation.
     """
-    for kinds in (("start", "rollback", "stage"), ("start", "rollback")):
-        since = max((n for n, e in enumerate(events) if e["event"] in kinds), default=0)
-        steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))][-500:]
-        if len(steps) > 1:
-            break
+    since = max((n for n, e in enumerate(events) if e["event"] in ("start", "rollback", "stage")), default=0)
+    steps = [e for e in events[since:] if e["event"] == "train" and is_number(e.get("time"))]
     if step is None or not total_steps or len(steps) < 2 or steps[-1]["step"] <= steps[0]["step"]:
         return None
-    seconds_per_step = (steps[-1]["time"] - steps[0]["time"]) / (steps[-1]["step"] - steps[0]["step"])
-    if seconds_per_step < 0:  # the clock was set back
+    seconds = steps[-1]["time"] - steps[0]["time"]
+    if seconds < 0:  # the clock was set back
         return None
-    return max(0, total_steps - step) * seconds_per_step
+    return max(0, total_steps - step) * seconds / (steps[-1]["step"] - steps[0]["step"])
 
 
 def mirror_text(run: Path) -> str | None:
-    """Formats the mirror's state, or returns None without a mirror.
+    """Formats the mirror's state, such as 'step 400, 100 steps behind the newest checkpoint · s3://...'.
 
-    Example: 'step 400, 100 steps behind the newest checkpoint, copied 2 min ago · s3://...'
+    Returns None without a mirror.
     """
     status = read_json(run / MIRROR_STATUS)
     if not status:
@@ -188,8 +159,6 @@ def mirror_text(run: Path) -> str | None:
         said = f"step {copied:,}, the newest checkpoint"
     else:
         said = f"step {copied:,}, {latest - copied:,} steps behind the newest checkpoint"
-        if is_number(status.get("copied_time")):
-            said += f", copied {ago(status['copied_time'])}"
     if status.get("problem"):
         said += f"; first failed {ago(status['problem_since'])}: {_value_text(status['problem'])}"
     if status.get("dropped"):
@@ -207,13 +176,10 @@ def state_text(status: RunStatus) -> str:
 
 def print_list(folder: Path) -> None:
     """Prints one line per run in a folder. Raises InputError if there are none."""
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder; use a folder that contains runs")
-    is_run = (folder / METRICS_FILE).is_file()
-    runs = [folder] if is_run else find_runs(folder)
+    runs = find_runs(folder)
     if not runs:
         raise InputError(f"{folder}: contains no runs; start one with train.py, or use another folder")
-    print(list_text([read_status(run, brief=True) for run in runs], within=folder.parent if is_run else folder))
+    print(list_text([read_status(run) for run in runs]))
 
 
 def print_status(folder: Path) -> None:
@@ -221,26 +187,25 @@ def print_status(folder: Path) -> None:
 
     Raises InputError if the folder neither is a run nor contains any.
     """
-    if folder.is_dir() and not (folder / METRICS_FILE).is_file() and find_runs(folder):
-        return print_list(folder)
-    return print(status_text(read_status(require_run(folder))))
+    if find_runs(folder) in ([], [folder]):
+        print(status_text(read_status(require_run(folder))))
+    else:
+        print_list(folder)
 
 
-def list_text(statuses: list[RunStatus], *, within: Path) -> str:
+def list_text(statuses: list[RunStatus]) -> str:
     """Formats a table with one line per run, without control characters."""
     rows = [["run", "state", "step", "done", "tokens", "loss", "val loss", "tok/s", "left", "last line"]]
     for status in statuses:
-        folder = status.folder
-        total = f"/{status.total_steps:,}" if status.total_steps else ""
         cells = (
-            str(folder.relative_to(within) if folder.is_relative_to(within) else folder),
+            str(status.folder),
             state_text(status),
-            text_of(status.step, lambda step, total=total: f"{step:,}{total}"),
+            text_of(status.step, f"{{:,}}/{status.total_steps:,}".format if status.total_steps else "{:,}".format),
             text_of(status.progress, "{:.0%}".format),
-            text_of(status.tokens, count_text),
-            text_of(status.loss, "{:.4f}".format),
-            text_of(status.validation_loss, "{:.4f}".format),
-            text_of(status.tokens_per_second, count_text),
+            text_of(status.train.get("tokens"), count_text),
+            text_of(status.train.get("loss"), "{:.4f}".format),
+            text_of(_validation_loss(status.events), "{:.4f}".format),
+            text_of(status.train.get("tokens_per_second"), count_text),
             text_of(status.seconds_left, duration_text),
             ago(status.logged),
         )
@@ -265,16 +230,14 @@ def status_text(status: RunStatus) -> str:
     rows = {"run": str(status.folder), "state": f"{state}; last log line {ago(status.logged)}"}
     if status.progress is not None:
         filled = round(30 * min(status.progress, 1.0))
-        tokens = f" · {count_text(status.tokens)} tokens" if status.tokens else ""
-        rows["progress"] = (
-            f"{'█' * filled}{'░' * (30 - filled)} {status.progress:.1%} · "
-            f"step {status.step:,} of {status.total_steps:,}{tokens}"
-        )
+        bar = "█" * filled + "░" * (30 - filled)
+        tokens = text_of(status.train.get("tokens"), count_text)
+        step = f"step {status.step:,} of {status.total_steps:,}"
+        rows["progress"] = f"{bar} {status.progress:.1%} · {step} · {tokens} tokens"
     if status.silent_seconds is not None and status.silent_seconds >= LONG_STEP_SECONDS:
         rows["silence"] = f"no progress for {duration_text(status.silent_seconds)} (a long step or a hang)"
     if status.seconds_left is not None:
-        finish = time.strftime("%a %d %b %H:%M", time.localtime(time.time() + status.seconds_left))
-        rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace: {finish}"
+        rows["time left"] = f"{duration_text(status.seconds_left)} at the current pace"
     if losses := [e["loss"] for e in status.events if e["event"] == "train" and is_number(e.get("loss"))]:
         rows["loss"] = f"{losses[-1]:.4f}  {sparkline(losses)}  last {len(losses)} lines"
     for event in status.events:
@@ -283,11 +246,11 @@ def status_text(status: RunStatus) -> str:
             of_average = f", averaged weights {average:.4f}" if is_number(average) else ""
             text = f"loss {event['loss']:.4f}{of_average} at step {event['step']:,}"
             rows[f"validation {event.get('source')}"] = text
-    if status.tokens_per_second is not None:
-        mfu = f" · MFU {status.mfu:.1%}" if status.mfu is not None else ""
-        rows["speed"] = f"{status.tokens_per_second:,.0f} tok/s{mfu}"
-    if status.mirror is not None:
-        rows["mirror"] = status.mirror
+    speed = text_of(status.train.get("tokens_per_second"), "{:,.0f}".format)
+    mfu = text_of(status.train.get("mfu"), "{:.1%}".format)
+    rows["speed"] = f"{speed} tok/s · MFU {mfu}"
+    if mirror := mirror_text(status.folder):
+        rows["mirror"] = mirror
     lines = [table([[name, value] for name, value in rows.items()])]
     events = [e for e in status.events if e["event"] not in ("train", "validation")][-SHOWN_EVENTS:]
     if events:
@@ -299,21 +262,9 @@ def event_text(event: Event) -> str:
     """Formats an event as one line: '2026-01-31 12:00:00  checkpoint  step 500 · path step-00000500 ...'."""
     moment = event.get("time")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) if is_number(moment) else ""
-    return f"{when}  {event['event']:<10}  {facts_text(event)}".rstrip()
-
-
-def facts_text(event: Event) -> str:
-    """Formats an event without its name and time: 'step 500 · path step-00000500 ...'."""
-    shown = {k: v for k, v in event.items() if k not in ("event", "time", "hours", "step") and v is not None}
-    if event["event"] == "start":
-        names = ["parameters", "active_parameters", "ranks", "total_steps"]
-        if shown.get("active_parameters") == shown.get("parameters"):  # dense
-            names.remove("active_parameters")
-        shown = {name: shown[name] for name in names if name in shown}
-    parts = [f"{name} {_value_text(value)}" for name, value in list(shown.items())[:6]]
-    if is_number(event.get("step")):
-        parts.insert(0, f"step {event['step']:,}")
-    return " · ".join(parts)
+    shown = {k: v for k, v in event.items() if k not in ("event", "time", "start_id") and v is not None}
+    parts = [f"{name} {_value_text(value)}" for name, value in list(shown.items())[:7]]
+    return f"{when}  {event['event']:<10}  {' · '.join(parts)}".rstrip()
 
 
 def _value_text(value: object) -> str:

@@ -1,5 +1,7 @@
 """Shows a step's training data: the source, shard and offset of each sequence, and its documents as text."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import numpy as np
 
 from pretrain.config import Data
 from pretrain.data.batches import Batches, DataPosition
-from pretrain.data.manifest import Manifest, Shard, id_dtype
+from pretrain.data.manifest import Manifest, Shard
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain.optim.batch_ramp import BatchRamp
@@ -17,13 +19,13 @@ from pretrain_tools.preparation.documents.document_index import index_path, read
 from pretrain_tools.preparation.documents.sources import place_text
 from pretrain_tools.runs.history import read_history
 
+SHOWN_CHARACTERS = 600
+
 
 @dataclass(frozen=True)
 class Document:
     """A document, or the part of it that is in a sequence."""
 
-    number: int
-    """1-based index of the document within the shard file in which the sequence begins."""
     ids: np.ndarray
     """Token IDs without the end-of-document ID."""
     origin: str | None
@@ -32,24 +34,21 @@ class Document:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of a step's training sequences."""
+    """One of a step's training sequences. With best-fit packing, one piece of it."""
 
     source: str
     file: str
     offset: int
     """Offset of the sequence's first token in the file."""
     ids: np.ndarray
-    """Token IDs, shape (sequence_length + 1,), including the final target. With best-fit packing, the IDs of one
-    piece."""
-    inside: np.ndarray
-    """Token IDs, without the last one if it is only a target."""
+    """Token IDs, without the one that is only the final target."""
     documents: list[Document]
     begins_inside: bool
     """True if its first document started in an earlier sequence."""
 
 
-def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
-    """Formats the first `limit` sequences of a step, with up to `characters` per document.
+def documents_text(run: Path, step: int, *, limit: int) -> str:
+    """Formats the first `limit` sequences of a step, with up to 600 characters per document.
 
     step: as logged, starting at 1. Raises InputError if the run hasn't reached the step, or if shards are missing or
     have changed since training.
@@ -62,19 +61,12 @@ def documents_text(run: Path, step: int, *, limit: int, characters: int) -> str:
         f"samples {first_sample:,} to {first_sample + samples - 1:,} of the run"
     ]
     decoders = {source: load_decoder(reader.manifest.tokenizer_folder) for source, reader in batches.readers.items()}
-    lacks_origins = False
     # Consecutive sequences go to different ranks.
     for number in range(1, min(limit, count) + 1):
         for sequence in read_sequences(batches, first_sample + (number - 1) * span):
-            lines += ["", *_sequence_lines(number, sequence, decoders[sequence.source], characters)]
-            lacks_origins |= any(document.origin is None for document in sequence.documents)
+            lines += ["", *_sequence_lines(number, sequence, decoders[sequence.source])]
     if count > limit:
         lines += ["", f"{count - limit:,} more sequences; use --limit {count} to show all"]
-    if lacks_origins:
-        lines += [
-            "",
-            "Some shards don't record the documents' source files and lines. To find a document, search for its text.",
-        ]
     return "\n".join(lines)
 
 
@@ -142,33 +134,39 @@ def _read(batches: Batches, source: str, start: int, count: int) -> Sequence:
     reader = batches.readers[source]
     manifest = reader.manifest
     end = manifest.end_of_document_id
+    # The last ID of a sequence is only a target, except with best-fit packing.
+    inside = count if batches.packings else count - 1
     # The preceding ID shows whether the sequence begins inside a document.
     before = min(start, 1)
-    read = np.empty(before + count, batches.dtype)
+    read = np.empty(before + inside, batches.dtype)
     reader.read(start - before, read)
     ids = read[before:]
     shards = list(manifest.of_split(reader.split))
     offset = start
     while offset >= shards[0].tokens:
         offset -= shards.pop(0).tokens
-    # The last ID of a sequence is only a target, except with best-fit packing.
-    inside = ids if batches.packings else ids[:-1]
-    parts = np.split(inside, np.flatnonzero(inside == end))
-    documents = []
-    for number, part in enumerate(parts, start=1 + ends_before(manifest, shards[0], offset)):
+    parts = np.split(ids, np.flatnonzero(ids == end))
+    documents = [
         # np.split leaves the end-of-document ID at the start of the next part.
-        if len(text := part[part != end]):
-            documents.append(Document(number, text, origin_of(manifest, shards, number)))
-    return Sequence(source, shards[0].file, offset, ids, inside, documents, end not in (read[0], ids[0]) and start > 0)
+        Document(part[part != end], origin)
+        for part, origin in zip(parts, origins_from(manifest, shards, offset), strict=False)
+        if (part != end).any()
+    ]
+    return Sequence(source, shards[0].file, offset, ids, documents, end not in (read[0], ids[0]) and start > 0)
 
 
-def ends_before(manifest: Manifest, shard: Shard, offset: int) -> int:
-    """Counts the documents that end before an offset in a shard."""
-    path = _local(manifest, shard)
-    if (index := read_index(path, shard.documents)) is not None:
-        return int(np.searchsorted(index["end"], offset, side="right"))
-    ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")[:offset]
-    return int(np.count_nonzero(ids == manifest.end_of_document_id))
+def origins_from(manifest: Manifest, shards: list[Shard], offset: int) -> Iterator[str | None]:
+    """Yields the source file and line of each document, starting from an offset in the first shard.
+
+    Yields None for documents in shards that don't record them.
+    """
+    for shard in shards:
+        index = read_index(_local(manifest, shard), shard.documents)
+        if index is None:
+            yield from itertools.repeat(None)
+        for entry in index[np.searchsorted(index["end"], offset, side="right") :]:
+            yield place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
+        offset = 0
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
@@ -194,17 +192,18 @@ def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | Non
     return None
 
 
-def _sequence_lines(number: int, sequence: Sequence, decoder, characters: int) -> list[str]:
+def _sequence_lines(number: int, sequence: Sequence, decoder) -> list[str]:
     lines = [
         f"sequence {number} · {sequence.source}/{sequence.file} · tokens {sequence.offset:,} to "
-        f"{sequence.offset + len(sequence.inside) - 1:,} · {counted(len(sequence.documents), 'document')}"
+        f"{sequence.offset + len(sequence.ids) - 1:,} · {counted(len(sequence.documents), 'document')}"
     ]
     for place, document in enumerate(sequence.documents):
         text = decoder.decode(document.ids.tolist(), skip_special_tokens=False)
-        cut = f" [... {len(text) - characters:,} more characters]" if len(text) > characters else ""
+        hidden = len(text) - SHOWN_CHARACTERS
+        cut = f" [... {hidden:,} more characters]" if hidden > 0 else ""
         part = ", continued from an earlier sequence" if place == 0 and sequence.begins_inside else ""
-        lines.append(f"  document {document.number:,} of the file, {len(document.ids):,} tokens{part}")
+        lines.append(f"  document of {len(document.ids):,} tokens{part}")
         if document.origin is not None:
             lines.append(f"    from {document.origin}")
-        lines += [f"    | {line}" for line in (text[:characters] + cut).splitlines()]
+        lines += [f"    | {line}" for line in (text[:SHOWN_CHARACTERS] + cut).splitlines()]
     return lines

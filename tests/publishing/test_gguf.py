@@ -12,7 +12,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.tokenizer_training import _trained
 from pretrain_tools.publishing import gguf_file
 from pretrain_tools.publishing.gguf_comparison import compare, validation_text
-from pretrain_tools.publishing.gguf_file import convert, read_conversion, write_gguf
+from pretrain_tools.publishing.gguf_file import check_convertible, convert, write_gguf
 from support.project import ROOT, run_script
 from support.run_folders import write_model, write_run
 
@@ -81,7 +81,7 @@ def write_varied(folder, tokenizer, model):
 def test_llama_cpp_computes_the_same(tmp_path, own_tokenizer, name):
     pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python compares the logits; it builds llama.cpp")
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS[name])
-    write_gguf(read_conversion(folder), tmp_path / "x.gguf", "fp32")
+    write_gguf(folder, tmp_path / "x.gguf", "fp32")
     tokens, largest = compare(folder, tmp_path / "x.gguf", TEXT)
     assert tokens == 512 and largest < 1e-3
 
@@ -103,7 +103,7 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])
 def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, kind):
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["gpt2"])
-    write_gguf(read_conversion(folder), tmp_path / "x.gguf", dtype, name="tiny", license="mit", languages=["en"])
+    write_gguf(folder, tmp_path / "x.gguf", dtype)
     read = gguf.GGUFReader(tmp_path / "x.gguf")
     tensors = {tensor.name: tensor for tensor in read.tensors}
     saved = load_file(folder / "model.safetensors")
@@ -113,12 +113,14 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
     expected = saved["transformer.h.0.mlp.c_fc.weight"].T.to(gguf_file.DTYPES[dtype]).float()
     found = torch.tensor(gguf.quants.dequantize(c_fc.data, c_fc.tensor_type))
     assert torch.equal(found.view(expected.shape), expected)
-    assert read.fields["general.name"].contents() == "tiny" and read.fields["general.license"].contents() == "mit"
     tokens = read.fields["tokenizer.ggml.tokens"].contents()
     ours = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     assert len(tokens) == 512 and all(tokens[number] == token for token, number in ours.items())
     assert tokens[511] == "[PAD511]" and read.fields["tokenizer.ggml.pre"].contents() == "dbrx"
     assert read.fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert read.fields["tokenizer.ggml.add_bos_token"].contents() is False
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    assert read.fields["tokenizer.ggml.merges"].contents() == [" ".join(pair) for pair in merges]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_models_that_llama_cpp_computes_differently_are_rejected(tmp_path, own_t
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(InputError) as refused:
-        read_conversion(folder)
+        check_convertible(folder)
     assert said in str(refused.value)
 
 
@@ -179,17 +181,5 @@ def test_the_command_writes_one_file_or_none(tmp_path):
     wrong = ("--run", run, "--gguf", tmp_path / "x.gguf", "--repo", "me/x", "--checkpoint", "4", "--final")
     out = run_script("publish.py", *wrong, check=False)
     assert out.returncode == 2 and "Traceback" not in out.stderr
-    for part in ("--repo: can't be combined with --gguf FILE", "x.gguf: already exists", "accepts only one model"):
+    for part in ("--repo: can't be combined with --gguf", "x.gguf: already exists", "accepts only one model"):
         assert part in out.stderr
-
-
-def test_the_card_names_the_file_and_what_was_compared(tmp_path):
-    run = write_run(tmp_path / "x", model=MODELS["llama"])
-    offer = ("--repo", "me/tiny", "--license", "mit", "--language", "en")
-    run_script("publish.py", "--run", run, *offer, "--gguf", "--dry_run", "--output", tmp_path / "dry")
-    folder = tmp_path / "dry/main"
-    assert (folder / "tiny-BF16.gguf").is_file()
-    card = (folder / "README.md").read_text()
-    assert "`tiny-BF16.gguf` is the same model for llama.cpp" in card
-    assert "logits differ by at most" in card or "pip install llama-cpp-python" in card
-    assert "tiny-BF16.gguf" in json.loads((folder / "provenance.json").read_text()).__repr__()

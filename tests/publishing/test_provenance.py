@@ -98,8 +98,7 @@ def test_it_records_the_models_origin(published):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--verify", "/nowhere"], "--verify /nowhere: neither a folder nor a Hub repository"),
-        (["--verify", "x"], "--verify x: neither a folder"),
+        (["--verify", "/nowhere"], "--verify /nowhere: not a local folder, and the Hub download failed"),
         (["--verify", "me/x", "--repo", "me/y"], "--repo: can't be combined with --verify"),
     ],
 )

@@ -54,9 +54,10 @@ def test_a_step_and_all_steps(tmp_path):
     run = make_run(tmp_path / "run", [4, 8], final_step=10)
     assert found(f"{run}@4") == [(f"{run}/checkpoints/step-00000004", 4, 40)]
     assert [step for _, step, _ in found(f"{run}@all")] == [4, 8, 10]
-    message = f"--model {run}@5: {run} has no checkpoint at step 5; available steps: 4, 8"
-    assert message in problems_of(found, f"{run}@5")
-    assert "the part after @ must be a step, best or all, got 'last'" in problems_of(found, f"{run}@last")
+    for selector in ("5", "last"):
+        message = problems_of(found, f"{run}@{selector}")
+        assert f"--model {run}@{selector}: the part after @ must be the step of a checkpoint" in message
+        assert f"got {selector!r}; available steps: 4, 8" in message
     (run / "checkpoints/step-00000004/MANIFEST.json").unlink()
     (run / "checkpoints/step-00000008/config.json").unlink()
     assert "is damaged: config.json is missing" in problems_of(found, f"{run}@8")
@@ -67,14 +68,19 @@ def test_the_best_step_is_the_one_with_the_lowest_validation_loss(tmp_path):
     assert found(f"{run}@best") == [(f"{run}/checkpoints/step-00000008", 8, 80)]
     assert find_models(f"{run}@best")[0].name == f"{run}@8"
     unmeasured = make_run(tmp_path / "unmeasured", [4])
-    assert "no checkpoint has a validation loss; available steps: 4" in problems_of(found, f"{unmeasured}@best")
+    assert "best (if the run has validation losses)" in problems_of(found, f"{unmeasured}@best")
 
 
 def test_an_address_without_a_model(tmp_path, monkeypatch):
     make_run(tmp_path / "runs/demo", [4])
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert "--model runs/dmeo: no such folder; did you mean runs/demo?" in problems_of(found, "runs/dmeo")
+    message = (
+        "--model runs/dmeo: neither a local folder nor a Hub ID (owner/name or owner/name@revision); did you mean"
+    )
+    assert f"{message} runs/demo?" in problems_of(found, "runs/dmeo")
+    assert "--model /nowhere/at/all: neither a local folder nor" in problems_of(found, "/nowhere/at/all")
+    assert "--model ./none: neither a local folder nor" in problems_of(found, "./none")
     assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
     assert "--model not a/model id: neither a local folder nor a Hub ID" in problems_of(found, "not a/model id")
 

@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1])
     folder, names = merge_models([str(run)], last=2, weights="raw", output=None)
     assert names == [f"{run}@4", f"{run}@12"] and folder == run / "merged-4-12"
-    assert "warning: skipped: " in capsys.readouterr().err
+    assert "step-00000008 cannot be used: " in capsys.readouterr().err
 
 
 def with_average(run, step):
@@ -110,7 +110,7 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ({"texts": ["{run}"], "last": 5}, "merge {run} --last 5: the run has only 3 intact checkpoints"),
         (
             {"texts": ["{run}@4", "{run}@5"]},
-            "merge {run}@5: {run} has no checkpoint at step 5; available steps: 4, 8, 12",
+            "merge {run}@5: the part after @ must be the step of a checkpoint",
         ),
         ({"texts": ["{run}@4", "{run}@8", "{run}@4"]}, "merge: {run}@4 would count twice"),
         ({"texts": ["{run}@4", "{run}@8"], "output": "final"}, "--output {run}/final: already exists"),
@@ -119,8 +119,7 @@ def test_the_average_in_a_checkpoint_is_exported_and_read_as_a_model(tmp_path):
         ({"texts": ["{run}@4", "{other}"]}, "merge: --output is required, because the models aren't all from the"),
         (
             {"texts": ["{run}@4", "{other}"], "output": "x"},
-            "merge {run}@4 {other}: have different architectures (1 tensor with different shapes, such as "
-            "model.embed_tokens.weight; vocab_size 512, now 640)",
+            "merge {run}@4 {other}: have different architectures (vocab_size 512, now 640)",
         ),
     ],
 )

@@ -205,7 +205,7 @@ def test_all_problems_of_the_inputs_are_reported_together(model_folder, tmp_path
         evaluate, "--model", model_folder, tmp_path / "none", "--data", tmp_path / "no_data", "--output", tmp_path
     )  # fmt: skip
     for part in (
-        f"--model {tmp_path}/none: no such folder",
+        f"--model {tmp_path}/none: neither a local folder nor a Hub ID",
         f"{tmp_path}/no_data: no such folder of prepared shards",
         f"--output {tmp_path}: must be a file, but is a folder",
     ):

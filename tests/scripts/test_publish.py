@@ -31,6 +31,8 @@ from pretrain.runs.hub import login_problems, offer_problems, publish_in_backgro
 from pretrain.training.background_jobs import resume_publishing
 from pretrain.training.run_plan import derive
 from pretrain_tools.publishing.facts import Publication
+from pretrain_tools.publishing.hub_upload import PublishError
+from pretrain_tools.publishing.publish import retry
 from pretrain_tools.publishing.staging import checkpoint_model, find_publishable, stage
 from pretrain_tools.runs.history import append_events
 from support.hub_server import TOKEN, running_hub
@@ -210,12 +212,21 @@ def test_a_network_failure_is_reported_and_leaves_the_run_intact(run, hub, home)
     assert fingerprint(run) == before
 
 
-def test_failures_are_retried(run, hub, home):
-    hub.failures_left = 2
-    out = publish_run(run, hub, home, "--attempts", "3", "--first_wait", "0")
-    assert "attempt 2 of 3" in out.stderr and hub.failures_left == 0
-    assert set(hub.files("me/tiny")) == WENT_UP | {".gitattributes"}
-    assert TOKEN not in out.stderr
+def test_failures_are_retried_during_training(monkeypatch, capsys):
+    waits, outcomes = [], [PublishError("down"), PublishError("down"), "done"]
+    monkeypatch.setattr(time, "sleep", waits.append)
+
+    def act():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, PublishError):
+            raise outcome
+        return outcome
+
+    assert retry(SimpleNamespace(beside_training=True, run=None), act) == "done"
+    assert waits == [30, 60] and "attempt 2 failed; retrying in 60 s" in capsys.readouterr().err
+    outcomes += [PublishError("down"), "done"]
+    with pytest.raises(PublishError):
+        retry(SimpleNamespace(beside_training=False, run=None), act)
 
 
 def test_rejected_requests_say_what_to_change(run, hub, home):
@@ -234,9 +245,8 @@ def test_rejected_requests_say_what_to_change(run, hub, home):
 
 
 def test_a_private_repository_is_made_private(run, hub, home):
-    publish_run(run, hub, home, "--private", "--message", "first light")
-    repository = hub.repositories["models", "me/tiny"]
-    assert repository.private and repository.messages[-1] == "first light"
+    publish_run(run, hub, home, "--private")
+    assert hub.repositories["models", "me/tiny"].private
 
 
 def refusal(*arguments):
@@ -254,21 +264,20 @@ def logged_out(monkeypatch, tmp_path):
 def test_all_problems_are_reported_at_once(finished_run, logged_out):
     problems = refusal(
         "--run", finished_run, "--repo", "a/b/c", "--language", "english", "--checkpoint", 5, "x", "--dryrun",
-        "--attempts", 0, "--output", "somewhere",
+        "--output", "somewhere",
     )  # fmt: skip
     for words in (
         "--dryrun: unknown option; did you mean --dry_run?",
         "--checkpoint x: must be a step",
-        "--attempts 0: must be an integer of at least 1",
-        "--output: only valid with --dry_run",
+        "--dry_run and --output DIR: only valid together",
         "--repo a/b/c: Repo id must be",
         "--license is missing, but publishing requires a license; set one, such as apache-2.0",
         "--language english: must be an ISO 639 code",
         "not logged in to the Hub: run `hf auth login`",
-        f"--checkpoint 5: {finished_run} has no checkpoint at this step; available steps: 4, 8",
+        f"--checkpoint 5: must be the step of a checkpoint of {finished_run}, or best",
     ):
         assert any(words in problem for problem in problems), (words, problems)
-    assert len(problems) == 9
+    assert len(problems) == 8
 
 
 @pytest.mark.parametrize(
@@ -279,7 +288,7 @@ def test_all_problems_are_reported_at_once(finished_run, logged_out):
         (["--repo", "tiny"], "--repo tiny: must be OWNER/NAME, such as me/tiny"),
         ([], "--repo is missing; set it to OWNER/NAME"),
         (["--license", "Apache 2.0"], "--license Apache 2.0: not a Hub license ID; did you mean apache-2.0?"),
-        (["--dry_run"], "--dry_run: requires --output DIR"),
+        (["--dry_run"], "--dry_run and --output DIR: only valid together"),
     ],
 )
 def test_bad_input_is_refused(arguments, words, logged_out):
@@ -303,7 +312,10 @@ def test_a_damaged_model_is_not_published(run, logged_out):
 def test_a_recipe_without_milestones_has_none(run, logged_out):
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("keep_every: 4", "keep_every: null"))
-    assert any("checkpoint.keep_every isn't set" in problem for problem in refusal("--run", run, "--milestones"))
+    assert any(
+        "has no checkpoint kept by checkpoint.keep_every (None)" in problem
+        for problem in refusal("--run", run, "--milestones")
+    )
 
 
 def test_the_recipe_says_where_and_under_which_license(tmp_path, logged_out):
@@ -369,7 +381,7 @@ def test_without_validation_there_is_no_best_checkpoint(run, logged_out):
     for folder in (run / "checkpoints").iterdir():
         (folder / "trainer_state.json").write_text('{"state": {}}')
     problems = refusal("--run", run, "--checkpoint", "best")
-    assert f"--checkpoint best: no checkpoint of {run} has a validation loss; specify a step" in problems
+    assert any("--checkpoint best: must be the step of a checkpoint" in problem for problem in problems)
 
 
 def wait_for(is_so, log=None):

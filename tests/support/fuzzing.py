@@ -28,7 +28,7 @@ IMPORTS = (
     "pretrain_tools.evaluation.evaluate", "pretrain_tools.planning.report", "pretrain_tools.preparation.prepare",
     "pretrain_tools.publishing.publish", "pretrain_tools.runs.history", "pretrain_tools.runs.status",
     "pretrain_tools.runs.comparison",
-    "pretrain_tools.runs.curves", "pretrain_tools.runs.step_documents", "pretrain_tools.publishing.hub_upload",
+    "pretrain_tools.runs.step_documents", "pretrain_tools.publishing.hub_upload",
     "pretrain.data.tokenizer", "pretrain_tools.preparation.documents.sources", "pretrain_tools.preparation.slices",
     "pretrain.data.shards", "pretrain_tools.preparation.inspect",
 )  # fmt: skip

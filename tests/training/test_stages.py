@@ -131,7 +131,7 @@ def test_the_export_matches_the_trained_model(runs, shards, tmp_path):
     (found,) = json.loads((tmp_path / "found.json").read_text())["models"][0]["sources"].values()
     assert found["loss"] == pytest.approx(last["stage_loss"], rel=1e-5)
     assert found["loss_by_position"] == pytest.approx(last["loss_by_position"], rel=1e-5)
-    shown = documents_text(whole, 5, limit=1, characters=100)
+    shown = documents_text(whole, 5, limit=1)
     assert "step 5: 4 sequences of 256 tokens, samples 64 to 79 of the run" in shown
 
 
