@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError, shortened
 from pretrain.files import damage
-from pretrain.old_names import with_current_names
 
 if TYPE_CHECKING:
     from pretrain.config import Checkpoint
@@ -45,7 +44,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml without validation, and updates old setting names. Returns {} if it is unreadable."""
+    """Reads config.yaml without validation. Returns {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -54,7 +53,7 @@ def read_config(run: Path) -> dict[str, Any]:
         values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return with_current_names(values)[0] if isinstance(values, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
