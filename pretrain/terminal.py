@@ -12,7 +12,6 @@ import statistics
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable
 from types import TracebackType
 from typing import TextIO
 
@@ -131,11 +130,6 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
     stream = stream or sys.stdout
     text = wrapped(text, width_of(stream))
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)
-
-
-def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the texts of all (minimum width, text) parts that fit into `width` columns. None means no limit."""
-    return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
 def say_stage(text: str) -> None:

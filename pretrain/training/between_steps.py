@@ -17,7 +17,7 @@ from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.config import RunConfig
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
-from pretrain.training.run_plan import RunPlan, StagePlan, settings_of, steps_between
+from pretrain.training.run_plan import RunPlan, StagePlan, settings_of
 from pretrain.training.step_reports import StepReport
 from pretrain.training.steps import compare_replicas, interruptible, poll_requests, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
@@ -63,16 +63,14 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     if not run.log.is_live:
         return
     live = run.live
-    live.losses.extend(report.loss for report in reports)
+    if reports:
+        live.loss = reports[-1].loss
     if seconds := run.throughput.recent_step_seconds:  # after a pause, keep the previous values
         live.step_seconds = seconds
         live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
         rate = live.tokens_per_second / run.strategy.ranks.count
         live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
-    total_steps = run.plan.total_steps
-    every = steps_between(run.config.checkpoint, run.plan, run.config.interval_scale) or total_steps
-    next_save = min((step // every + 1) * every, total_steps)
-    run.log.show(live, step, next_save, run.clock.left)
+    run.log.show(live, step, run.clock.left)
 
 
 def validate(run: Run) -> None:
