@@ -25,7 +25,7 @@ from pretrain.hardware import (
     describe_machine,
     device_in_words,
     emulation_of_bf16,
-    environment_warnings,
+    few_cores,
     missing_bf16,
 )
 from pretrain.model.attention import classes_in_rows, without_rows
@@ -302,8 +302,9 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unused_vocabulary(config, plan),
         benchmarks_without_steps(config),
         *unhashed_blocks(plan.batches.readers),
+        few_cores(device),
     )
-    return [*filter(None, found), *environment_warnings(device)]
+    return [*filter(None, found)]
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
