@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError, shortened
+from pretrain.errors import InputError
 from pretrain.files import damage
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
 """Subfolder of a run with its profile. The report is written last."""
-LONGEST_NAME = 255
-LONGEST_PATH = 3500
-"""Maximum length of a run's path in bytes: Linux's limit of 4,096, minus the longest path inside a run folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
@@ -176,10 +173,6 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
 
 def output_problem(run: Path) -> str | None:
     """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
-    longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
-    if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
-        shown = shortened(run, 60)
-        return f"output: {shown}: is too long; use at most {LONGEST_NAME} bytes per name and {LONGEST_PATH} per path"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):

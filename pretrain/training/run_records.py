@@ -190,23 +190,15 @@ def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
     """Describes stages with different windows or positions for the banner."""
     rows = {}
-    batches = plan.batches
-    for number, stage in enumerate(plan.stages):
-        before = plan.stages[max(number - 1, 0)]
-        if not (stage.differs_from(before) or stage.window != batches.window):
-            continue
-        step = batches.first_steps[number]
-        length = stage.window.sequence_length
-        sequences = counted(plan.tokens_in(step) // length, "sequence")
-        parts = [
-            f"from step {step:,} on, {sequences} of {length:,} tokens per step",
-            f"{stage.sequences_per_micro_batch:,} per micro-batch",
-        ]
-        if stage.model_config is not before.model_config:
-            parts.append(f"max_position_embeddings {stage.model_config.max_position_embeddings:,}")
-            parts.append(rope_in_words(stage.model_config.rope_parameters))
-        parts += [f"{folder} {epochs:.2f} epochs" for folder, epochs in batches.epochs_in_stage(number).items()]
-        rows[f"stage {stage.number}"] = ", ".join(parts)
+    for stage, step in zip(plan.stages, plan.batches.first_steps, strict=True):
+        before = plan.stages[max(stage.number - 2, 0)]
+        if stage.differs_from(before) or stage.window != plan.batches.window:
+            parts = [
+                f"from step {step:,} on, sequences of {stage.window.sequence_length:,} tokens",
+                f"{stage.sequences_per_micro_batch:,} per micro-batch",
+                rope_in_words(getattr(stage.model_config, "rope_parameters", None)),
+            ]
+            rows[f"stage {stage.number}"] = ", ".join(filter(None, parts))
     return rows
 
 
