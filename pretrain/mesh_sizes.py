@@ -11,6 +11,7 @@ sizes.
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import yaml
@@ -46,30 +47,14 @@ THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all remaining processes."""
 
 
-class Sizes:
+class Sizes(SimpleNamespace):
     """Number of ranks along each dimension, 1 by default. Arguments can be positional or named."""
 
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int
-
     def __init__(self, *sizes: int, **named: int):
-        found = dict(zip(DIMENSIONS, sizes, strict=False)) | named
-        if unknown := found.keys() - DIMENSIONS.keys():
-            raise TypeError(f"unknown dimensions: {', '.join(sorted(unknown))}")
-        vars(self).update(dict.fromkeys(DIMENSIONS, 1) | found)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sizes) and vars(self) == vars(other)
+        super().__init__(**dict.fromkeys(DIMENSIONS, 1) | dict(zip(DIMENSIONS, sizes, strict=False)) | named)
 
     def __hash__(self) -> int:
         return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        return f"Sizes({', '.join(f'{name}={size}' for name, size in self.named().items())})"
 
     @property
     def world(self) -> int:

@@ -301,7 +301,7 @@ class MirrorCopier:
         self.seen = set(here)
         if dropped and not self.status["dropped"]:
             self._warn(
-                f"cannot keep up: it skipped the checkpoint of step {max(dropped):,}."
+                f"cannot keep up with the checkpoints: it skipped step {max(dropped):,}."
             )
         self.status["dropped"] += len(dropped)
         missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}

@@ -129,7 +129,7 @@ def test_mirror_failures_are_logged_once(copies, tmp_path, monkeypatch):
         copier._next()
         remove(run / f"checkpoints/step-{step:08d}")
     (*_, said) = look()
-    assert "cannot keep up: it skipped the checkpoint of step 12" in said and len(look()) == 3
+    assert "cannot keep up with the checkpoints: it skipped step 12" in said and len(look()) == 3
     write_checkpoint(run, 24)
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
     (*_, said) = look()
