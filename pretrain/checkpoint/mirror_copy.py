@@ -153,7 +153,8 @@ class MirrorCopier:
                 problem = str(error) if is_taken_over else one_line(error)
                 if self.status["problem"] is None:
                     what_now = "Copying stops." if is_taken_over else "Copying will be retried."
-                    self._warn(f"failed to store step {latest_step(self.run) or 0:,}: {problem}. {what_now}")
+                    step = latest_step(self.run) or 0
+                    self._warn(f"the mirror {self.store.address} failed to store step {step:,}: {problem}. {what_now}")
                 self.status["failures"] += 1
                 self.status["problem_since"] = self.status["problem_since"] or time.time()
                 self.status["problem"] = problem
@@ -162,8 +163,7 @@ class MirrorCopier:
         return not more
 
     def _warn(self, message: str) -> None:
-        text = f"the mirror {self.store.address} {message} {self.last_copy} Training does not wait."
-        self.notices.append(("warning", {"message": text}))
+        self.notices.append(("warning", {"message": f"{message} {self.last_copy} Training does not wait."}))
 
     @property
     def last_copy(self) -> str:
@@ -300,9 +300,8 @@ class MirrorCopier:
         dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
         if dropped and not self.status["dropped"]:
-            self._warn(
-                f"cannot keep up with the checkpoints: it skipped step {max(dropped):,}."
-            )
+            behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
+            self._warn(f"{behind}: it skipped step {max(dropped):,}.")
         self.status["dropped"] += len(dropped)
         missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}
         if not missing or max(here) in missing:
