@@ -239,6 +239,8 @@ def evaluate(run: Run) -> None:
 
 
 def _measure_benchmarks(run: Run) -> None:
+    from pretrain.training.background_jobs import numbers_of
+
     step = run.state.step
     settings = run.config.benchmarks
     with interruptible(run, "evaluation") as beat:
@@ -256,7 +258,7 @@ def _measure_benchmarks(run: Run) -> None:
         scores, shortened = found
         if shortened:
             run.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
-        curves = {}
+        tasks = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
             run.log.write(
@@ -269,9 +271,8 @@ def _measure_benchmarks(run: Run) -> None:
                 limit=settings.limit,
             )
             run.log.say_scores(step, task.name, measures)
-            if not task.is_part:
-                curves |= {f"evaluation/{name}/{task.name}": value for name, value in measures.items()}
-        run.log.track({name: value for name, value in curves.items() if value is not None})
+            tasks[task.name] = measures | {"is_part": task.is_part}
+        run.log.track(numbers_of({"step": step, "tasks": tasks}))
 
 
 def sample(run: Run) -> None:
