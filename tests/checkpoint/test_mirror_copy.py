@@ -164,7 +164,7 @@ def test_invalid_mirrors_are_rejected(tmp_path):
         return found
 
     assert "install gcsfs" in problem("gs://bucket/runs")
-    assert "unknown protocol nowhere://" in problem("nowhere://bucket")
+    assert "Protocol not known: nowhere" in problem("nowhere://bucket")
     assert "secrets" in problem("s3://key:word@bucket/runs") and "word" not in problem("s3://key:word@bucket/runs")
     assert "in" in problem(str(tmp_path / "runs")) and problem(str(tmp_path / "runs/x/copy")) and problem(" ")
     for mirror in ("hf://buckets/me/runs", "/other/disk", "relative", "memory://x"):
