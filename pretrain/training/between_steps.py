@@ -21,6 +21,7 @@ from pretrain.training.run_plan import RunPlan, StagePlan, settings_of
 from pretrain.training.step_reports import StepReport
 from pretrain.training.steps import compare_replicas, interruptible, poll_requests, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
+from pretrain.units import duration_text
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
@@ -62,15 +63,17 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
         return
-    live = run.live
-    if reports:
-        live.loss = reports[-1].loss
-    if seconds := run.throughput.recent_step_seconds:  # after a pause, keep the previous values
-        live.step_seconds = seconds
-        live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
-        rate = live.tokens_per_second / run.strategy.ranks.count
-        live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
-    run.log.show(live, step, run.clock.left)
+    plan = run.plan
+    parts = [f"step {step:,}/{plan.total_steps:,}"]
+    parts += [f"loss {report.loss:.4f}" for report in reports[-1:]]
+    if seconds := run.throughput.pace:
+        rate = plan.tokens_in(step - 1) / seconds
+        left = min((plan.total_steps - step) * seconds, run.clock.left)
+        parts += [f"{rate:,.0f} tok/s", f"{duration_text(left)} left"]
+        if run.peak_flops:
+            mfu = run.stage.flops_per_token * rate / (run.peak_flops * run.strategy.ranks.count)
+            parts.append(f"MFU {mfu:.1%}")
+    run.log.show(" · ".join(parts))
 
 
 def validate(run: Run) -> None:

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,28 +130,6 @@ class Throughput:
         return figures
 
 
-@dataclass
-class LiveFigures:
-    """Values for the progress line. All are on the CPU, so showing them doesn't wait for the device."""
-
-    loss: float | None = None
-    step_seconds: float | None = None
-    tokens_per_second: float = 0.0
-    mfu: float | None = None
-
-    def in_words(self, step: int, total_steps: int, seconds_left: float) -> str:
-        """Returns the progress line. See `Metrics.show` for the arguments."""
-        parts = [f"step {step:,}/{total_steps:,}"]
-        if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}")
-        if self.step_seconds is not None:
-            left = min((total_steps - step) * self.step_seconds, seconds_left)
-            parts += [f"{self.tokens_per_second:,.0f} tok/s", f"{duration_text(left)} left"]
-        if self.mfu:
-            parts.append(f"MFU {self.mfu:.1%}")
-        return " · ".join(parts)
-
-
 class LineFile:
     """Append-only text file. If writing fails, warns once and drops the lines instead of raising."""
 
@@ -227,15 +204,12 @@ class Metrics:
         elif self.is_main:
             say_stage(what)
 
-    def show(self, figures: LiveFigures, step: int, seconds_left: float) -> None:
-        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS.
-
-        seconds_left: remaining seconds in budget.minutes.
-        """
+    def show(self, line: str) -> None:
+        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS."""
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            LIVE_LINE.show(figures.in_words(step, self.total_steps, seconds_left))
+            LIVE_LINE.show(line)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
