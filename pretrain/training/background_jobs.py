@@ -154,19 +154,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
-    hub = config.hub
-    if not metrics.is_main:
-        return
-    warning = publish_in_background(
-        config.output,
-        hub.repository,
-        step=step,
-        private=hub.private,
-        license=config.publish.license,
-        languages=config.publish.language,
-        trust_remote_code=config.trust_remote_code,
-    )
-    if warning:
+    if metrics.is_main and (warning := publish_in_background(config, step)):
         metrics.write("warning", message=warning)
 
 
