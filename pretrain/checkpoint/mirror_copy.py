@@ -249,10 +249,7 @@ class MirrorCopier:
         """Records that a file or folder was copied to or removed from the mirror, so it is no longer damaged."""
         if manifest is not None:
             self.manifests[name] = manifest
-        if self.damaged.pop(name, None) is not None:
-            path = self.run / MIRROR_FOLDER / CLAIM_FILE
-            with suppress(OSError):
-                write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
+        self.damaged.pop(name, None)
 
     def _require_claim(self) -> None:
         """Raises TakenOverError if another process writes to the mirror, or OSError if run.json is unusable."""

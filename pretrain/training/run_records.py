@@ -29,7 +29,7 @@ from pretrain.hardware import (
     missing_bf16,
 )
 from pretrain.model.attention import classes_in_rows, without_rows
-from pretrain.model.build import FORMULA, build_meta_model
+from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.averaging import averages_after
 from pretrain.optim.optimizers import OPTIMIZERS
@@ -352,10 +352,8 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
     padded = padded_vocabulary(ids)
     if rows <= padded or config.init == "pretrained":
         return None
-    model = build_meta_model(plan.model_config)
-    heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    matrices = {head.weight for head in heads if head is not None}  # only one if tied
-    wasted = len(matrices) * plan.model_config.hidden_size * (rows - padded)
+    matrices = 1 if getattr(plan.model_config, "tie_word_embeddings", False) else 2
+    wasted = matrices * plan.model_config.hidden_size * (rows - padded)
     if wasted <= WASTE * plan.parameters:
         return None
     return (
