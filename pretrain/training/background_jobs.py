@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, environment_alone, run_tool
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
 from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
 
-TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
 """Seconds without a response from the mirror before a warning is logged."""
 LAST_COPY_SECONDS = 30.0
@@ -40,15 +39,10 @@ def evaluation_problems(settings: Benchmarks) -> list[str]:
         return ["benchmarks.where: in_loop does not support eval_bundle; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
         return [f"benchmarks.where: in_loop does not support tasks from extensions ({', '.join(own)}); use blocking"]
-    command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
-    environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TASK_CHECK_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
+        return run_tool("evaluation.task_names", *task_arguments(settings)).splitlines()
+    except ToolError as error:
         return [f"benchmarks.tasks: could not be checked ({error})"]
-    if done.returncode:
-        return [f"benchmarks.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
-    return done.stdout.splitlines()
 
 
 def task_arguments(settings: Benchmarks) -> list[str]:
