@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.config import Averaging, RunConfig
+from pretrain.config import RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
@@ -31,7 +31,6 @@ from pretrain.hardware import (
 from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
-from pretrain.optim.averaging import averages_after
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
@@ -176,17 +175,6 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if changed.strip() else "")
 
 
-def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """Describes weight averaging for the banner."""
-    lengths = {
-        "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
-        "ema": f"exponential, half-life {settings.half_life_fraction * total_steps:,.0f} steps",
-    }
-    if settings.kind == "none":
-        return {}
-    return {"average": f"weights, {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
-
-
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
     """Describes stages with different windows or positions for the banner."""
     rows = {}
@@ -237,7 +225,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **stages_in_words(plan),
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
-        **averaging_in_words(config.averaging, plan.total_steps),
+        **({} if config.averaging.kind == "none" else {"average": f"of the weights, {config.averaging.kind}"}),
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
         + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
