@@ -265,7 +265,7 @@ def events_in_code() -> dict[str, set[str]]:
                         )
     found: dict[str, set[str]] = {}
     for event, shown in SHOWN.items():
-        fields = {name for _, text in shown for name in re.findall(r"\{(\w+)", text) if not name.endswith("_text")}
+        fields = {name for name in re.findall(r"\{(\w+)", shown) if not name.endswith("_text")}
         found[event] = fields - ONLY_SHOWN
     for function in functions:
         for node in ast.walk(function):

@@ -1,21 +1,17 @@
-"""Measures a run's energy use in joules with hardware counters, or estimates it if there are none.
+"""Measures GPUs' energy use in joules with NVML's counters, and estimates it for CPUs and other GPUs.
 
-Includes only CPUs and GPUs, not cooling, power supplies, disks or the network. A reading takes microseconds with RAPL
-and up to a millisecond with NVML.
+Includes only CPUs or GPUs, not cooling, power supplies, disks or the network. A reading takes up to a millisecond.
 """
 
 import ctypes
 import os
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from pretrain.gpus import gpu_called
 
-POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
 """Watts assumed per CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
@@ -29,15 +25,13 @@ class EnergyMeter:
     Reads only the counters on the main process's machine. They include other programs' energy. Assumes that the other
     machines use the same amount of energy.
 
-    Args:
-        ranks: number of processes in the run.
-        powercap: folder of Linux's RAPL counters.
+    ranks: number of processes in the run.
     """
 
-    def __init__(self, device: torch.device, ranks: int, powercap: Path = POWERCAP):
+    def __init__(self, device: torch.device, ranks: int):
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
-        self._readers, self.how = _readers(device, local, powercap)
+        self._readers, self.how = _readers(device, local)
         """How the values were obtained: 'measured by NVML', 'estimated: ...', or None."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
@@ -59,58 +53,17 @@ class EnergyMeter:
             return []
 
 
-def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Reader], str | None]:
-    processors = rapl_readers(powercap)
+def _readers(device: torch.device, local: int) -> tuple[list[Reader], str | None]:
     if device.type != "cuda":
-        if processors:
-            return processors, "measured by RAPL"
-        watts = processor_watts(local)
+        watts = WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())
         how = f"estimated: {watts:.3g} W for the CPU ({WATTS_PER_THREAD:g} W per thread)"
-        return [_over_time(watts)], how
+        return [lambda: watts * time.perf_counter()], how
     if gpus := nvml_readers(local):
-        return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs only")
+        return gpus, "measured by NVML, GPUs only"
     gpu = gpu_called(torch.cuda.get_device_name(device))
     if gpu is None:
         return [], None
-    return [_over_time(local * gpu.watts)], f"estimated: {gpu.watts:g} W per GPU (rated power)"
-
-
-def _over_time(watts: float) -> Reader:
-    return lambda: watts * time.perf_counter()
-
-
-def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
-    """Returns a reader per CPU and per DRAM counter, or [] if any counter is unreadable.
-
-    By default, only root can read the counters on Linux (CVE-2020-8694).
-    """
-    zones = []
-    for folder in sorted(powercap.glob("intel-rapl:*")):
-        try:
-            name = (folder / "name").read_text().strip()
-            whole = re.fullmatch(r"intel-rapl:\d+", folder.name) and name.startswith("package")
-            if whole or name == "dram":
-                zones.append(_zone_reader(folder))
-        except OSError:
-            return []
-    return zones
-
-
-def _zone_reader(folder: Path) -> Reader:
-    """Returns a reader for a microjoule counter, which may wrap around within minutes."""
-    counter = folder / "energy_uj"
-    full = int((folder / "max_energy_range_uj").read_text())
-    last = int(counter.read_text())
-    total = 0
-
-    def read() -> float:
-        nonlocal last, total
-        now = int(counter.read_text())
-        total += now - last if now >= last else now - last + full
-        last = now
-        return total / 1e6
-
-    return read
+    return [lambda: local * gpu.watts * time.perf_counter()], f"estimated: {gpu.watts:g} W per GPU (rated power)"
 
 
 def nvml_readers(count: int) -> list[Reader]:
@@ -148,8 +101,3 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
         return millijoules.value / 1e3
 
     return read
-
-
-def processor_watts(local: int) -> float:
-    """Returns the estimated CPU power of this many local processes, in watts."""
-    return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())

@@ -11,6 +11,7 @@ sizes.
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import yaml
@@ -46,30 +47,14 @@ THE_REST = ("0", "all", "none", "null", "")
 """Values that mean all remaining processes."""
 
 
-class Sizes:
+class Sizes(SimpleNamespace):
     """Number of ranks along each dimension, 1 by default. Arguments can be positional or named."""
 
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    ep: int
-
     def __init__(self, *sizes: int, **named: int):
-        found = dict(zip(DIMENSIONS, sizes, strict=False)) | named
-        if unknown := found.keys() - DIMENSIONS.keys():
-            raise TypeError(f"unknown dimensions: {', '.join(sorted(unknown))}")
-        vars(self).update(dict.fromkeys(DIMENSIONS, 1) | found)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sizes) and vars(self) == vars(other)
+        super().__init__(**dict.fromkeys(DIMENSIONS, 1) | dict(zip(DIMENSIONS, sizes, strict=False)) | named)
 
     def __hash__(self) -> int:
         return hash(tuple(vars(self).values()))
-
-    def __repr__(self) -> str:
-        return f"Sizes({', '.join(f'{name}={size}' for name, size in self.named().items())})"
 
     @property
     def world(self) -> int:
@@ -198,58 +183,45 @@ def launched_sizes() -> Sizes:
     The remaining processes shard the model with `distributed_type: FSDP`, or replicate it with `MULTI_GPU`.
     """
     processes = processes_launched()
-    numbers, rest, problems = {}, [], []
-    for name, text in requested_sizes().items():
-        if text in THE_REST:
-            rest.append(name)
-        elif text.isdecimal() and int(text) > 0:
-            numbers[name] = int(text)
-        else:
-            problems.append(f"launcher: {setting(name)}: {text} is not a valid size; use {allowed(processes)}")
-    experts = numbers.pop("ep", None)
-    all_for_experts = "ep" in rest
-    rest = [name for name in rest if name != "ep"]
-    # accelerate writes null for an unset dp_shard.
-    if len(rest) > 1 and "dp_shard" in rest:
+    asked = requested_sizes()
+    given = {name: text for name, text in asked.items() if text not in THE_REST}
+    rest = [name for name in asked if name not in given and name != "ep"]
+    if len(rest) > 1 and "dp_shard" in rest:  # accelerate writes null for an unset dp_shard
         rest.remove("dp_shard")
+    problems = [
+        f"launcher: {setting(name)}: {text} is not a valid size; use {allowed(processes)}"
+        for name, text in given.items()
+        if not text.isdecimal() or int(text) == 0
+    ]
     if len(rest) > 1:
         problems.append(f"launcher: {' and '.join(map(setting, rest))} are both 0, but only one size can be 0")
-    given = math.prod(numbers.values())
-    if not problems and processes % given:
-        sizes = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
-        product = f"{sizes} = {given}" if len(numbers) > 1 else sizes
-        problems.append(
-            f"launcher: {product} does not divide the number of processes ({processes}); use {allowed(processes)}"
-        )
     if problems:
         raise InputError(*problems)
+    numbers = {name: int(text) for name, text in given.items() if name != "ep"}
+    named = " x ".join(f"{setting(name)} {number}" for name, number in numbers.items())
+    product = math.prod(numbers.values())
     default = "dp_shard" if environment_flag("ACCELERATE_USE_FSDP") else "dp_replicate"
-    open_one = rest[0] if rest else default
-    if open_one not in numbers:
-        numbers[open_one] = processes // given
-    sizes = Sizes(**numbers)
-    if sizes.world != processes:
-        product = " x ".join(f"{name} {size}" for name, size in sizes.named().items())
-        problems.append(
-            f"launcher: {product} needs {sizes.world} processes, but {processes} were launched; omit one size, or use "
-            f"--num_processes {sizes.world}"
+    numbers.setdefault(rest[0] if rest else default, processes // product)
+    if math.prod(numbers.values()) != processes:
+        raise InputError(
+            f"launcher: {named} does not fit the number of processes ({processes}); use {allowed(processes)}, or "
+            f"--num_processes {product}"
         )
-    elif rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
-        problems.append(
+    if rest and rest[0] not in ("dp_shard", "dp_replicate") and numbers[rest[0]] == 1:
+        raise InputError(
             f"launcher: {setting(rest[0])}: no processes are left for it (out of {processes}); use another "
             "strategy, or --num_processes 2"
         )
-    exchange = sizes.fsdp * sizes.tp
-    if all_for_experts or experts:
-        experts = experts or exchange
+    sizes = Sizes(**numbers)
+    if "ep" in asked:
+        exchange = sizes.fsdp * sizes.tp
+        experts = int(given.get("ep", exchange))
         if experts < 2 or exchange % experts:
-            problems.append(
+            raise InputError(
                 f"launcher: {setting('ep')}: {experts} does not divide dp_shard x cp x tp = {exchange}; "
                 f"use {allowed(exchange)}"
             )
         sizes = Sizes(**numbers, ep=experts)
-    if problems:
-        raise InputError(*problems)
     return sizes
 
 

@@ -1,7 +1,6 @@
 """Reads objects below an fsspec URL, with retries."""
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,13 +9,8 @@ from pretrain.files import shown
 from pretrain.urls import file_system, patiently
 
 _Value = TypeVar("_Value")
-TRIES = 10
-FIRST_WAIT_SECONDS = 0.1
-"""Pause before the second try. It doubles each time, for a total of 51 s."""
-PATIENCE_SECONDS = 120.0
-"""Maximum time without a response from the server, well below guard.step_timeout_seconds."""
-LAST_TRY_SECONDS = 5.0
-"""Minimum timeout for a try, even after PATIENCE_SECONDS."""
+PATIENCE_SECONDS = 60.0
+"""Maximum time for all tries of a read, well below guard.step_timeout_seconds."""
 
 
 class RemoteFolder:
@@ -28,8 +22,6 @@ class RemoteFolder:
         self.shown = shown(url).rstrip("/")
         system, path = file_system(url)
         self._system = DirFileSystem(path.rstrip("/"), system)
-        self._failing_since: float | None = None
-        """Time of the first failure since the last response (monotonic clock)."""
 
     def sizes(self) -> dict[str, int | None]:
         """Returns {name: size in bytes, or None if unknown} for all files. Raises the same errors as `read`."""
@@ -45,8 +37,8 @@ class RemoteFolder:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Reads an object, or its bytes from `start` to `end`, with retries.
 
-        Raises InputError if the object is missing, forbidden or shorter than `end`. Raises UnreachableError after
-        TRIES failed tries or PATIENCE_SECONDS without a response.
+        Raises InputError if the object is missing, forbidden or shorter than `end`. Raises UnreachableError if all
+        tries within PATIENCE_SECONDS fail.
         """
         where = f"{self.shown}/{name}"
 
@@ -70,15 +62,9 @@ class RemoteFolder:
         return self._answer(where, f"{span}cannot be read", ask)
 
     def _answer(self, where: str, problem: str, ask: Callable[[], _Value]) -> _Value:
-        for tries in range(1, TRIES + 1):
-            began = time.monotonic()
-            left = PATIENCE_SECONDS - (began - (self._failing_since or began))
+        def ask_once() -> _Value:
             try:
-                found = patiently(ask, max(left, LAST_TRY_SECONDS), retry=False)
-                self._failing_since = None
-                return found
-            except InputError:
-                raise
+                return ask()
             except FileNotFoundError:
                 raise InputError(f"{where}: no such object; upload it, or correct the address") from None
             except PermissionError as error:
@@ -86,16 +72,16 @@ class RemoteFolder:
             except Exception as error:  # each file system raises its own errors
                 if "Credential" in type(error).__name__:
                     raise InputError(f"{where}: {one_line(error)}; set up credentials on this machine") from None
-                reason = one_line(error)
-            self._failing_since = self._failing_since or began
-            silent = time.monotonic() - self._failing_since
-            pause = FIRST_WAIT_SECONDS * 2 ** (tries - 1)
-            if tries == TRIES or silent + pause > PATIENCE_SECONDS:
-                break
-            time.sleep(pause)
-        advice = "run the same command again once the server responds, or correct the address"
-        tried = "1 try" if tries == 1 else f"{tries} tries"
-        raise UnreachableError(5, f"{problem}, after {tried} in {silent:.0f} s: {reason}; {advice}", where)
+                raise
+
+        try:
+            return patiently(ask_once, PATIENCE_SECONDS, retry=True)
+        except InputError:
+            raise
+        except Exception as error:
+            advice = "run the same command again once the server responds, or correct the address"
+            reason = f"{problem} within {PATIENCE_SECONDS:g} s: {one_line(error)}; {advice}"
+            raise UnreachableError(5, reason, where) from None
 
     def _size(self, name: str) -> int | None:
         try:

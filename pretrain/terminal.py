@@ -7,12 +7,10 @@ print "Loading" before its own slow imports.
 import io
 import itertools
 import os
-import re
 import statistics
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable
 from types import TracebackType
 from typing import TextIO
 
@@ -21,7 +19,6 @@ COLORS = {"red": 31, "yellow": 33, "green": 32, "dim": 2}
 """ANSI color codes (ECMA-48 SGR)."""
 USUAL_WIDTH = 80
 SPARKS = "▁▂▃▄▅▆▇█"
-FIRST_COLUMN = re.compile(r"\S.*?\s{2,}(?=\S)")
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -52,17 +49,13 @@ def colored(text: str, color: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Wraps lines at words. Continuation lines are aligned with a table's second column, or indented by two spaces."""
+    """Wraps lines at words. Continuation lines are indented by two spaces."""
     if width is None:
         return text
     lines = []
     for line in text.splitlines():
-        if len(line) <= width:
-            lines.append(line)
-            continue
-        name = FIRST_COLUMN.match(line)
-        indent = " " * (len(name[0]) if name and len(name[0]) <= width // 2 else 2)
-        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        whole = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+        lines += [line] if len(line) <= width else textwrap.wrap(line, width, **whole)
     return "\n".join(lines)
 
 
@@ -102,9 +95,7 @@ class LiveLine:
                 self.clear()
                 return
             self.text = text[: width - 1]
-            encoding = sys.stderr.encoding or "utf-8"
-            drawn = self.text.encode(encoding, "replace").decode(encoding)  # Latin-1 has no block characters
-            print(f"{CLEAR_LINE}{drawn}\r", end="", file=sys.stderr, flush=True)
+            print(f"{CLEAR_LINE}{self.text}\r", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Removes the line."""
@@ -131,11 +122,6 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
     stream = stream or sys.stdout
     text = wrapped(text, width_of(stream))
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)
-
-
-def fitting(parts: Iterable[tuple[int, str]], width: int | None) -> str:
-    """Joins the texts of all (minimum width, text) parts that fit into `width` columns. None means no limit."""
-    return " · ".join(text for least, text in parts if text and (width is None or width >= least))
 
 
 def say_stage(text: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("Value")
 DOWNLOAD_BLOCK_BYTES = 8 << 20
 TRIES = 4
+FIRST_RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 15.0
 IDENTITIES = ("ETag", "etag", "md5Hash", "md5", "crc32c", "content_md5", "Content-MD5", "blob_id", "Last-Modified")
 """Metadata fields that change with a file's content, in various file systems."""
@@ -155,16 +156,18 @@ def fingerprint(path: str, size: int) -> str:
 def patiently(ask: Callable[[], _Value], seconds: float, *, retry: bool) -> _Value:
     """Calls `ask` and returns its result. Raises its last error, or TimeoutError after `seconds`.
 
-    retry: True to retry after an error, with exponential backoff.
+    retry: True to retry after an error other than InputError, with exponential backoff.
     """
     deadline = time.monotonic() + seconds
-    pause = 0.5
+    pause = FIRST_RETRY_SECONDS
     while True:
         # Call it in a thread, because a dead connection may block forever.
         answer: Future[_Value] = Future()
         threading.Thread(target=_ask, args=(ask, answer), name="remote", daemon=True).start()
         try:
             return answer.result(max(0.1, deadline - time.monotonic()))
+        except InputError:
+            raise
         except TimeoutError:
             error = TimeoutError(f"no response within {seconds:g} s")
         except Exception as found:

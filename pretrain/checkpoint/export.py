@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,11 +14,8 @@ from pretrain.files import CARD_FILE, commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
 from pretrain.model.published_names import PublishedNames
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, run_tool
 from pretrain.parallel.strategy import Strategy
-
-CARD_SECONDS = 300.0
-"""Timeout for writing the model card, in seconds."""
 
 
 def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -73,17 +68,11 @@ def export_final(
 
 def export_card(run: Path, folder: Path) -> str | None:
     """Writes the model card. Returns an error message instead of raising an error, so that the export continues."""
-    command = [sys.executable, "-m", "pretrain_tools.publishing.card", str(run.absolute()), str(folder.absolute())]
-    # Paths in the recipe are relative, so the child process must run in the current folder.
-    environment = environment_alone() | {"PYTHONPATH": python_path()}
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     try:
-        done = subprocess.run(command, env=environment, timeout=CARD_SECONDS, check=False, **quiet)
-        problem = (done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1] if done.returncode else None
-    except (OSError, subprocess.SubprocessError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if problem is None:
+        # Paths in the recipe are relative, so the child process must run in the current folder.
+        run_tool("publishing.card", str(run.absolute()), str(folder.absolute()))
         return None
-    text = f"the model card could not be written ({problem})"
+    except ToolError as error:
+        text = f"the model card could not be written ({error})"
     (folder / CARD_FILE).write_text(f"# {run.resolve().name}\n\n{text}\n", encoding="utf-8")
     return text

@@ -17,6 +17,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -98,10 +99,11 @@ class MirrorCopier:
             "problem_since": None,
             "failures": 0,
             "dropped": 0,
-            "dropped_step": None,
             "is_over": False,
             "damaged": self.damaged,
         }
+        self.notices: deque[tuple[str, dict[str, Any]]] = deque()
+        """Events for the run's log as (name, values), which the training thread removes."""
         self.is_settled = False
         """True if everything that existed when `settle` was called has been copied."""
         self._settles = False
@@ -148,12 +150,26 @@ class MirrorCopier:
             is_taken_over = isinstance(error, TakenOverError)
             self.status["is_over"] = is_taken_over or not self.run.is_dir()
             if self.run.is_dir():
+                problem = str(error) if is_taken_over else one_line(error)
+                if self.status["problem"] is None:
+                    what_now = "Copying stops." if is_taken_over else "Copying will be retried."
+                    step = latest_step(self.run) or 0
+                    self._warn(f"the mirror {self.store.address} failed to store step {step:,}: {problem}. {what_now}")
                 self.status["failures"] += 1
                 self.status["problem_since"] = self.status["problem_since"] or time.time()
-                self.status["problem"] = str(error) if is_taken_over else one_line(error)
+                self.status["problem"] = problem
             return self.status["is_over"]
         self.status |= {"problem": None, "problem_since": None, "failures": 0}
         return not more
+
+    def _warn(self, message: str) -> None:
+        self.notices.append(("warning", {"message": f"{message} {self.last_copy} Training does not wait."}))
+
+    @property
+    def last_copy(self) -> str:
+        """Says which step was copied last."""
+        step = self.status["copied_step"]
+        return "Nothing has been copied in this session." if step is None else f"The last copy is step {step:,}."
 
     def pass_once(self, *, everything: bool = False) -> bool:
         """Copies one missing folder. Returns True if there may be more to copy.
@@ -233,10 +249,7 @@ class MirrorCopier:
         """Records that a file or folder was copied to or removed from the mirror, so it is no longer damaged."""
         if manifest is not None:
             self.manifests[name] = manifest
-        if self.damaged.pop(name, None) is not None:
-            path = self.run / MIRROR_FOLDER / CLAIM_FILE
-            with suppress(OSError):
-                write_durably(path, json.dumps(read_json(path) | {"damaged": self.damaged}))
+        self.damaged.pop(name, None)
 
     def _require_claim(self) -> None:
         """Raises TakenOverError if another process writes to the mirror, or OSError if run.json is unusable."""
@@ -283,9 +296,10 @@ class MirrorCopier:
         known = {step for step in self.seen if name_of(step) in self.manifests}
         dropped = {step for step in self.seen - here.keys() - known if step <= latest}
         self.seen = set(here)
-        if dropped:
-            self.status["dropped"] += len(dropped)
-            self.status["dropped_step"] = max(dropped)
+        if dropped and not self.status["dropped"]:
+            behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
+            self._warn(f"{behind}: it skipped step {max(dropped):,}.")
+        self.status["dropped"] += len(dropped)
         missing = {step for step, manifest in here.items() if self.manifests.get(name_of(step)) != manifest}
         if not missing or max(here) in missing:
             return max(missing, default=None)
@@ -323,6 +337,8 @@ class MirrorCopier:
         self._copied(name_of(step), manifest)
         seconds = round(time.perf_counter() - started, 3)
         self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
+        latest = latest_step(self.run) or 0
+        self.notices.append(("mirror", {"step": step, "bytes": size, "seconds": seconds, "latest_step": latest}))
         self.beat(now=True)
         damaged = {step_named(name.removeprefix("checkpoints/")): None for name in self.damaged}
         damaged.pop(None, None)

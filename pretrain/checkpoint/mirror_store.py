@@ -361,15 +361,10 @@ def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
         ]
     from fsspec.registry import get_filesystem_class
 
-    protocol = mirror.partition("://")[0]
     try:
-        get_filesystem_class(protocol)
-    except ValueError:
-        return [
-            f"checkpoint.mirror: {mirror}: unknown protocol {protocol}://; use a folder, or s3://, gs://, hf://, ..."
-        ]
-    except ImportError as error:  # says which package to install
-        return [f"checkpoint.mirror: {mirror}: {error}"]
+        get_filesystem_class(mirror.partition("://")[0])
+    except (ValueError, ImportError) as error:  # says which protocol is unknown, or which package to install
+        return [f"checkpoint.mirror: {mirror}: {error}; use a folder, or s3://, gs://, hf://, ..."]
     return []
 
 

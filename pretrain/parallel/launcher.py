@@ -6,6 +6,8 @@ them before anything starts.
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,28 @@ def environment_alone() -> dict[str, str]:
 def python_path() -> str:
     """Returns a PYTHONPATH that lets a process run this project's modules from any folder."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+class ToolError(Exception):
+    """Raised if a module of pretrain_tools fails or doesn't exist."""
+
+
+def run_tool(module: str, *words: str, given: str = "", seconds: float = 300.0) -> str:
+    """Runs a module of pretrain_tools on the CPU in its own process, because the trainer imports no tool.
+
+    Returns its output. Raises ToolError with the last line of its error.
+
+    given: text for its standard input.
+    """
+    command = [sys.executable, "-m", f"pretrain_tools.{module}", *words]
+    environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        done = subprocess.run(command, input=given, env=environment, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolError(f"{type(error).__name__}: {error}") from error
+    if done.returncode:
+        raise ToolError((done.stderr.splitlines() or [f"exit status {done.returncode}"])[-1])
+    return done.stdout
 
 
 def deepspeed_file() -> dict:

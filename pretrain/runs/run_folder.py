@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError, shortened
+from pretrain.errors import InputError
 from pretrain.files import damage
-from pretrain.old_names import with_current_names
 
 if TYPE_CHECKING:
     from pretrain.config import Checkpoint
@@ -25,9 +24,6 @@ EVALUATIONS = "evaluations"
 """Folder with the logs and results of evaluations during training."""
 PROFILE_FOLDER = "profile"
 """Subfolder of a run with its profile. The report is written last."""
-LONGEST_NAME = 255
-LONGEST_PATH = 3500
-"""Maximum length of a run's path in bytes: Linux's limit of 4,096, minus the longest path inside a run folder."""
 
 
 def heartbeat_path(run: Path, rank: int = 0) -> Path:
@@ -45,7 +41,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml without validation, and updates old setting names. Returns {} if it is unreadable."""
+    """Reads config.yaml without validation. Returns {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -54,7 +50,7 @@ def read_config(run: Path) -> dict[str, Any]:
         values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return with_current_names(values)[0] if isinstance(values, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:
@@ -177,10 +173,6 @@ def best_step(checkpoints: Mapping[int, Path]) -> int | None:
 
 def output_problem(run: Path) -> str | None:
     """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
-    longest = max((len(os.fsencode(part)) for part in run.parts), default=0)
-    if longest > LONGEST_NAME or len(os.fsencode(run.absolute())) > LONGEST_PATH:
-        shown = shortened(run, 60)
-        return f"output: {shown}: is too long; use at most {LONGEST_NAME} bytes per name and {LONGEST_PATH} per path"
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
     for place in (run, *run.parents):

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, environment_alone, run_tool
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
 from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
-from pretrain.units import bytes_text, counted, duration_text
+from pretrain.units import duration_text
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.mirror_copy import MirrorCopier
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
 
-TASK_CHECK_SECONDS = 300.0
 STALLED_SECONDS = 1800.0
 """Seconds without a response from the mirror before a warning is logged."""
 LAST_COPY_SECONDS = 30.0
@@ -40,15 +39,10 @@ def evaluation_problems(settings: Benchmarks) -> list[str]:
         return ["benchmarks.where: in_loop does not support eval_bundle; use blocking, or omit eval_bundle"]
     if settings.where == "in_loop" and (own := [name for name in settings.tasks if name in TASKS]):
         return [f"benchmarks.where: in_loop does not support tasks from extensions ({', '.join(own)}); use blocking"]
-    command = [sys.executable, "-m", "pretrain_tools.evaluation.task_names", *task_arguments(settings)]
-    environment = environment_alone() | {"PYTHONPATH": python_path()}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TASK_CHECK_SECONDS)
-    except (OSError, subprocess.SubprocessError) as error:
+        return run_tool("evaluation.task_names", *task_arguments(settings)).splitlines()
+    except ToolError as error:
         return [f"benchmarks.tasks: could not be checked ({error})"]
-    if done.returncode:
-        return [f"benchmarks.tasks: could not be checked ({(done.stderr.splitlines() or ['killed'])[-1]})"]
-    return done.stdout.splitlines()
 
 
 def task_arguments(settings: Benchmarks) -> list[str]:
@@ -154,19 +148,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
-    hub = config.hub
-    if not metrics.is_main:
-        return
-    warning = publish_in_background(
-        config.output,
-        hub.repository,
-        step=step,
-        private=hub.private,
-        license=config.publish.license,
-        languages=config.publish.language,
-        trust_remote_code=config.trust_remote_code,
-    )
-    if warning:
+    if metrics.is_main and (warning := publish_in_background(config, step)):
         metrics.write("warning", message=warning)
 
 
@@ -200,10 +182,8 @@ class MirrorCopies:
         self.metrics = metrics
         self._copier: MirrorCopier | None = None
         self._thread: threading.Thread | None = None
-        self._reported: int | None = None
-        """Last logged step."""
-        self._warned: set[str] = set()
-        """Ongoing problems that were already reported: failing, dropping, silent."""
+        self._is_silent = False
+        """True if the mirror has not responded for STALLED_SECONDS."""
         self._damaged: dict[str, str] = {}
         if not metrics.is_main:
             return
@@ -227,14 +207,6 @@ class MirrorCopies:
     def _warn(self, message: str) -> None:
         self.metrics.write("warning", message=message)
 
-    def _warn_once(self, name: str, message: str, *, holds: bool) -> None:
-        """Warns when `holds` becomes true."""
-        if not holds:
-            self._warned.discard(name)
-        elif name not in self._warned:
-            self._warned.add(name)
-            self._warn(message)
-
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Warns about newly damaged files, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
@@ -243,41 +215,19 @@ class MirrorCopies:
 
     def look(self) -> None:
         """Logs new copies, and warns once about each failure. Doesn't block."""
-        if self._copier is None:
+        copier = self._copier
+        if copier is None:
             return
-        status = dict(self._copier.status)
-        mirror = status["mirror"]
-        problem = status["problem"]
-        step = status["copied_step"]
-        latest = latest_step(self.run) or 0
-        size = status["bytes"]
-        seconds = status["seconds"]
-        self._warn_of_damage(dict(status["damaged"]))
-        if step not in (None, self._reported) and size is not None:
-            self._reported = step
-            self.metrics.write("mirror", step=step, bytes=size, seconds=seconds, latest_step=latest)
-        last = f"The last copy is step {step:,}." if step is not None else "Nothing has been copied in this session."
-        tries = counted(status["failures"], "attempt")
-        what_now = "Copying stops." if status["is_over"] else "Copying will be retried, and training does not wait."
-        self._warn_once(
-            "failing",
-            f"the mirror {mirror} failed to store step {latest:,} ({tries}): {problem}. {last} {what_now}",
-            holds=problem is not None,
-        )
-        if problem is None:
-            self._warn_once(
-                "dropping",
-                f"the mirror {mirror} cannot keep up with the checkpoints: "
-                f"it skipped {counted(status['dropped'], 'checkpoint')} up to step {status['dropped_step'] or 0:,} "
-                f"in favor of newer ones. {last} Copying {bytes_text(size or 0)} took {seconds or 0:.0f} s.",
-                holds=bool(status["dropped"]),
-            )
-        silent = time.monotonic() - self._copier.beaten
-        self._warn_once(
-            "silent",
-            f"the mirror {mirror} has not responded for {duration_text(silent)}. {last} Training does not wait.",
-            holds=silent > STALLED_SECONDS and self._thread.is_alive(),
-        )
+        self._warn_of_damage(dict(copier.damaged))
+        while copier.notices:
+            event, values = copier.notices.popleft()
+            self.metrics.write(event, **values)
+        seconds = time.monotonic() - copier.beaten
+        was = self._is_silent
+        self._is_silent = seconds > STALLED_SECONDS and self._thread.is_alive()
+        if self._is_silent and not was:
+            silence = f"the mirror {copier.store.address} has not responded for {duration_text(seconds)}"
+            self._warn(f"{silence}. {copier.last_copy} Training does not wait.")
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits up to `mirror_wait_seconds` for copying to finish, and reports missing copies."""
@@ -291,8 +241,6 @@ class MirrorCopies:
                 time.sleep(0.05)
         self.look()
         left = dict(self._copier.damaged)
-        if cured := [name for name in self._damaged if name not in left]:
-            self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
             what_now = (
                 f"Files that exist in {self.run} will be replaced by the next copy; restore or remove the others on "

@@ -17,10 +17,11 @@ from pretrain.checkpoint.run_state import Request, RunState
 from pretrain.config import RunConfig
 from pretrain.training.metrics import peak_memory_bytes
 from pretrain.training.run import Run
-from pretrain.training.run_plan import RunPlan, StagePlan, settings_of, steps_between
+from pretrain.training.run_plan import RunPlan, StagePlan, settings_of
 from pretrain.training.step_reports import StepReport
 from pretrain.training.steps import compare_replicas, interruptible, poll_requests, steps_of_decay, steps_of_decay_left
 from pretrain.training.validation import measure, perplexity_of
+from pretrain.units import duration_text
 
 
 def log_step(run: Run, report: StepReport, learning_rate: float) -> None:
@@ -62,17 +63,17 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     run.log.set_position(step, run.state.tokens)
     if not run.log.is_live:
         return
-    live = run.live
-    live.losses.extend(report.loss for report in reports)
-    if seconds := run.throughput.recent_step_seconds:  # after a pause, keep the previous values
-        live.step_seconds = seconds
-        live.tokens_per_second = run.plan.tokens_in(step - 1) / seconds
-        rate = live.tokens_per_second / run.strategy.ranks.count
-        live.mfu = run.stage.flops_per_token * rate / run.peak_flops if run.peak_flops else None
-    total_steps = run.plan.total_steps
-    every = steps_between(run.config.checkpoint, run.plan, run.config.interval_scale) or total_steps
-    next_save = min((step // every + 1) * every, total_steps)
-    run.log.show(live, step, next_save, run.clock.left)
+    plan = run.plan
+    parts = [f"step {step:,}/{plan.total_steps:,}"]
+    parts += [f"loss {report.loss:.4f}" for report in reports[-1:]]
+    if seconds := run.throughput.pace:
+        rate = plan.tokens_in(step - 1) / seconds
+        left = min((plan.total_steps - step) * seconds, run.clock.left)
+        parts += [f"{rate:,.0f} tok/s", f"{duration_text(left)} left"]
+        if run.peak_flops:
+            mfu = run.stage.flops_per_token * rate / (run.peak_flops * run.strategy.ranks.count)
+            parts.append(f"MFU {mfu:.1%}")
+    run.log.show(" · ".join(parts))
 
 
 def validate(run: Run) -> None:
@@ -241,6 +242,8 @@ def evaluate(run: Run) -> None:
 
 
 def _measure_benchmarks(run: Run) -> None:
+    from pretrain.training.background_jobs import numbers_of
+
     step = run.state.step
     settings = run.config.benchmarks
     with interruptible(run, "evaluation") as beat:
@@ -258,7 +261,7 @@ def _measure_benchmarks(run: Run) -> None:
         scores, shortened = found
         if shortened:
             run.warn(f"benchmarks: {shortened:,} prompts are longer than a window and were truncated at the start")
-        curves = {}
+        tasks = {}
         for task, measures in scores.items():
             about = {"task": task.name, **measures, "few_shots": task.few_shots, "samples": task.count}
             run.log.write(
@@ -271,9 +274,8 @@ def _measure_benchmarks(run: Run) -> None:
                 limit=settings.limit,
             )
             run.log.say_scores(step, task.name, measures)
-            if not task.is_part:
-                curves |= {f"evaluation/{name}/{task.name}": value for name, value in measures.items()}
-        run.log.track({name: value for name, value in curves.items() if value is not None})
+            tasks[task.name] = measures | {"is_part": task.is_part}
+        run.log.track(numbers_of({"step": step, "tasks": tasks}))
 
 
 def sample(run: Run) -> None:

@@ -6,7 +6,6 @@ recipe determines everything else, so the batch, budget, data and schedule can c
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from pretrain.errors import InputError, Problems
 from pretrain.files import SEAL_FILE
 from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
-from pretrain.old_names import current_path
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
 from pretrain.recipe import CommandLine
@@ -70,7 +68,7 @@ def changes_since(
     asked: the recipe, with `auto` unresolved.
     """
     now = settings_of(asked)
-    before = {current_path(path): value for path, value in contents.get("settings", now).items()}
+    before = contents.get("settings", now)
     changed = {p: (before[p], now[p]) for p in now if p in before and now[p] != before[p]}
     named = [path for path in now if begins_branch and is_named(path, overridden)]
     return Changes(changed, frozenset([*changed, *named]), begins_branch)
@@ -135,18 +133,12 @@ def continued(
     planned = contents["plan"]
     identity = contents["identity"]
     length = config.data.sequence_length
-    if state.tokens % length:
-        raise InputError(
-            f"data.sequence_length: {length:,} does not divide the {state.tokens:,} tokens trained so far; use a "
-            f"length that does, such as {math.gcd(length, state.tokens):,}, or a checkpoint from a different step"
-        )
-    other_length = identity["data.sequence_length"] != length
     future = plan.ramp
     ramp_steps = plan.ramp_steps
     if plan.identity["batch.ramp"] == identity.get("batch.ramp"):
         ramp_steps = tuple(planned.get("ramp_steps", ramp_steps))
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
-    ramp = future.after(_past_ramp(plan, contents, state), state.step, state.tokens // length)
+    ramp = future.after(_past_ramp(plan, contents), state.step, state.tokens // length)
     sequences = target_sequences(config.budget, length, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
@@ -168,13 +160,11 @@ def continued(
                 "data: the checkpoint was written by an earlier version of Groundwork, which did not record how much "
                 "of each source was read; keep the same data until the next checkpoint, then change it"
             )
-        if other_length:
-            origin = {**origin, "sample": sample}
     batches = plan.batches.changed(
         ramp=ramp, skipped=state.left_out, origin=DataPosition.of_json(origin) if origin is not None else None
     )
     if len(plan.stages) > 1:
-        stage_starts = [] if other_length else planned.get("stage_starts", plan.batches.stage_starts)
+        stage_starts = planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
     # `Run.replan` adds the skipped ranges.
     batches = batches.changed(skipped=())
@@ -182,11 +172,8 @@ def continued(
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
 
 
-def _past_ramp(plan: RunPlan, contents: Mapping[str, Any], state: RunState) -> BatchRamp:
-    """Returns the batch sizes of past steps, in sequences of the recipe's length."""
-    length = plan.batches.window.sequence_length
-    if contents["identity"]["data.sequence_length"] != length:  # possible only in a branch, which needs only the total
-        return BatchRamp((max(1, -(-state.tokens // (length * max(1, state.step)))),), (0,), state.step)
+def _past_ramp(plan: RunPlan, contents: Mapping[str, Any]) -> BatchRamp:
+    """Returns the batch sizes of past steps, in sequences."""
     if "ramp" not in contents["plan"]:  # from an earlier version, for which the batch can't change
         return plan.ramp
     recorded = contents["plan"]["ramp"]
@@ -235,20 +222,15 @@ def rollback_entry(
     }
 
 
-def without_ranges_ahead(state: RunState, plan: RunPlan, identity: Mapping[str, Any]) -> RunState:
+def without_ranges_ahead(state: RunState, plan: RunPlan) -> RunState:
     """Drops upcoming skip ranges that no longer refer to the same data.
 
-    Args:
-        plan: plan for the whole run, from the checkpoint on.
-        identity: the checkpoint's identity.
+    plan: plan for the whole run, from the checkpoint on.
     """
-    length = plan.batches.window.sequence_length
-    here = moved_past(state.left_out, state.tokens // length)
+    here = moved_past(state.left_out, state.tokens // plan.batches.window.sequence_length)
     digest = data_digest(plan)
 
     def holds(rollback: Mapping[str, Any]) -> bool:
-        if identity["data.sequence_length"] != length:
-            return False
         samples = rollback["samples"]
         return samples is None or samples[0] < here or rollback.get("data", digest) == digest
 
@@ -421,7 +403,7 @@ def continue_from(
     problems += decay_problems(whole, contents, changes, config.branch_from)
     problems += time_problems(config, whole, state)
     problems.stop_if_any()
-    state = without_ranges_ahead(state, whole, identity)
+    state = without_ranges_ahead(state, whole)
     return Continuation(whole, state, changes, rewind_step(whole, contents, changes))
 
 
@@ -513,11 +495,10 @@ def identity_problems(
                 f"{found}whose optimizer state is incompatible with {json.dumps(now.get(path))}; restore it, or use "
                 "another --output (add --init pretrained --model RUN/final to start from this run's weights)"
             )
-        elif path in ORDER_OF_DATA and not (begins_branch and path == "data.sequence_length"):
-            branch = " with --branch_from RUN@STEP" if path == "data.sequence_length" else ""
+        elif path in ORDER_OF_DATA:
             problems.append(
                 f"{found}and {json.dumps(now.get(path))} would change the data order, so that some data is read twice "
-                f"and some never; restore it, or use another --output{branch}"
+                "and some never; restore it, or use another --output"
             )
         elif not (named or (begins_branch and path != "model")):
             problems.append(

@@ -330,18 +330,9 @@ class Experts:
         self._reported_LE = dead_LE
         if not new_LE.any():
             return None
-        rows = [
-            f"{router.name} {int(dead.sum())} of {size} ({_numbers(new.nonzero().flatten().tolist())})"
-            for router, size, dead, new in zip(self.routers, self.sizes, dead_LE, new_LE, strict=True)
-            if new.any()
-        ]
+        names = [router.name for router, new in zip(self.routers, new_LE, strict=True) if new.any()]
         bias = " or loss.router_bias_rate" if self._bias_rate else ""
-        more = f" and in {len(rows) - 4} more layers" if len(rows) > 4 else ""
         return (
-            f"{int(dead_LE.sum())} experts are dead (no tokens for {IDLE_STEPS} steps): "
-            f"{'; '.join(rows[:4])}{more}; increase loss.router_balance{bias} to keep experts in use"
+            f"{int(dead_LE.sum())} experts are dead (no tokens for {IDLE_STEPS} steps), new ones in "
+            f"{', '.join(names)}; increase loss.router_balance{bias} to keep experts in use"
         )
-
-
-def _numbers(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")

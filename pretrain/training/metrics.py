@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,57 +23,40 @@ from pretrain.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from pretrain.model.model_config import rope_in_words
 from pretrain.runs.event_log import last_position
 from pretrain.runs.run_folder import METRICS_FILE
-from pretrain.terminal import LIVE_LINE, fitting, is_terminal, printable, say, say_stage, sparkline, width_of
+from pretrain.terminal import LIVE_LINE, is_terminal, printable, say, say_stage
 from pretrain.units import bytes_text, count_text, duration_text
 
 if TYPE_CHECKING:
     from pretrain.energy import EnergyMeter
     from pretrain.training.trackers import Trackers
 
-ALWAYS = 0
-WIDE = 100
-WIDER = 120
-WIDEST = 140
-"""Minimum terminal widths, in columns, for the parts of a line. Files always contain all parts."""
-
-Parts = tuple[tuple[int, str], ...]
-SHOWN: dict[str, Parts] = {
-    "train": (
-        (ALWAYS, "step {step:,}/{total_steps:,}"), (ALWAYS, "loss {loss:.4f}"), (ALWAYS, "{terms_text}"),
-        (WIDER, "perplexity {perplexity:.5g}"),
-        (WIDE, "lr {learning_rate:.2e}"), (WIDER, "norm {grad_norm:.3f}"),
-        (ALWAYS, "{tokens_per_second:,.0f} tok/s"), (WIDE, "{mfu_text}"), (WIDEST, "{tokens_text}"),
-        (ALWAYS, "{left_text}"),
-    ),
-    "validation": (
-        (ALWAYS, "step {step:,} · validation {source} · loss {loss:.4f}"), (ALWAYS, "{average_text}"),
-        (ALWAYS, "{stage_text}"), (WIDE, "perplexity {perplexity:.2f}"), (ALWAYS, "{bits_per_byte:.4f} bits/byte"),
-    ),
-    "checkpoint": (
-        (ALWAYS, "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s"),
-        (WIDE, "training paused {stall_seconds:.2f} s"),
-    ),
-    "stage": (
-        (ALWAYS, "step {step:,} · stage {stage}: sequences of {sequence_length:,} tokens"),
-        (ALWAYS, "{positions_text}"), (WIDE, "{sequences_per_step:,} per step"),
-    ),
-    "fetch": ((ALWAYS, "{path} fetched from the mirror {mirror}: {bytes_text} in {seconds:.1f} s"),),
-    "resume": ((ALWAYS, "resumed from {path} at step {step:,}"),),
-    "sample": ((ALWAYS, "step {step:,} · sample:\n{sample_text}"),),
-    "branch": ((ALWAYS, "branched from {path} of {run}"),),
-    "skip": ((ALWAYS, "step {step:,} · skipped: non-finite gradient"),),
-    "spike": ((ALWAYS, "step {step:,} · SPIKE: {message}"),),
-    "divergence": ((ALWAYS, "step {step:,} · DIVERGENCE: {message}"),),
-    "explosion": ((ALWAYS, "step {step:,} · GRADIENT: {message}"),),
-    "rollback": ((ALWAYS, "rolling back to step {to_step:,}: {reason}; {change}"),),
-    "control": ((ALWAYS, "step {step:,} · {command}, requested by {by}"),),
-    "profile": ((ALWAYS, "step {step:,} · profile in {path}: {verdict}"),),
-    "warning": ((ALWAYS, "warning: {message}"),),
-    "end": (
-        (ALWAYS, "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}"),
-    ),
-}  # fmt: skip
-"""Event formats for the console and train.log. Other events are written only to metrics.jsonl."""
+SHOWN = {
+    "train": "step {step:,}/{total_steps:,} · loss {loss:.4f} · {terms_text} · perplexity {perplexity:.5g} · "
+    "lr {learning_rate:.2e} · norm {grad_norm:.3f} · {tokens_per_second:,.0f} tok/s · {mfu_text} · {tokens_text} · "
+    "{left_text}",
+    "validation": "step {step:,} · validation {source} · loss {loss:.4f} · {average_text} · {stage_text} · "
+    "perplexity {perplexity:.2f} · {bits_per_byte:.4f} bits/byte",
+    "checkpoint": "step {step:,} · checkpoint {path} · {bytes_text} in {seconds:.1f} s · "
+    "training paused {stall_seconds:.2f} s",
+    "stage": "step {step:,} · stage {stage}: sequences of {sequence_length:,} tokens · {positions_text} · "
+    "{sequences_per_step:,} per step",
+    "fetch": "{path} fetched from the mirror {mirror}: {bytes_text} in {seconds:.1f} s",
+    "resume": "resumed from {path} at step {step:,}",
+    "sample": "step {step:,} · sample:\n{sample_text}",
+    "branch": "branched from {path} of {run}",
+    "skip": "step {step:,} · skipped: non-finite gradient",
+    "spike": "step {step:,} · SPIKE: {message}",
+    "divergence": "step {step:,} · DIVERGENCE: {message}",
+    "explosion": "step {step:,} · GRADIENT: {message}",
+    "rollback": "rolling back to step {to_step:,}: {reason}; {change}",
+    "control": "step {step:,} · {command}, requested by {by}",
+    "profile": "step {step:,} · profile in {path}: {verdict}",
+    "warning": "warning: {message}",
+    "end": "{reason}: {step:,} steps and {tokens:,} tokens; {duration} since start; exit status {code}",
+}
+"""Event formats for the console and train.log. Empty parts between dots are left out. Other events are written only to
+metrics.jsonl.
+"""
 
 TRACKED = ("train", "validation")
 """Events sent to the trackers."""
@@ -82,9 +64,6 @@ ALARMS = ("skip", "spike", "divergence", "explosion", "rollback", "warning")
 """Events shown in yellow on a terminal."""
 STEPS_OF_SPEED = 32
 """Number of steps that the progress line's speed is averaged over."""
-STEPS_OF_TREND = 96
-COLUMNS_OF_TREND = 8
-"""Width of the progress line's loss curve for the last STEPS_OF_TREND steps."""
 SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
@@ -149,34 +128,6 @@ class Throughput:
         }
         self._begin()
         return figures
-
-
-@dataclass
-class LiveFigures:
-    """Values for the progress line. All are on the CPU, so showing them doesn't wait for the device."""
-
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_TREND))
-    step_seconds: float | None = None
-    tokens_per_second: float = 0.0
-    mfu: float | None = None
-
-    def in_words(self, step: int, total_steps: int, next_save: int, seconds_left: float, width: int) -> str:
-        """Returns the progress line, shortened to `width` columns. See `Metrics.show` for the other arguments."""
-        losses = [loss for loss in self.losses if math.isfinite(loss)]
-        parts = [(ALWAYS, f"step {step:,}/{total_steps:,}")]
-        if losses:
-            trend = f" {sparkline(losses, width=COLUMNS_OF_TREND)}" if len(losses) >= COLUMNS_OF_TREND else ""
-            parts.append((ALWAYS, f"loss {losses[-1]:.4f}{trend}"))
-        if self.step_seconds is not None:
-            left = min((total_steps - step) * self.step_seconds, seconds_left)
-            save = duration_text((next_save - step) * self.step_seconds)
-            parts += [
-                (ALWAYS, f"{self.tokens_per_second:,.0f} tok/s"),
-                (90, f"MFU {self.mfu:.1%}" if self.mfu else ""),
-                (ALWAYS, f"{duration_text(left)} left"),
-                (WIDER, f"checkpoint in {save}"),
-            ]
-        return fitting(parts, width)
 
 
 class LineFile:
@@ -253,18 +204,12 @@ class Metrics:
         elif self.is_main:
             say_stage(what)
 
-    def show(self, figures: LiveFigures, step: int, next_save: int, seconds_left: float) -> None:
-        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS.
-
-        Args:
-            next_save: step of the next checkpoint.
-            seconds_left: remaining seconds in budget.minutes.
-        """
+    def show(self, line: str) -> None:
+        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS."""
         now = time.perf_counter()
         if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
-            width = width_of(sys.stderr)
-            LIVE_LINE.show(figures.in_words(step, self.total_steps, next_save, seconds_left, width))
+            LIVE_LINE.show(line)
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -289,8 +234,9 @@ class Metrics:
             failed = values.get("code") not in (None, EXIT_DONE, EXIT_PREEMPTED, EXIT_INTERRUPTED)
             color = "red" if failed else "yellow" if event in ALARMS else None
             stream = sys.stderr if values.get("code") else sys.stdout
-            self._log_line(self._in_words(event, values, None))
-            say(self._in_words(event, values, width_of(stream)), stream, color)
+            text = self._in_words(event, values)
+            self._log_line(text)
+            say(text, stream, color)
         if event in TRACKED and self._trackers is not None:
             self._trackers.log_event(event, values)
 
@@ -345,8 +291,7 @@ class Metrics:
         self._lines.close()
         self._log.close()
 
-    def _in_words(self, event: str, values: dict[str, Any], width: int | None) -> str:
-        """Formats an event for a terminal of `width` columns, or for a file if None."""
+    def _in_words(self, event: str, values: dict[str, Any]) -> str:
         texts = {**values, "total_steps": self.total_steps}
         if event == "train":
             left = self.total_steps - values["step"]
@@ -368,7 +313,8 @@ class Metrics:
             texts["sample_text"] = textwrap.indent(printable(values["text"]), "  ")
         elif event == "end":
             texts["duration"] = duration_text(values["seconds"])
-        return fitting([(least, part.format(**texts)) for least, part in SHOWN[event]], width)
+        parts = [part.format(**texts) for part in SHOWN[event].split(" · ")]
+        return " · ".join(filter(None, parts))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

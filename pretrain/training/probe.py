@@ -10,7 +10,7 @@ Shapes: B windows, T positions, V vocabulary.
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -64,15 +64,6 @@ class Probe:
     """Faster attentions that failed the test, with the reasons."""
 
 
-@dataclass
-class Judgement:
-    """Test result for one attention."""
-
-    problems: list[str] = field(default_factory=list)
-    leaks_documents: bool = False
-    """True if the comparison with separate documents failed."""
-
-
 def probe(config: PreTrainedConfig, *, attention: str, window: WindowSpec, balances: bool = False) -> Probe:
     """Finds the first candidate for `attention` that passes the test. Raises InputError if none does.
 
@@ -95,46 +86,39 @@ def _probe(keyed: KeyedConfig, attention: str, window: WindowSpec) -> Probe:
     reference = reference_of(keyed)
     if problem := _causality_problem(reference):
         raise InputError(f"model: {keyed.config.model_type} {problem}")
-    found: dict[str, Judgement] = {}
+    problems: dict[str, str] = {}
     # Some attention names include the window, which is shorter in the copy.
     names = [*zip(candidates_of(attention, keyed.config), candidates_of(attention, reference.config), strict=True)]
     for name, small_name in names:
-        found[name] = _judge(reference, small_name, window)
-        if not found[name].problems:
-            return Probe(name, is_projection(reference), _said(found))
+        problem = _problem(reference, small_name, window)
+        if problem is None:
+            return Probe(name, is_projection(reference), _said(problems))
+        problems[name] = problem
     for name, small_name in names if window.document_mask else ():
         if classes := _mixers(reference, small_name, window):
             apart = with_rows(name, classes)
-            found[apart] = _judge(reference, with_rows(small_name, classes), window)
-            if not found[apart].problems:
+            problem = _problem(reference, with_rows(small_name, classes), window)
+            if problem is None:
                 # The other layers mix documents with every attention, so no faster attention was rejected.
                 return Probe(apart, is_projection(reference))
-    unmasked = replace(window, document_mask=False)
-    works_without_documents = any(
-        found[name].leaks_documents and not _judge(reference, name, unmasked).problems for name in found
+            problems[apart] = problem
+    remedies = ["train it with --data.document_mask false"] if window.document_mask else []
+    remedies += ["use --attention auto"] if attention != "auto" else []
+    remedies.append("use another architecture (see docs/architectures.md)")
+    raise InputError(
+        f"model: {keyed.config.model_type} would not train correctly with attention {attention} "
+        f"({'; '.join(_said(problems))}); {', or '.join(remedies)}"
     )
-    raise InputError(_refusal(keyed.config.model_type, attention, works_without_documents, found))
 
 
-def _said(found: Mapping[str, Judgement]) -> tuple[str, ...]:
+def _said(problems: Mapping[str, str]) -> tuple[str, ...]:
     """Lists each problem once, with the attentions that it applies to."""
     attentions_of: dict[str, list[str]] = {}
-    for name, judgement in found.items():
-        for problem in judgement.problems:
-            attentions_of.setdefault(problem, []).append(name)
+    for name, problem in problems.items():
+        attentions_of.setdefault(problem, []).append(name)
     if len(attentions_of) > 1:
         attentions_of.pop(NO_SUCH_ATTENTION, None)
     return tuple(f"{', '.join(names)}: {problem}" for problem, names in attentions_of.items())
-
-
-def _refusal(model_type: str, attention: str, works_without_documents: bool, found: Mapping[str, Judgement]) -> str:
-    remedies = ["train it with --data.document_mask false"] if works_without_documents else []
-    remedies += ["use --attention auto"] if attention != "auto" else []
-    remedies.append("use another architecture (see docs/architectures.md)")
-    return (
-        f"model: {model_type} would not train correctly with attention {attention} ({'; '.join(_said(found))}); "
-        f"{', or '.join(remedies)}"
-    )
 
 
 def _causality_problem(model: PreTrainedModel) -> str | None:
@@ -152,24 +136,23 @@ def _causality_problem(model: PreTrainedModel) -> str | None:
     )
 
 
-def _judge(reference: PreTrainedModel, attention: str, window: WindowSpec) -> Judgement:
-    judgement = Judgement()
+def _problem(reference: PreTrainedModel, attention: str, window: WindowSpec) -> str | None:
+    """Tests one attention. Returns the first problem found, or None."""
     try:
         model = _with_attention(reference, attention)
         tolerance = TOLERANCE if model.dtype == torch.float32 else BF16_TOLERANCE
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
         difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
         if difference > tolerance:
-            judgement.problems.append(f"logits differ from the library's own by {difference:.1%} of the largest logit")
-        if window.document_mask and not judgement.problems:
-            _compare_documents(judgement, model, reference, _inputs(model, attention, window), tolerance)
-        if not judgement.problems:
-            _check_gradients(judgement, model, attention, window)
+            return f"logits differ from the library's own by {difference:.1%} of the largest logit"
+        problem = None
+        if window.document_mask:
+            problem = _documents_problem(model, reference, _inputs(model, attention, window), tolerance)
+        return problem or _gradients_problem(model, attention, window)
     except InputError as error:
-        judgement.problems += error.problems
+        return "; ".join(error.problems)
     except Exception as error:  # custom model code may raise anything
-        judgement.problems.append(f"fails with {described(error)}")
-    return judgement
+        return f"fails with {described(error)}"
 
 
 def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -194,16 +177,11 @@ def _mixers(reference: PreTrainedModel, attention: str, window: WindowSpec) -> s
         return set()
 
 
-def _compare_documents(
-    judgement: Judgement,
-    model: PreTrainedModel,
-    reference: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    tolerance: float,
-) -> None:
+def _documents_problem(
+    model: PreTrainedModel, reference: PreTrainedModel, inputs: dict[str, Tensor], tolerance: float
+) -> str | None:
     """Compares the logits and loss of a packed window with those of the separate documents."""
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
-    judgement.leaks_documents = True  # reset below if all comparisons pass
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
     window = ReferenceWindow.of(model.config)
     alone = [logits_of(reference, window.inputs_BT[row : row + 1, where]) for row, where in window.documents]
@@ -215,23 +193,19 @@ def _compare_documents(
     others = [x.flatten(0, 1)[first:] for x in (logits_of(model, changed_BT, **arguments), packed_BTV)]
     leak = relative_difference(*others)
     if difference > tolerance or leak > (LEAK if tolerance == TOLERANCE else tolerance):
-        judgement.problems.append(
+        return (
             "document_mask is not respected: tokens before a document change its logits by "
             f"{max(difference, leak):.1%} of the largest logit"
         )
-        return
     with torch.no_grad():
         _, loss = LanguageModelLoss(model, from_hidden_states=is_projection(reference))(**inputs)
     expected = F.cross_entropy(alone_BTV.flatten(0, 1), window.ids_BT[:, 1:].flatten())
     if not abs(loss.cpu() - expected) <= tolerance * expected:
-        judgement.problems.append(
-            f"its loss is {loss:.5f}, but the loss computed from the library's logits is {expected:.5f}"
-        )
-        return
-    judgement.leaks_documents = False
+        return f"its loss is {loss:.5f}, but the loss computed from the library's logits is {expected:.5f}"
+    return None
 
 
-def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: str, window: WindowSpec) -> None:
+def _gradients_problem(model: PreTrainedModel, attention: str, window: WindowSpec) -> str | None:
     whole = LanguageModelLoss(model.train(), from_hidden_states=False)
     # Dropout would advance the run's global RNG.
     with torch.random.fork_rng(devices=[]):
@@ -241,9 +215,8 @@ def _check_gradients(judgement: Judgement, model: PreTrainedModel, attention: st
     infinite = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]
     missing = [name for name, p in parameters.items() if p.grad is None]
     if infinite:
-        judgement.problems.append(f"{len(infinite)} parameters have a non-finite gradient: {_listed(infinite)}")
-    if missing:
-        judgement.problems.append(no_gradient(missing))
+        return f"{len(infinite)} parameters have a non-finite gradient: {_listed(infinite)}"
+    return no_gradient(missing) if missing else None
 
 
 def no_gradient(names: Sequence[str]) -> str:

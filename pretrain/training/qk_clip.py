@@ -217,11 +217,6 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
         found = observed[module]
         wanted = (query * of_queries[:, None, None], key * of_keys[:, None, None])
         if max(relative_difference(*pair) for pair in zip(found, wanted, strict=True)) > TOLERANCE:
-            normalizes = any("norm" in name for name, _ in module.named_children())
-            reason = (
-                "normalizes queries and keys, so scaling their weights does not change the logits"
-                if normalizes
-                else "computes queries and keys that do not scale with their weights"
-            )
+            reason = "computes queries and keys that do not scale with their weights (it may normalize them)"
             return f"optim.muon.qk_clip: {model_type} {reason}; {advice}"
     return None

@@ -16,7 +16,7 @@ from pretrain.runs.control import Control
 from pretrain.runs.run_folder import checkpoint_name
 from pretrain.training.build import Built
 from pretrain.training.guard import SpeedGuard, StepGuard
-from pretrain.training.metrics import LiveFigures, Metrics, Throughput
+from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.run_plan import RunPlan, StagePlan
 from pretrain.training.step_reports import Consensus
 from pretrain.training.time_budget import TimeBudget
@@ -73,7 +73,6 @@ class Run:
     steps_begun: int = 0
     throughput: Throughput = field(init=False)
     speed_guard: SpeedGuard = field(init=False)
-    live: LiveFigures = field(init=False)
     logged_step: int = field(init=False)
     """Last step with a train event."""
     mirror: "MirrorCopies | None" = None

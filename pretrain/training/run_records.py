@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.config import Averaging, RunConfig
+from pretrain.config import RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS
@@ -25,13 +25,12 @@ from pretrain.hardware import (
     describe_machine,
     device_in_words,
     emulation_of_bf16,
-    environment_warnings,
+    few_cores,
     missing_bf16,
 )
 from pretrain.model.attention import classes_in_rows, without_rows
-from pretrain.model.build import FORMULA, build_meta_model
+from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
-from pretrain.optim.averaging import averages_after
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.recipe import as_yaml
@@ -176,37 +175,18 @@ def commit_of(folder: Path) -> str | None:
     return head + ("+changes" if changed.strip() else "")
 
 
-def averaging_in_words(settings: Averaging, total_steps: int) -> dict[str, str]:
-    """Describes weight averaging for the banner."""
-    lengths = {
-        "tail": f"uniform mean of the steps after {averages_after(settings, total_steps):,}",
-        "ema": f"exponential, half-life {settings.half_life_fraction * total_steps:,.0f} steps",
-    }
-    if settings.kind == "none":
-        return {}
-    return {"average": f"weights, {lengths[settings.kind]}, every_steps {settings.every_steps:,}"}
-
-
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
     """Describes stages with different windows or positions for the banner."""
     rows = {}
-    batches = plan.batches
-    for number, stage in enumerate(plan.stages):
-        before = plan.stages[max(number - 1, 0)]
-        if not (stage.differs_from(before) or stage.window != batches.window):
-            continue
-        step = batches.first_steps[number]
-        length = stage.window.sequence_length
-        sequences = counted(plan.tokens_in(step) // length, "sequence")
-        parts = [
-            f"from step {step:,} on, {sequences} of {length:,} tokens per step",
-            f"{stage.sequences_per_micro_batch:,} per micro-batch",
-        ]
-        if stage.model_config is not before.model_config:
-            parts.append(f"max_position_embeddings {stage.model_config.max_position_embeddings:,}")
-            parts.append(rope_in_words(stage.model_config.rope_parameters))
-        parts += [f"{folder} {epochs:.2f} epochs" for folder, epochs in batches.epochs_in_stage(number).items()]
-        rows[f"stage {stage.number}"] = ", ".join(parts)
+    for stage, step in zip(plan.stages, plan.batches.first_steps, strict=True):
+        before = plan.stages[max(stage.number - 2, 0)]
+        if stage.differs_from(before) or stage.window != plan.batches.window:
+            parts = [
+                f"from step {step:,} on, sequences of {stage.window.sequence_length:,} tokens",
+                f"{stage.sequences_per_micro_batch:,} per micro-batch",
+                rope_in_words(getattr(stage.model_config, "rope_parameters", None)),
+            ]
+            rows[f"stage {stage.number}"] = ", ".join(filter(None, parts))
     return rows
 
 
@@ -245,7 +225,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **stages_in_words(plan),
         "learning rate": f"{plan.peak_learning_rate:.3g} at the peak, {plan.schedule.name}, "
         f"{plan.schedule.warmup_steps:,} warmup steps",
-        **averaging_in_words(config.averaging, plan.total_steps),
+        **({} if config.averaging.kind == "none" else {"average": f"of the weights, {config.averaging.kind}"}),
         "FLOPs per token": f"{plan.flops_per_token:.4g} = {FORMULA}"
         + (" for whole windows; MFU also counts attention between documents" if config.data.document_mask else ""),
         **plan.router_losses.in_words(),
@@ -302,8 +282,9 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unused_vocabulary(config, plan),
         benchmarks_without_steps(config),
         *unhashed_blocks(plan.batches.readers),
+        few_cores(device),
     )
-    return [*filter(None, found), *environment_warnings(device)]
+    return [*filter(None, found)]
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:
@@ -359,10 +340,8 @@ def unused_vocabulary(config: RunConfig, plan: RunPlan) -> str | None:
     padded = padded_vocabulary(ids)
     if rows <= padded or config.init == "pretrained":
         return None
-    model = build_meta_model(plan.model_config)
-    heads = (model.get_input_embeddings(), model.get_output_embeddings())
-    matrices = {head.weight for head in heads if head is not None}  # only one if tied
-    wasted = len(matrices) * plan.model_config.hidden_size * (rows - padded)
+    matrices = 1 if getattr(plan.model_config, "tie_word_embeddings", False) else 2
+    wasted = matrices * plan.model_config.hidden_size * (rows - padded)
     if wasted <= WASTE * plan.parameters:
         return None
     return (

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from pretrain.errors import (
     end_now,
 )
 from pretrain.hardware import memory_bytes
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, run_tool
 from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
@@ -215,23 +214,9 @@ def advice_on_memory(config: RunConfig, strategy: Strategy) -> str:
         "device": strategy.device.type,
         "memory_bytes": memory_bytes(strategy.device),
     }
-    # On the CPU, because GPU memory is full.
-    environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pretrain_tools.planning.memory_advice"],
-            input=json.dumps(facts),
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=ADVICE_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError) as error:  # must not hide the original error
-        told = (getattr(error, "stderr", None) or str(error)).splitlines()
-        return (
-            "Out of memory. No suggestions are available for this run "
-            f"({told[-1] if told else type(error).__name__}). See {page}."
-        )
-    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(done.stdout.splitlines(), start=1))
+        rungs = run_tool("planning.memory_advice", given=json.dumps(facts), seconds=ADVICE_SECONDS).splitlines()
+    except ToolError as error:  # must not hide the original error
+        return f"Out of memory. No suggestions are available for this run ({error}). See {page}."
+    lines = "\n".join(f"  {number}. {rung}" for number, rung in enumerate(rungs, start=1))
     return f"Out of memory. Try these changes in order; results stay the same up to rounding:\n{lines}\nSee {page}."

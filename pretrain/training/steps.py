@@ -18,7 +18,7 @@ from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
 from pretrain.runs.run_folder import EVALUATIONS, LOCK_FILE
 from pretrain.training.guard import Finding, SpeedGuard, StepGuard
-from pretrain.training.metrics import LiveFigures, Throughput
+from pretrain.training.metrics import Throughput
 from pretrain.training.probe import no_gradient
 from pretrain.training.run import Run
 from pretrain.training.run_plan import due_after, steps_between
@@ -83,7 +83,6 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
         run.diagnostics.attach()
     run.throughput = Throughput()
     run.speed_guard = SpeedGuard(config.guard.throughput_drop)
-    run.live = LiveFigures()
     run.logged_step = run.state.step
     run.watch.start()  # from here on, signals are handled after the step
 

@@ -1,6 +1,7 @@
 """Sends metrics to trackers such as wandb, using accelerate's tracker classes.
 
-After a restart, trackers continue the same run. If a tracker fails, it is disabled with a warning.
+After a restart, the trackers in SETTING_NAMES continue the same run. If a tracker fails, it is disabled with a
+warning.
 """
 
 import importlib.util
@@ -17,32 +18,17 @@ from pretrain.registry import TRACKERS
 from pretrain.runs.run_folder import read_json
 
 DEFAULT_PROJECT = "groundwork"
-PROJECT_VARIABLES = {
-    "clearml": "CLEARML_PROJECT",
-    "comet_ml": "COMET_PROJECT_NAME",
-    "mlflow": "MLFLOW_EXPERIMENT_NAME",
-    "wandb": "WANDB_PROJECT",
-}
-"""Environment variables that set the project if the recipe doesn't. WANDB_PROJECT is the fallback for all trackers."""
 SETTING_NAMES: dict[str, dict[str, str]] = {
-    "aim": {"project": "experiment", "name": "run_name", "id": "run_hash"},
-    "clearml": {"project": "project_name", "name": "task_name", "tags": "tags", "id": "reuse_last_task_id"},
-    "comet_ml": {"project": "run_name", "entity": "workspace", "name": "name", "tags": "tags", "id": "experiment_key"},
-    "dvclive": {"name": "exp_name"},
     "mlflow": {"project": "experiment_name", "name": "run_name", "tags": "tags", "group": "group", "id": "run_id"},
-    "swanlab": {"project": "run_name", "entity": "workspace", "name": "name", "tags": "tags", "group": "group",
-                "id": "id"},
     "tensorboard": {},
     "trackio": {"project": "run_name", "name": "name", "group": "group"},
     "wandb": {"project": "run_name", "entity": "entity", "name": "name", "tags": "tags", "group": "group", "id": "id"},
-}  # fmt: skip
-"""{tracker: {`tracking` setting or id: argument of accelerate's class}}. id is the run ID."""
+}
+"""{tracker: {`tracking` setting or id: argument of accelerate's class}}. id is the run ID. Other trackers get only a
+project.
+"""
 IDS: dict[str, Callable[[Any], str]] = {
-    "aim": lambda tracker: tracker.writer.hash,
-    "clearml": lambda tracker: tracker.task.id,
-    "comet_ml": lambda tracker: tracker.writer.get_key(),
     "mlflow": lambda tracker: tracker.active_run.info.run_id,
-    "swanlab": lambda tracker: tracker.run.id,
     "wandb": lambda tracker: tracker.run.id,
 }
 """{tracker: function that returns the run ID of a started tracker}."""
@@ -50,15 +36,15 @@ IDS: dict[str, Callable[[Any], str]] = {
 
 def tracker_problems(names: list[str]) -> list[str]:
     """Lists trackers that are unknown or not installed."""
-    if not names:
-        return []
+    from accelerate.utils import LoggerType
+
     known = _classes()
     problems = [f"trackers: {name} is unknown{did_you_mean(name, known)}" for name in names if name not in known]
     # accelerate's tracker names are also the package names.
     return problems + [
         f"trackers: {name} is not installed; pip install {name}, or omit it"
         for name in names
-        if name in SETTING_NAMES and importlib.util.find_spec(name) is None
+        if name in LoggerType.list() and importlib.util.find_spec(name) is None
     ]
 
 
@@ -147,8 +133,8 @@ class Trackers:
 
 def project_of_environment(name: str) -> str:
     """Returns the tracker's project from the environment, or the default."""
-    variables = (PROJECT_VARIABLES.get(name, ""), "WANDB_PROJECT")
-    return next((value for variable in variables if (value := os.environ.get(variable))), DEFAULT_PROJECT)
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") if name == "mlflow" else None
+    return experiment or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT
 
 
 def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_id: str | None) -> Any:
@@ -158,7 +144,7 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         known_id: ID of the run to resume; None for a new run.
     """
     made = _classes()[name]
-    if name not in SETTING_NAMES:  # a custom tracker, created as in accelerate
+    if name not in SETTING_NAMES:  # created as in accelerate
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {
         "project": project,
@@ -170,24 +156,9 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
     }
     words = {word: given[setting] for setting, word in SETTING_NAMES[name].items() if given[setting]}
     match name:
-        case "aim":
-            words["logging_dir"] = "."
-        case "clearml":
-            # 0 preserves step numbers after a restart. The framework hooks would upload checkpoints.
-            words |= {"continue_last_task": 0} if known_id else {"reuse_last_task_id": False}
-            words["auto_connect_frameworks"] = False
-        case "comet_ml":
-            from comet_ml import ExperimentConfig
-
-            named = {word: words.pop(word) for word in ("name", "tags") if word in words}
-            words["experiment_config"] = ExperimentConfig(auto_metric_logging=False, display_summary_level=0, **named)
-        case "dvclive":
-            words |= {"dir": str(run / "dvclive"), "dvcyaml": str(run / "dvclive" / "dvc.yaml"), "resume": True}
         case "mlflow":
             group = {"group": words.pop("group")} if "group" in words else {}
             words["tags"] = {**dict.fromkeys(tracking.tags, ""), **group}
-        case "swanlab":
-            words |= {"log_dir": str(run / "swanlab"), "resume": "allow"}
         case "tensorboard":
             words |= {"run_name": "tensorboard", "logging_dir": run}
         case "trackio":

@@ -125,8 +125,8 @@ def test_refusals_before_the_start(launched, recipe):
     assert problems(recipe).endswith("valid values for parallelism_config_cp_size: 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
-        "launcher: parallelism_config_cp_size 3 does not divide the number of processes (4); "
-        "use 0 (all remaining) or 2, 4"
+        "launcher: parallelism_config_cp_size 3 does not fit the number of processes (4); use 0 (all remaining) "
+        "or 2, 4, or --num_processes 3"
     )
     launched(1)
     assert (

@@ -171,16 +171,16 @@ def test_remaining_processes_are_sharded_or_replicated(sizes):
     [
         (
             {"tp": "3"},
-            "parallelism_config_tp_size 3 does not divide the number of processes (8); "
-            "use 0 (all remaining) or 2, 4, 8",
+            "parallelism_config_tp_size 3 does not fit the number of processes (8); use 0 (all remaining) or 2, "
+            "4, 8, or --num_processes 3",
         ),
         (
             {"tp": "2", "pp": "3"},
-            "pp_size 3 x parallelism_config_tp_size 2 = 6 does not divide the number of processes",
+            "pp_size 3 x parallelism_config_tp_size 2 does not fit the number of processes",
         ),
         ({"tp": "two"}, "parallelism_config_tp_size: two is not a valid size"),
         ({"tp": "0", "cp": "0"}, "parallelism_config_cp_size and parallelism_config_tp_size are both 0"),
-        ({"dp_shard": "2", "tp": "2"}, "dp_shard 2 x tp 2 needs 4 processes, but 8 were launched; omit one size, or"),
+        ({"dp_shard": "2", "tp": "2"}, "parallelism_config_tp_size 2 does not fit the number of processes (8)"),
         ({"ep": "3"}, "parallelism_config_ep_size: 3 does not divide dp_shard x cp x tp = 8; use 0"),
         ({"dp_replicate": "8", "ep": "2"}, "parallelism_config_ep_size: 2 does not divide dp_shard x cp x tp = 1"),
     ],

@@ -174,8 +174,8 @@ def test_refusals_before_the_start(launched, recipe, tmp_path):
     assert "must all be divisible by 4, the number of tensor-parallel processes; 2 would work" in problems(recipe)
     launched(4, "3")
     assert (
-        "launcher: parallelism_config_tp_size 3 does not divide the number of processes (4); "
-        "use 0 (all remaining) or 2, 4"
+        "launcher: parallelism_config_tp_size 3 does not fit the number of processes (4); use 0 (all remaining) "
+        "or 2, 4, or --num_processes 3"
     ) in problems(recipe)
     launched(2)
     (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))

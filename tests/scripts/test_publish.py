@@ -400,10 +400,15 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     evaluation.parent.mkdir()
     returned = threading.Event()
     hub.before_upload = lambda sha256: returned.wait(SOON)
-    offer = {"private": False, "license": "apache-2.0", "languages": ["en"]}
+    config = SimpleNamespace(
+        output=run,
+        hub=SimpleNamespace(repository="me/tiny", private=False),
+        publish=SimpleNamespace(license="apache-2.0", language=["en"]),
+        trust_remote_code=False,
+    )
     with open(evaluation, "a+b") as held:
         hold_while_open(held)  # held by the evaluation of this step
-        assert publish_in_background(run, "me/tiny", step=4, **offer) is None
+        assert publish_in_background(config, 4) is None
         assert not hub.uploads, "publishing must not block training"
         returned.set()
         log = run / "publish" / "publish.log"
@@ -422,7 +427,8 @@ def test_training_publishes_without_waiting_and_the_scores_follow(run, hub, home
     assert [event["commit"] == commit for event in events(run, "publish")] == [False, True]
     assert not list((run / "publish").glob(".*.waiting"))
     # If publishing can't be started, the run gets a message and continues.
-    problem = publish_in_background(run / "no such run", "me/tiny", step=4, **offer)
+    config.output = run / "no such run"
+    problem = publish_in_background(config, 4)
     assert "could not be started" in problem
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pretrain.checkpoint import mirror_copy
 from pretrain.config import Checkpoint
+from pretrain.files import remove
 from pretrain.training import background_jobs
 from pretrain.training.background_jobs import Evaluations, MirrorCopies
 from pretrain.training.metrics import Metrics
@@ -97,40 +98,52 @@ def copies(tmp_path, monkeypatch):
     metrics.end(0, "done")
 
 
-def test_mirror_failures_are_logged_once(copies):
+def test_mirror_failures_are_logged_once(copies, tmp_path, monkeypatch):
     run, copies = copies
     copier = copies._copier
-    usual = dict(copier.status)
 
-    def look(**status):
-        copier.status.update({**usual, "mirror": "s3://x/run", **status})
+    def look():
         copies.look()
         return [event["message"] for event in events(run, "warning")]
 
-    failing = {"problem": "OSError: No space left", "failures": 3}
-    (said,) = look(**failing)
-    assert "s3://x/run failed to store step 8 (3 attempts): OSError: No space left. Nothing has been copied" in said
-    assert len(look(**failing)) == 1 and len(look()) == 1
-    assert len(look(**failing)) == 2, "a failure after a recovery is reported again"
-    copied = {"copied_step": 4, "bytes": 3 * 10**9, "seconds": 300.0}
-    (*_, said) = look(**copied, dropped=2, dropped_step=7)
-    assert "cannot keep up with the checkpoints: it skipped 2 checkpoints up to step 7" in said and "300 s" in said
-    assert len(look(**copied, dropped=3, dropped_step=8)) == 3
-    assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(4, 8)]
+    def fails(*, everything):
+        raise OSError("No space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copier, "pass_once", fails)
+        copier.attempt(everything=True)
+        (said,) = look()
+        assert f"{tmp_path}/mirror/run failed to store step 8: OSError: No space left" in said
+        assert "Nothing has been copied" in said
+        copier.attempt(everything=True)
+        assert len(look()) == 1
+    copier.attempt(everything=True)
+    assert len(look()) == 1
+    assert [(event["step"], event["latest_step"]) for event in events(run, "mirror")] == [(8, 8)]
+    with monkeypatch.context() as patched:
+        patched.setattr(copier, "pass_once", fails)
+        copier.attempt(everything=True)
+    assert len(look()) == 2, "a failure after a recovery is reported again"
+    for step in (12, 16, 20):
+        write_checkpoint(run, step)
+        copier._next()
+        remove(run / f"checkpoints/step-{step:08d}")
+    (*_, said) = look()
+    assert "cannot keep up with the checkpoints: it skipped step 12" in said and len(look()) == 3
+    write_checkpoint(run, 24)
     copier.beaten -= 2 * background_jobs.STALLED_SECONDS
-    (*_, said) = look(**copied)
-    assert "has not responded for 1 h 00 min. The last copy is step 4" in said and len(look(**copied)) == 4
+    (*_, said) = look()
+    assert "has not responded for 1 h 00 min. The last copy is step 8" in said and len(look()) == 4
     copier.beaten = time.monotonic()
     copier.damaged.update({"run.json": "is cut", "model.json": "is empty"})
-    (*_, said) = look(**copied)
+    (*_, said) = look()
     assert "damaged on the mirror: run.json (is cut); model.json (is empty); files with a local copy" in said
     del copier.damaged["run.json"]
-    count = len(look(**copied))
+    count = len(look())
     copies.settle(lambda: None)
     (still, said) = [event["message"] for event in events(run, "warning")][count:]
     assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
-    assert "now replaced or removed: run.json" in (run / "train.log").read_text()
-    assert "could not copy step 8 to the mirror within 0.1 s" in said and str(run) in said
+    assert "could not copy step 24 to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()
     assert time.monotonic() - started < SOON / 2, "close() must not wait for an unfinished copy"

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretrain.training.metrics import LiveFigures, Metrics, Throughput, finite
+from pretrain.training.between_steps import show_progress
+from pretrain.training.metrics import Metrics, Throughput, finite
 from pretrain.units import count_text, duration_text
 from support.terminals import watched
 
@@ -64,7 +65,6 @@ FULL = (
     "step 500/586 · loss 2.8130 · perplexity 16.66 · lr 1.50e-03 · norm 0.502 · 8,224 tok/s · MFU 39.6% · 1.02M tokens"
     " · 22 s left"
 )  # fmt: skip
-ESSENTIAL = "step 500/586 · loss 2.8130 · 8,224 tok/s · 22 s left"
 
 
 @pytest.fixture
@@ -75,12 +75,14 @@ def metrics(tmp_path):
     return metrics
 
 
-def test_step_lines_fit_the_terminal_and_the_log_is_complete(metrics, tmp_path, monkeypatch):
+def test_step_lines_are_wrapped_on_the_terminal_and_the_log_is_complete(metrics, tmp_path, monkeypatch):
     screen = watched(monkeypatch, 80)
     metrics.write("train", **TRAIN)
     monkeypatch.setenv("COLUMNS", "160")
     metrics.write("train", **TRAIN)
-    assert screen.getvalue().splitlines() == [ESSENTIAL, FULL]
+    lines = screen.getvalue().splitlines()
+    assert " ".join(line.strip() for line in lines[:-1]) == lines[-1] == FULL
+    assert max(map(len, lines[:-1])) <= 80
     assert [line[20:] for line in (tmp_path / "train.log").read_text().splitlines()] == [FULL, FULL]
 
 
@@ -121,14 +123,12 @@ def test_the_live_line_stays_below_the_log_lines(metrics, monkeypatch):
     monkeypatch.setattr("pretrain.training.metrics.time.perf_counter", lambda: now[0])
     begin(metrics)
     metrics.expect("First step")
-    figures = LiveFigures(step_seconds=0.25, tokens_per_second=8224.0)
     for step in range(1, 11):
         now[0] += 0.06  # shown every other time, because the limit is ten times per second
-        figures.losses.append(4.0 - step / 10)
-        metrics.show(figures, step, 200, math.inf)
+        metrics.show(f"step {step}/586")
     drawn = [line.removesuffix("\r") for line in screen.getvalue().split("\r\x1b[K")]
     assert drawn[1] == "First step ..." and len(drawn) == 1 + 1 + 5
-    assert drawn[-1] == "step 10/586 · loss 3.0000 █▇▆▅▄▃▂▁ · 8,224 tok/s · 2 min 24 s left"
+    assert drawn[-1] == "step 10/586"
     metrics.write("warning", message="w")
     assert screen.getvalue().endswith(f"\r\x1b[K\x1b[33mwarning: w\x1b[0m\n\r\x1b[K{drawn[-1]}\r")
     with metrics.doing("validation"):
@@ -138,17 +138,31 @@ def test_the_live_line_stays_below_the_log_lines(metrics, monkeypatch):
     assert screen.getvalue().endswith("exit status 0\n"), "the last line must report the end"
 
 
-def test_a_wide_live_line_has_mfu_and_the_next_checkpoint():
-    figures = LiveFigures(step_seconds=0.5, tokens_per_second=8224.0, mfu=0.396)
-    wide = figures.in_words(100, 586, 200, math.inf, 160)
-    assert wide == "step 100/586 · 8,224 tok/s · MFU 39.6% · 4 min 03 s left · checkpoint in 50 s"
-    assert figures.in_words(100, 586, 200, 60.0, 80).endswith("1 min 00 s left"), "budget.minutes ends the run earlier"
-    assert LiveFigures().in_words(0, 586, 200, math.inf, 80) == "step 0/586"
+def test_the_live_line_has_the_time_left_and_mfu():
+    said = []
+    run = SimpleNamespace(
+        state=SimpleNamespace(step=100, tokens=0),
+        plan=SimpleNamespace(total_steps=586, tokens_in=lambda step: 4112),
+        stage=SimpleNamespace(flops_per_token=1e6),
+        throughput=SimpleNamespace(pace=0.5),
+        clock=SimpleNamespace(left=math.inf),
+        strategy=SimpleNamespace(ranks=SimpleNamespace(count=2)),
+        log=SimpleNamespace(is_live=True, show=said.append, set_position=lambda step, tokens: None),
+        peak_flops=1e10,
+    )
+    show_progress(run, [SimpleNamespace(loss=2.5)])
+    run.clock.left = 60.0  # budget.minutes ends the run earlier
+    run.peak_flops = None
+    show_progress(run, [])
+    assert said == [
+        "step 100/586 · loss 2.5000 · 8,224 tok/s · 4 min 03 s left · MFU 41.1%",
+        "step 100/586 · 8,224 tok/s · 1 min 00 s left",
+    ]
 
 
 def test_a_file_gets_no_live_line(metrics, capsys):
     begin(metrics)
-    metrics.show(LiveFigures(), 1, 200, math.inf)
+    metrics.show("step 1")
     with metrics.doing("validation"):
         pass
     assert not metrics.is_live and capsys.readouterr() == ("", "")

@@ -124,9 +124,9 @@ def test_supported_models_are_accepted(name):
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (TINY["qwen3"], "qwen3 normalizes queries and keys"),
-        (TINY_MOE, "qwen3_moe normalizes queries and keys"),
-        ({**LLAMA, "model_type": "olmo2"}, "olmo2 normalizes queries and keys"),
+        (TINY["qwen3"], "qwen3 computes queries and keys that do not scale"),
+        (TINY_MOE, "qwen3_moe computes queries and keys that do not scale"),
+        ({**LLAMA, "model_type": "olmo2"}, "olmo2 computes queries and keys that do not scale"),
         (
             {"model_type": "gpt_neox", **{k: v for k, v in LLAMA.items() if k != "model_type"}},
             "no query and key weights",

@@ -130,7 +130,7 @@ def test_out_of_memory_advice_has_numbers_and_strategies(tmp_path, monkeypatch):
     assert "--activation_checkpointing full" in rungs[1] and "--batch.sequences_per_micro_batch 2: needs" in rungs[2]
     assert any("accelerate_configs/zero1.yaml: needs" in rung for rung in rungs)
     assert all("in 1.0 MB" in rung for rung in rungs)
-    monkeypatch.setattr("pretrain.training.starting.python_path", lambda: "")
+    monkeypatch.setattr("pretrain.parallel.launcher.python_path", lambda: "")
     monkeypatch.chdir(tmp_path)  # the tools can't be imported from here
     without = advice_on_memory(read_run_config(path), strategy)
     assert without.startswith("Out of memory. No suggestions are available") and "No module named" in without
