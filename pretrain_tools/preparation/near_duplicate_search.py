@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE, Manifest
-from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.documents.document_index import InputOrder
-from pretrain_tools.preparation.text_decoder import text_decoder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
@@ -183,18 +182,18 @@ class DuplicateSearch:
     @cached_property
     def _words(self) -> Callable[[int], np.ndarray]:
         # Cache only two documents, because documents can be large and pairs are sorted.
-        return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
-
-    @cached_property
-    def _decode(self) -> Callable[[np.ndarray], bytes]:
-        return text_decoder(self._tokenizer)
+        return lru_cache(2)(lambda number: self._settings.words([self.text(number).encode()])[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
+        return {name: value for name, value in self.__dict__.items() if name != "_words"}
 
-    def text(self, number: int, most_tokens: int | None = None) -> bytes:
-        """Decodes a document's text from its token IDs, optionally only the first `most_tokens`."""
-        return self._decode(self.order.ids(number)[:most_tokens])
+    def text(self, number: int, most_tokens: int | None = None) -> str:
+        """Decodes a document's text from its token IDs, optionally only the first `most_tokens`.
+
+        Spaces may differ from the original text.
+        """
+        ids = self.order.ids(number)[:most_tokens].tolist()
+        return backend_of(self._tokenizer.json, self._tokenizer.name).decode(ids, skip_special_tokens=False)
 
     def _united(self) -> np.ndarray:
         parents: dict[int, int] = {}
@@ -238,9 +237,13 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
 
     def described(number: int) -> dict[str, Any]:
         (record,), _ = search.order.table(number, number + 1)
-        text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
         source = manifests[0].source_names[int(record["source"])]
-        return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
+        return {
+            "source": source,
+            "place": int(record["place"]),
+            "bytes": int(record["text_bytes"]),
+            "text": search.text(number, EXCERPT_TOKENS),
+        }
 
     step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
     examples = [
