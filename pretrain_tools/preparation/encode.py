@@ -6,7 +6,6 @@ Documents are plain text: special tokens in them are tokenized as ordinary text.
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,17 +13,7 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.cleaning.stages import batches
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 ENGINES = ("auto", "fast", "reference")
-LONG_TEXT_BYTES = 1 << 22
-# Long documents are tokenized in overlapping pieces, because the tokenizers library needs about 100 bytes of memory
-# per byte of text.
-PIECE_CHARACTERS = 1 << 20
-OVERLAP_CHARACTERS = 1 << 13
-# Number of consecutive equal tokens required to join two overlapping pieces.
-AGREEING_TOKENS = 64
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
     "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
@@ -37,7 +26,7 @@ AGREEMENT_TEXTS = (
 
 
 class ReferenceEncoder:
-    """Tokenizes with the tokenizers library."""
+    """Tokenizes with the tokenizers library, which needs about 100 bytes of memory per byte of a document."""
 
     def __init__(self, tokenizer: LoadedTokenizer):
         self._tokenizer = tokenizer
@@ -52,14 +41,11 @@ class ReferenceEncoder:
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Tokenizes UTF-8 documents. Returns one uint32 array of token IDs per document."""
         arrays: list[np.ndarray] = []
-        # Use small batches, because Encoding objects also store offsets and strings and need a lot of memory.
+        # Use small batches, because Encoding objects also store offsets and strings.
         for first, stop in batches(texts):
             batch = [text.decode() for text in texts[first:stop]]
-            if len(texts[first]) > LONG_TEXT_BYTES:
-                arrays.append(encode_long_text(self._backend, batch[0]))
-            else:
-                encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
-                arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
+            encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
+            arrays.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
         return arrays
 
 
@@ -131,55 +117,3 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
     if engine == "fast":
         raise InputError(f"--engine fast: {reason}; use --engine auto or --engine reference")
     return ReferenceEncoder(tokenizer), reason
-
-
-def encode_long_text(backend: "Tokenizer", text: str) -> np.ndarray:
-    """Tokenizes a long document in overlapping pieces. Returns the same uint32 token IDs as a single call.
-
-    Pieces that can't be joined, such as parts of one very long word, are tokenized together.
-    """
-    kept: list[np.ndarray] = []
-    start = 0
-    stop = PIECE_CHARACTERS
-    left = _token_rows(backend, text, start, stop)
-    first = 0
-    while stop < len(text):
-        right_start = max(start, stop - OVERLAP_CHARACTERS)
-        right_stop = right_start + PIECE_CHARACTERS
-        right = _token_rows(backend, text, right_start, right_stop)
-        joint = _joint(left, right, max(first, int(np.searchsorted(left[:, 1], (right_start + stop) // 2))))
-        if joint is None:
-            stop += PIECE_CHARACTERS
-            left = _token_rows(backend, text, start, stop)
-            continue
-        kept.append(left[first : joint[0], 0])
-        first = joint[1]
-        left = right
-        start = right_start
-        stop = right_stop
-    kept.append(left[first:, 0])
-    return np.concatenate(kept).astype(np.uint32)
-
-
-def _token_rows(backend: "Tokenizer", text: str, start: int, stop: int) -> np.ndarray:
-    """Tokenizes text[start:stop]. Returns (tokens, 3): token ID, and start and end character offsets in `text`."""
-    encoding = backend.encode(text[start:stop], add_special_tokens=False)
-    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + start
-    return np.column_stack([np.array(encoding.ids, dtype=np.int64), spans])
-
-
-def _joint(left: np.ndarray, right: np.ndarray, candidate: int) -> tuple[int, int] | None:
-    """Finds where to join two overlapping pieces: (row in `left`, row in `right`), or None.
-
-    candidate: first row in `left` to try.
-    """
-    while candidate + AGREEING_TOKENS < len(left):
-        begin = left[candidate, 1]
-        other = int(np.searchsorted(right[:, 1], begin))
-        # If several tokens share a character, join only before the first of them.
-        is_first = candidate == 0 or left[candidate - 1, 2] <= begin
-        tokens = left[candidate : candidate + AGREEING_TOKENS]
-        if is_first and np.array_equal(tokens, right[other : other + AGREEING_TOKENS]):
-            return candidate, other
-        candidate += 1
-    return None

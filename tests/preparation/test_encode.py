@@ -127,21 +127,6 @@ def test_auto_falls_back_and_fast_rejects_unsupported_tokenizers(tmp_path):
         make_encoder(loaded, "fast")
 
 
-@pytest.mark.parametrize("overlap", [150, 600])
-def test_long_texts_in_pieces_have_the_same_ids(loaded, monkeypatch, overlap):
-    rng = np.random.default_rng(0)
-    text = "".join(rng.choice(AGREEMENT_TEXTS) for _ in range(60)) + "x" * 3000 + AGREEMENT_TEXTS[3] + END
-    reference = ReferenceEncoder(loaded)
-    (whole,) = reference.encode([text.encode()])
-    monkeypatch.setattr("pretrain_tools.preparation.encode.LONG_TEXT_BYTES", 1000)
-    monkeypatch.setattr("pretrain_tools.preparation.encode.PIECE_CHARACTERS", 1000)
-    monkeypatch.setattr("pretrain_tools.preparation.encode.OVERLAP_CHARACTERS", overlap)
-    pieces = reference.encode([b"short", text.encode(), b"short", text.encode()[:900]])
-    assert pieces[1].tolist() == whole.tolist()
-    assert pieces[0].tolist() == pieces[2].tolist()
-    assert len(pieces) == 4
-
-
 def test_a_disagreement_is_found(loaded, monkeypatch):
     encoder = FastEncoder(loaded)
     assert encoder.disagreement([b"one two"]) is None
