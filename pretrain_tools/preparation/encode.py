@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
-from pretrain.errors import InputError, one_line
+from pretrain.errors import one_line
 from pretrain_tools.preparation.cleaning.stages import batches
 
-ENGINES = ("auto", "fast", "reference")
+ENGINES = ("auto", "reference")
 AGREEMENT_TEXTS = (
     "The quick brown fox jumps over the lazy dog. It's 1,234,567.89 o'clock, isn't it? WE'LL SEE; they'd've gone.",
     "  leading and trailing   \t\tspaces \n\n\r\n  and\u00a0odd\u2003ones\u200b\ufeff \x00\x01\x1f\x7f end \n",
@@ -98,10 +98,7 @@ Encoder = ReferenceEncoder | FastEncoder
 
 
 def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str | None]:
-    """Returns (encoder, reason why `auto` doesn't use gigatoken, or None).
-
-    engine: auto, fast or reference. Raises InputError if `fast` doesn't work with this tokenizer.
-    """
+    """Returns (encoder, reason why `auto` doesn't use gigatoken, or None). engine: auto or reference."""
     if engine == "reference":
         return ReferenceEncoder(tokenizer), None
     try:
@@ -114,6 +111,4 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
         reason = f"gigatoken cannot load this tokenizer ({one_line(error)})"
     if reason is None:
         return encoder, None
-    if engine == "fast":
-        raise InputError(f"--engine fast: {reason}; use --engine auto or --engine reference")
     return ReferenceEncoder(tokenizer), reason

@@ -168,7 +168,6 @@ class _Run:
     def complete(self) -> PreparationOutcome:
         """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
-        engine = self.request.engine
         progress = self._load_progress()
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
@@ -182,14 +181,12 @@ class _Run:
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
             self._say_what_is_compiled()
-            encoder, reason = make_encoder(tokenizer, engine)
+            encoder, reason = make_encoder(tokenizer, self.request.engine)
             if reason:
                 self.say(f"using the tokenizers library: {reason}")
         try:
             tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
-            if engine == "fast":
-                raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             self.say(f"starting over with the tokenizers library: {error}")
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))

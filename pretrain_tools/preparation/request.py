@@ -51,7 +51,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be ray, {_either(ENGINES)}, or a combination such as fast,ray")
+        problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
