@@ -22,8 +22,6 @@ FREQUENT_TOKENS = 20
 FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
 LISTED_SOURCES = 10
-WORDS_OF = 200
-"""Number of documents per source used to estimate tokens per word."""
 SAMPLE_CHARACTERS = 300
 
 
@@ -48,7 +46,7 @@ def inspection_text(folder: Path) -> str:
         _cleaning_lines(tally.cleaning) if tally else [],
         _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
         [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
-        _source_lines(manifest, decoder) if is_prepared else [],
+        _source_lines(manifest) if is_prepared else [],
         _vocabulary_lines(manifest, counts, decoder),
         ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
     ]
@@ -87,41 +85,21 @@ def skipped_text(tally: Tally) -> str:
     return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
 
 
-def _source_lines(manifest: Manifest, decoder) -> list[str]:
-    """Formats bytes per token and tokens per word for the largest sources.
-
-    Tokens per word are estimated from about WORDS_OF documents per source.
-    """
-    shards = []
+def _source_lines(manifest: Manifest) -> list[str]:
+    """Formats bytes per token for the largest sources."""
+    documents, tokens, text_bytes = np.zeros((3, len(manifest.source_names)))
     for shard in manifest.shards:
-        path = manifest.folder / shard.file
-        if shard.documents and (index := read_index(path, shard.documents)) is not None:
-            shards.append((path, index, tokens_of(index) - 1))
-    sums = np.zeros((3, len(manifest.source_names)))
-    for _, index, tokens in shards:
-        for row, weights in zip(sums, (None, tokens, index["text_bytes"]), strict=True):
-            row += np.bincount(index["source"], weights, minlength=len(row))
-    all_documents, all_tokens, all_bytes = sums
-    most = [n for n in np.argsort(-all_tokens, kind="stable")[:LISTED_SOURCES].tolist() if all_tokens[n]]
-    words = dict.fromkeys(most, 0)
-    sampled = dict.fromkeys(most, 0)
-    for path, index, tokens in shards:
-        ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")
-        for source in most:
-            found = np.flatnonzero(index["source"] == source)
-            count = min(len(found), -(-WORDS_OF // len(shards)))
-            for document in found[np.arange(count) * len(found) // max(1, count)].tolist():
-                end = int(index["end"][document]) - 1
-                text = decoder.decode(ids[end - tokens[document] : end].tolist(), skip_special_tokens=False)
-                words[source] += len(text.split())
-                sampled[source] += int(tokens[document])
-    lines = ["sources: documents, bytes per token, tokens per word"] if most else []
-    for source in most:
-        rate = all_bytes[source] / all_tokens[source]
-        fertility = f"{sampled[source] / words[source]:.3f}" if words[source] else "no words"
-        lines.append(f"  {manifest.source_names[source]}: {int(all_documents[source]):,}, {rate:.3f}, {fertility}")
-    if (left := int(np.count_nonzero(all_tokens)) - len(most)) > 0:
-        lines.append(f"  and {left:,} smaller sources")
+        index = read_index(manifest.folder / shard.file, shard.documents)
+        if index is not None:
+            sources = index["source"]
+            documents += np.bincount(sources, minlength=len(documents))
+            tokens += np.bincount(sources, tokens_of(index) - 1, minlength=len(tokens))
+            text_bytes += np.bincount(sources, index["text_bytes"], minlength=len(text_bytes))
+    largest = [source for source in np.argsort(-tokens, kind="stable")[:LISTED_SOURCES].tolist() if tokens[source]]
+    lines = ["largest sources: documents, bytes per token"] if largest else []
+    for source in largest:
+        rate = text_bytes[source] / tokens[source]
+        lines.append(f"  {manifest.source_names[source]}: {int(documents[source]):,}, {rate:.3f}")
     return lines
 
 
