@@ -72,11 +72,6 @@ class DuplicateSearch:
         self._runs = [documents[first : first + RUN_DOCUMENTS] for first in documents[::RUN_DOCUMENTS]]
 
     @property
-    def disk_bytes(self) -> int:
-        """Disk space needed for the remaining key files, in bytes."""
-        return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
-
-    @property
     def _duplicates_path(self) -> Path:
         return self._work / "duplicates"
 

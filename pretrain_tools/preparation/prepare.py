@@ -204,14 +204,6 @@ class _Run:
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
-            needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
-            free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
-            if free < needed:
-                raise InputError(
-                    f"{self.output}: removing near duplicates needs {needed:,} bytes of disk space, but only {free:,} "
-                    "are free; free up space, then run the same command again to resume"
-                )
             for stage, unit in STAGES.items():
                 jobs = search.missing(stage)
                 began = told = time.monotonic()
