@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import shown
@@ -176,7 +175,7 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 @FORMATS.register("json")
 @file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON: a list of objects, an object that contains one list, or several concatenated objects."""
+    """Reads JSON: a list of objects, or one or several concatenated objects."""
     try:
         text = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK).decode()
     except UnicodeDecodeError as error:
@@ -190,20 +189,10 @@ def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record
             raise DamagedFileError(f"invalid JSON ({error.msg} at line {error.lineno:,})") from None
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"invalid JSON ({error})") from None
-        for element in _elements(value, reading.fields[0]):
+        for element in value if isinstance(value, list) else [value]:
             place += 1
             yield object_record(place, element, reading)
         position = SPACE.match(text, position).end()
-
-
-def _elements(value: Any, text_field: str) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    if isinstance(value, dict) and text_field.split(".")[0] not in value and text_field not in value:
-        lists = [part for part in value.values() if isinstance(part, list)]
-        if len(lists) == 1:
-            return lists[0]
-    return [value]
 
 
 @FORMATS.register("csv")

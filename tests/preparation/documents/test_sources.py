@@ -181,11 +181,10 @@ def test_crlf_and_byte_order_mark_in_json_lines(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        json.dumps({"version": 1, "data": [{"text": text} for text in TEXTS]}),
         "\n".join(json.dumps({"text": text}, indent=1) for text in TEXTS),
         jsonl().decode(),
     ],
-    ids=["object with a list", "one after another", "json lines under another name"],
+    ids=["one after another", "json lines under another name"],
 )
 def test_shapes_of_json(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
