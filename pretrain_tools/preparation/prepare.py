@@ -29,7 +29,7 @@ from pretrain_tools.preparation.collector import (
     DisagreementError,
     Intake,
 )
-from pretrain_tools.preparation.documents.sources import Files, Position
+from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
@@ -304,14 +304,10 @@ class _Run:
             total_bytes = documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
-        parts = documents.parts
         if not request.on_ray:
             # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()
-        elif isinstance(documents, Files):
-            # The cluster reads files itself. A dataset may exist only on this machine, so read it here.
-            parts = documents.pieces
-        return self._performed(part_encoder.encode, parts(reading, start))
+        return self._performed(part_encoder.encode, documents.parts(reading, start))
 
     def _performed(self, perform: Perform, jobs: Iterable[Any]) -> Iterator[Any]:
         """Runs jobs in local processes or on a Ray cluster, and yields the results in order."""

@@ -148,12 +148,7 @@ def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
 
 def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    # Long lines give several partitions even in Ray processes, which don't use the small size. These lines are
-    # filtered out.
-    lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
-    for name in ("e.jsonl", "f.jsonl"):
-        write_jsonl(tmp_path / name, lines)
-    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt", "--max_characters", 5000)
+    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt")
     arguments = (*arguments, "--near_duplicates", "0.8", "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)
