@@ -37,7 +37,7 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """Returns the request for slice `number` of `count`. Raises InputError if the documents can't be sliced."""
+    """Returns the request for slice `number` of `count`."""
     # Duplicates are removed when the slices are merged.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False)

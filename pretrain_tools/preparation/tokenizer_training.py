@@ -1,6 +1,7 @@
 """Trains and extends byte-level BPE tokenizers. The result is deterministic."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -121,7 +122,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
     held_out: list[bytes] = []
     held_out_bytes = 0
-    for record in _records(request, sample.skipped):
+    for record in itertools.islice(_records(request, sample.skipped), request.options.max_documents):
         text = record.text
         if record.is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
@@ -144,17 +145,11 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
-    """Yields the documents that a preparation would read."""
-    options = request.options
-    left = options.max_documents
-    for part in request.documents.parts(options.reading, BEGINNING):
-        found = read_part(part, options, request.split)
-        count_problems(found.problems, skipped, options)
-        yield from found.records[:left]
-        if left is not None:
-            left -= min(left, len(found.records))
-            if not left:
-                return
+    """Yields the documents that a preparation would read, without its limits."""
+    for part in request.documents.parts(request.options.reading, BEGINNING):
+        found = read_part(part, request.options, request.split)
+        count_problems(found.problems, skipped, request.options)
+        yield from found.records
 
 
 def _trained(

@@ -116,7 +116,7 @@ def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set/train.jsonl", texts(3))
-    with pytest.raises(InputError, match=r"not supported with --dataset set; use its files instead: --input"):
+    with pytest.raises(InputError, match=r"not supported with --dataset; use its files instead, such as --input"):
         run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
 
 

@@ -115,13 +115,6 @@ class HubDataset:
             digest.update(repr(self.rows_of[start : start + ROWS_IN_FINGERPRINT].to_pydict()).encode())
         return digest.hexdigest()
 
-    def sliced(self, number: int, count: int) -> "HubDataset":
-        """Raises InputError, because only files can be sliced."""
-        raise InputError(
-            f"--slice: not supported with --dataset {self.name}; use its files instead: "
-            f"--input 'hf://datasets/{self.name}/**/*.parquet'"
-        )
-
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the documents in order, in parts of ROWS_PER_PART rows.
 
