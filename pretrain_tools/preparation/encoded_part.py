@@ -53,6 +53,16 @@ class Tally:
         found = {name: value for name, value in some.items() if value}
         return {**counts, **found, "first_bad_records": self.first_bad_records}
 
+    def skipped_text(self) -> str:
+        """Formats the number of skipped documents, without those removed by cleaning."""
+        counts = {
+            "filtered": self.filtered_documents,
+            "copies": self.duplicate_documents,
+            "near copies": self.near_duplicate_documents,
+        }
+        more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
+        return f"{self.empty_documents:,} empty, {self.bad_records:,} bad{more}"
+
     @classmethod
     def recorded(cls, folder: Path) -> Self:
         """Reads the counts of skipped and cleaned documents from a prepared folder."""

@@ -63,7 +63,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     if tally is None:
         return lines
     documents = sum(shard.documents for shard in manifest.shards)
-    rows = [("documents", f"{documents:,}; skipped {skipped_text(tally)}")]
+    rows = [("documents", f"{documents:,}; skipped {tally.skipped_text()}")]
     rows += [
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
         for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
@@ -76,13 +76,6 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         rows.append(("not read", f"tar archive members that are not documents: {by_suffix}"))
     rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
-
-
-def skipped_text(tally: Tally) -> str:
-    counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
-    counts["near copies"] = tally.near_duplicate_documents
-    more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
-    return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
 
 
 def _source_lines(manifest: Manifest) -> list[str]:

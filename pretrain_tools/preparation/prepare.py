@@ -284,16 +284,12 @@ class _Run:
             return (
                 f"the first document is longer than --max_tokens {limit:,}, so nothing was written; raise --max_tokens"
             )
-        skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
-        if tally.filtered_documents:
-            skipped += f", {tally.filtered_documents:,} filtered out"
-        if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
-            skipped += f", {removed:,} removed by cleaning"
-        whole = tally.cleaning.removed_whole_lines()
-        if whole:
-            advice = "use --filter to change a filter's parameters"
-            return "\n  ".join([f"no documents are left ({skipped}), so nothing was written; {advice}", *whole])
-        return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+        removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
+        skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
+        message = f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+        if removed:
+            message += ", or --filter to change a filter's parameters"
+        return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
         """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""
