@@ -71,10 +71,6 @@ class DuplicateSearch:
         documents = range(self.order.documents)
         self._runs = [documents[first : first + RUN_DOCUMENTS] for first in documents[::RUN_DOCUMENTS]]
 
-    @property
-    def _duplicates_path(self) -> Path:
-        return self._work / "duplicates"
-
     def tasks(self, stage: str) -> int:
         """Returns the number of tasks in a stage."""
         return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
@@ -84,8 +80,6 @@ class DuplicateSearch:
 
     def missing(self, stage: str) -> list[tuple[str, int]]:
         """Lists the unfinished tasks in a stage as (stage, task)."""
-        if self._duplicates_path.is_file():
-            return []
         return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
     def perform(self, job: tuple[str, int]) -> None:
@@ -101,10 +95,13 @@ class DuplicateSearch:
 
     def duplicates(self) -> np.ndarray:
         """Returns (duplicates,) DUPLICATE, sorted by removed document. All tasks must be complete."""
-        if not self._duplicates_path.is_file():
-            self._work.mkdir(parents=True, exist_ok=True)
-            write_durably(self._duplicates_path, self._united().tobytes())
-        return np.fromfile(self._duplicates_path, DUPLICATE)
+        parents: dict[int, int] = {}
+        for run in range(len(self._runs)):
+            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
+                roots = {_root(parents, document) for document in pair}
+                if len(roots) > 1:
+                    parents[max(roots)] = min(roots)
+        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
     def _keys(self, run: int) -> bytes:
         """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
@@ -189,15 +186,6 @@ class DuplicateSearch:
         """
         ids = self.order.ids(number)[:most_tokens].tolist()
         return backend_of(self._tokenizer.json, self._tokenizer.name).decode(ids, skip_special_tokens=False)
-
-    def _united(self) -> np.ndarray:
-        parents: dict[int, int] = {}
-        for run in range(len(self._runs)):
-            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
-                roots = {_root(parents, document) for document in pair}
-                if len(roots) > 1:
-                    parents[max(roots)] = min(roots)
-        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
 
 def _root(parents: dict[int, int], document: int) -> int:

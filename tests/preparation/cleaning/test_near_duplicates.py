@@ -228,7 +228,6 @@ MOMENTS = (
     "/keys/",
     "/candidates/",
     "/pairs/",
-    "/.duplicates",
     "broken/.near_duplicates.json",
     "broken/train-00001",
     "broken/.unfinished/.progress.json",

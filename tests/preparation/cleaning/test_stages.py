@@ -142,7 +142,7 @@ def test_values_have_enough_digits_to_differ_from_the_limit():
 
 WRITES = (
     "/documents/documents-00000.bin", "/documents/.unfinished/.progress.json", "/documents/.cleaning_samples.json",
-    "/documents/.manifest.json", "/keys/", "/candidates/", "/pairs/", "/.duplicates",
+    "/documents/.manifest.json", "/keys/", "/candidates/", "/pairs/",
     "broken/.near_duplicates.json", "broken/train-00000.bin", "broken/.unfinished/.progress.json",
     "broken/.cleaning_samples.json", "broken/.manifest.json",
 )  # fmt: skip
