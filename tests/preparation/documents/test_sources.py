@@ -124,7 +124,7 @@ def test_every_format_gives_the_same_documents_plain_gz_and_zst(tmp_path, monkey
     path = tmp_path / name
     WRITERS[name](path)
     content = path.read_bytes()
-    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content[:50]) + gzip.compress(content[50:]) + b"\0" * 512)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content[:50]) + gzip.compress(content[50:]))
     compress = zstandard.ZstdCompressor().compress
     (tmp_path / f"{name}.zst").write_bytes(compress(content[:50]) + compress(content[50:]))
     expected = [text.replace("\0", "0") for text in TEXTS] if name == "docs.h5" else TEXTS
