@@ -6,9 +6,7 @@ DamagedFileError. Text is unchanged UTF-8, except that a leading byte-order mark
 
 import csv
 import io
-import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
@@ -33,7 +31,6 @@ PART_BYTES = 4 << 20
 DOCUMENT_UNITS = ("file", "line", "paragraph")
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SPACE = re.compile(r"\s*")
 
 Reader = Callable[[ByteStream, Reading], Iterator[Record]]
 """Reads the records in a file. Places are numbered from 1."""
@@ -175,24 +172,18 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 @FORMATS.register("json")
 @file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON: a list of objects, or one or several concatenated objects."""
+    """Reads JSON: a list of objects, or one object."""
+    content = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK)
+    if not content.strip():
+        return
     try:
-        text = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK).decode()
+        value = JSON.decode(content.decode())
     except UnicodeDecodeError as error:
         raise DamagedFileError(not_utf8(error)) from None
-    position = SPACE.match(text).end()
-    place = 0
-    while position < len(text):
-        try:
-            value, position = JSON.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise DamagedFileError(f"invalid JSON ({error.msg} at line {error.lineno:,})") from None
-        except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"invalid JSON ({error})") from None
-        for element in value if isinstance(value, list) else [value]:
-            place += 1
-            yield object_record(place, element, reading)
-        position = SPACE.match(text, position).end()
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"invalid JSON ({error}); for one object per line, use --input_format jsonl") from None
+    for place, element in enumerate(value if isinstance(value, list) else [value], 1):
+        yield object_record(place, element, reading)
 
 
 @FORMATS.register("csv")

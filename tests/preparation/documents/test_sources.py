@@ -178,17 +178,12 @@ def test_crlf_and_byte_order_mark_in_json_lines(tmp_path):
     assert texts_of([tmp_path / "a.jsonl"]) == TEXTS
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "\n".join(json.dumps({"text": text}, indent=1) for text in TEXTS),
-        jsonl().decode(),
-    ],
-    ids=["one after another", "json lines under another name"],
-)
-def test_shapes_of_json(tmp_path, content):
-    (tmp_path / "a.json").write_text(content)
+def test_json_lines_under_the_name_of_json(tmp_path):
+    (tmp_path / "a.json").write_bytes(jsonl())
     assert texts_of([tmp_path / "a.json"]) == TEXTS
+    (tmp_path / "a.json").write_bytes(b'{"text":\n"one"}\n' + jsonl())
+    (record,) = records_of_parts([tmp_path / "a.json"])
+    assert "invalid JSON" in record.problem and "use --input_format jsonl" in record.problem
 
 
 def test_nested_fields(tmp_path):
