@@ -13,7 +13,7 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.preparation.documents.document_index import UNDIVIDED, read_index, tokens_of
+from pretrain_tools.preparation.documents.document_index import UNDIVIDED
 from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
@@ -21,15 +21,14 @@ READ_IDS = 1 << 22
 FREQUENT_TOKENS = 20
 FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
-LISTED_SOURCES = 10
 SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
     """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder contains no shards."""
     manifest = read_manifest(folder)
-    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # False for shards from other tools
-    tally = Tally.recorded(manifest.folder) if is_prepared else None
+    # Shards from other tools have no manifest.
+    tally = Tally.recorded(manifest.folder) if (manifest.folder / MANIFEST_FILE).is_file() else None
     readers = [ShardReader(manifest, split) for split in _splits(manifest)]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     lengths = []
@@ -46,7 +45,6 @@ def inspection_text(folder: Path) -> str:
         _cleaning_lines(tally.cleaning) if tally else [],
         _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
         [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
-        _source_lines(manifest) if is_prepared else [],
         _vocabulary_lines(manifest, counts, decoder),
         ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
     ]
@@ -76,24 +74,6 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         rows.append(("not read", f"tar archive members that are not documents: {by_suffix}"))
     rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
-
-
-def _source_lines(manifest: Manifest) -> list[str]:
-    """Formats bytes per token for the largest sources."""
-    documents, tokens, text_bytes = np.zeros((3, len(manifest.source_names)))
-    for shard in manifest.shards:
-        index = read_index(manifest.folder / shard.file, shard.documents)
-        if index is not None:
-            sources = index["source"]
-            documents += np.bincount(sources, minlength=len(documents))
-            tokens += np.bincount(sources, tokens_of(index) - 1, minlength=len(tokens))
-            text_bytes += np.bincount(sources, index["text_bytes"], minlength=len(text_bytes))
-    largest = [source for source in np.argsort(-tokens, kind="stable")[:LISTED_SOURCES].tolist() if tokens[source]]
-    lines = ["largest sources: documents, bytes per token"] if largest else []
-    for source in largest:
-        rate = text_bytes[source] / tokens[source]
-        lines.append(f"  {manifest.source_names[source]}: {int(documents[source]):,}, {rate:.3f}")
-    return lines
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:
