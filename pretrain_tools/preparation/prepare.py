@@ -284,9 +284,10 @@ class _Run:
             )
         removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
         skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
-        message = f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
-        if removed:
-            message += ", or --filter to change a filter's parameters"
+        if not removed:
+            return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+        advice = "use --filter to change a filter's parameters"
+        message = f"no documents are left ({skipped}), so nothing was written; {advice}"
         return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:

@@ -124,7 +124,7 @@ def test_a_completely_removed_file_shows_the_rule_the_value_and_the_limit(tmp_pa
     with pytest.raises(InputError) as refused:
         run(*arguments, tmp_path / "out")
     message = str(refused.value)
-    assert "the input contains no documents" in message and "2 removed by cleaning" in message
+    assert "no documents are left" in message and "2 removed by cleaning" in message
     assert "short.txt: mostly removed by gopher_quality.few_words (6, at least 50)" in message
     assert "numbers.txt: mostly removed by gopher_quality.few_alphabetic_words (0.0196, at least 0.8)" in message
     (tmp_path / "good.txt").write_text(PROSE)
