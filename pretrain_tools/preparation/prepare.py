@@ -65,7 +65,6 @@ class PreparationOutcome:
     """Result of a preparation. `already_done` is True if the folder was already complete."""
 
     manifest: Manifest
-    tally: Tally
     already_done: bool
 
 
@@ -106,7 +105,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             run = _Run(request, plan, slices, say, report)
             was_begun = run.plan_path.exists()
             try:
-                return run.complete()
+                return PreparationOutcome(run.complete(), already_done=False)
             except InputError:
                 # Keep work from earlier processes, and work committed by this one.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
@@ -123,15 +122,8 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
 def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     if not (output / MANIFEST_FILE).is_file():
         return None
-    manifest = read_manifest(output)
     refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
-    tally = Tally.recorded(output)
-    for shard in manifest.shards:
-        tally.documents += shard.documents
-        tally.tokens += shard.tokens
-        tally.text_bytes += shard.text_bytes
-    tally.validation_tokens = manifest.totals("validation")[0]
-    return PreparationOutcome(manifest, tally, already_done=True)
+    return PreparationOutcome(read_manifest(output), already_done=True)
 
 
 def _discard(output: Path, existed: bool) -> None:
@@ -165,7 +157,7 @@ class _Run:
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
 
-    def complete(self) -> PreparationOutcome:
+    def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
         progress = self._load_progress()
@@ -190,7 +182,7 @@ class _Run:
             self.say(f"starting over with the tokenizers library: {error}")
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
-        return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
+        return self._finish(tally, shards)
 
     def _find_near_duplicates(self) -> None:
         """Finds the near duplicates to remove. If there are no slices, first prepares a folder with all documents."""
