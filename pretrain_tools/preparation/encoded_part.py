@@ -22,8 +22,6 @@ class Tally:
 
     documents: int = 0
     tokens: int = 0
-    text_bytes: int = 0
-    validation_tokens: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
     duplicate_documents: int = 0
