@@ -138,24 +138,24 @@ def _discard(output: Path, existed: bool) -> None:
         output.rmdir()
 
 
+@dataclass
 class _Run:
     """Prepares an unfinished folder. The caller must hold its lock."""
 
-    def __init__(
-        self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
-    ):
-        self.request = request
-        self.plan = plan
-        self.slices = slices
-        self.say = say
-        self.report = report
-        self.output = request.output
-        self.removed = np.empty(0, np.uint32)
-        """Sorted indices of the near duplicates to remove."""
-        self.options = request.options
+    request: PreparationRequest
+    plan: dict[str, Any]
+    slices: list[Path]
+    say: Say
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.options = self.request.options
+        self.output = self.request.output
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
+        self.removed = np.empty(0, np.uint32)
+        """Sorted indices of the near duplicates to remove."""
 
     def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +91,6 @@ def train_tokenizer(request: PreparationRequest) -> None:
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
         print(f"{output}: already complete")
         return
-    started = time.monotonic()
     # If the input size is unknown, use all documents.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
@@ -114,7 +112,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
+    _print_summary(output, trained.vocabulary_size, size, sample)
     if base is not None and sample.held_out:
         print(f"  {_bytes_per_token(base, sample.held_out):.3f} with {base.name}")
 
@@ -195,7 +193,7 @@ def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> fl
     return sum(map(len, texts)) / max(1, tokens)
 
 
-def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
+def _print_summary(output: Path, size: int, asked: int, sample: Sample) -> None:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes from {sample.documents:,} documents")
     if size < asked:
         print(f"  Created only {size:,} of {asked:,} tokens: the text has too few pairs to merge. Use more text.")
@@ -205,4 +203,3 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of held-out validation documents"
         print(f"  {_bytes_per_token(load_tokenizer(output), sample.held_out):.3f} bytes per token {where}")
-    print(f"  {seconds:.1f} s")

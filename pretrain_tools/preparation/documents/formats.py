@@ -209,12 +209,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             return
         if header is None:
             header = [name.removeprefix("\ufeff") for name in row]
-            try:
-                "".join(header).encode()
-            except UnicodeEncodeError:
-                encoded = ",".join(header).encode(errors="surrogateescape")
-                reason = checked(1, encoded).problem
-                raise DamagedFileError(f"the header is {reason}", _count_of(rows)) from None
+            if problem := checked(1, ",".join(header).encode(errors="surrogateescape")).problem:
+                raise DamagedFileError(f"the header is {problem}", _count_of(rows))
             absent = [name for name in reading.fields if name not in header]
             if absent:
                 raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))
