@@ -160,6 +160,7 @@ class _Run:
     def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
+        engine = self.request.engine
         progress = self._load_progress()
         if progress is NO_PROGRESS:
             tokenizer.save(self.output / TOKENIZER_FOLDER)
@@ -173,7 +174,7 @@ class _Run:
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
             self._say_what_is_compiled()
-            encoder, reason = make_encoder(tokenizer, self.request.engine)
+            encoder, reason = make_encoder(tokenizer, engine)
             if reason:
                 self.say(f"using the tokenizers library: {reason}")
         try:
