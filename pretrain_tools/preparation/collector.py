@@ -19,7 +19,7 @@ from pretrain_tools.preparation.text_files import TEXT_FOLDER
 
 UNFINISHED_FOLDER = ".unfinished"
 PROGRESS_FILE = "progress.json"
-NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "complete": False, "writer": None}
+NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "writer": None}
 PROBLEMS_NAMED_IN_MANIFEST = 20
 
 
@@ -38,7 +38,7 @@ class Intake:
     def __init__(self, folder: Path, plan: dict[str, Any], options: PreparationOptions, progress: dict[str, Any]):
         self.tally = Tally.from_progress(progress["tally"])
         self.position = Position(*progress["position"])
-        self.is_complete: bool = progress["complete"]
+        self.is_complete = False
         """True if max_documents or max_tokens has been reached."""
         state_folder = folder / UNFINISHED_FOLDER
         self._progress_path = state_folder / PROGRESS_FILE
@@ -50,8 +50,8 @@ class Intake:
 
     def commit(self) -> None:
         """Flushes all data to disk, then records the progress."""
-        state = {"position": self.position, "complete": self.is_complete, "tally": asdict(self.tally)}
-        write_durably(self._progress_path, as_json({**state, "writer": self.writer.sync()}))
+        state = {"position": self.position, "tally": asdict(self.tally), "writer": self.writer.sync()}
+        write_durably(self._progress_path, as_json(state))
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""

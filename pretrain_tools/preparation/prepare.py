@@ -247,16 +247,14 @@ class _Run:
         committed = time.monotonic()
         try:
             with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
-                for encoded in () if intake.is_complete else parts:
+                for encoded in parts:
                     intake.add(encoded)
                     self.report(intake.tally)
-                    if intake.is_complete and not intake.tally.documents:
-                        break  # nothing to commit
-                    if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
-                        intake.commit()
-                        committed = time.monotonic()
                     if intake.is_complete:
                         break
+                    if time.monotonic() - committed > COMMIT_SECONDS:
+                        intake.commit()
+                        committed = time.monotonic()
                     stop_if_asked()
             if not intake.tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
