@@ -32,8 +32,6 @@ class Documents:
     counts: Tally
     records: list[Record] = field(default_factory=list)
     """Records with text and an assigned split."""
-    sources: list[str] = field(default_factory=list)
-    """Source name of each record."""
     problems: list[Problem] = field(default_factory=list)
 
     def of_each(self, name: str) -> list[Any]:
@@ -42,10 +40,8 @@ class Documents:
 
     def clean(self, cleaning: Cleaning) -> None:
         """Cleans the documents and adds the cleaning statistics to the counts."""
-        texts, urls, places = map(self.of_each, ("text", "url", "place"))
-        kept, texts, self.counts.cleaning = cleaning.clean(texts, urls, self.sources, places)
+        kept, texts, self.counts.cleaning = cleaning.clean(*map(self.of_each, ("text", "url", "source", "place")))
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
-        self.sources = [self.sources[number] for number in kept]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -53,9 +49,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
     found = Documents(Tally(input_bytes=part.input_bytes))
     for source, record in part.records(options.reading):
         if record.text:
-            pieces = split.pieces(record)
-            found.records += pieces
-            found.sources += [source.name] * len(pieces)
+            found.records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(*where, record.problem, record.problem_records))
@@ -101,8 +95,9 @@ class PartEncoder:
         arrays = self.encoder.encode(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(found.sources))}
-        sources = [numbers[name] for name in found.sources]
+        names = found.of_each("source")
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        sources = [numbers[name] for name in names]
         near = options.near_duplicates
         return EncodedPart(
             part.after,
@@ -113,7 +108,7 @@ class PartEncoder:
             is_validation=np.array(found.of_each("is_validation"), dtype=bool),
             hashes=document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None,
             signatures=None if near is None else near.signatures(*near.words(texts)),
-            lines=list(map(document_line, found.sources, found.records)) if options.write_text else None,
+            lines=list(map(document_line, found.records)) if options.write_text else None,
             problems=tuple(found.problems),
             disagreement=self._disagreement(texts),
         )

@@ -31,6 +31,8 @@ class Record(NamedTuple):
     """Value of the --split_field field; None to assign the document by hash."""
     problem_records: int = 1
     """Number of records affected by the problem. A missing column affects all records in a file."""
+    source: str = ""
+    """Name of the source, set by the worker."""
     not_read: dict[str, int] | None = None
     """{suffix: number of archive members that aren't documents}. If set, text and problem are None."""
 
