@@ -57,7 +57,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
         elif record.not_read is not None:
-            add_numbers(found.counts.unread_members, record.not_read)
+            add_numbers(found.counts.unread_members, {record.not_read: 1})
         elif record.text is None:
             found.counts.filtered_documents += 1
         else:

@@ -33,8 +33,8 @@ class Record(NamedTuple):
     """Number of records affected by the problem. A missing column affects all records in a file."""
     source: str = ""
     """Name of the source, set by the worker."""
-    not_read: dict[str, int] | None = None
-    """{suffix: number of archive members that aren't documents}. If set, text and problem are None."""
+    not_read: str | None = None
+    """Suffix of an archive member that isn't a document. If set, text and problem are None."""
 
 
 @dataclass(frozen=True)
