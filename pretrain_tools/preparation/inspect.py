@@ -15,7 +15,6 @@ from pretrain_tools.preparation.cleaning.account import CleaningAccount, measure
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
 from pretrain_tools.preparation.documents.document_index import UNDIVIDED
 from pretrain_tools.preparation.encoded_part import Tally
-from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
 READ_IDS = 1 << 22
 FREQUENT_TOKENS = 20
@@ -43,7 +42,6 @@ def inspection_text(folder: Path) -> str:
     parts = [
         [str(folder), *figure_lines(manifest, tally)],
         _cleaning_lines(tally.cleaning) if tally else [],
-        _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
         [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
         _vocabulary_lines(manifest, counts, decoder),
         ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
@@ -93,16 +91,6 @@ def _shares_text(values: Mapping[str, int]) -> str:
     total = sum(values.values())
     most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
-
-
-def _near_duplicate_lines(path: Path) -> list[str]:
-    """Formats examples of near duplicates; [] without --near_duplicates."""
-    examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
-    lines = []
-    for example in examples[:SAMPLED_DOCUMENTS]:
-        lines.append(f"  near duplicates with similarity {example['jaccard']:.2f} (the removed one, then the other):")
-        lines += [*_quoted(example["removed"]["text"]), "    |", *_quoted(example["kept"]["text"])]
-    return lines
 
 
 def _quoted(text: str) -> list[str]:
