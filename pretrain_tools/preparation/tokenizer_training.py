@@ -68,10 +68,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
     special_tokens = [token for token in dict.fromkeys(request.special_tokens) if token != USUAL_END_OF_DOCUMENT]
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if size < smallest and base is None:
-        more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
-        raise InputError(
-            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus {USUAL_END_OF_DOCUMENT}{more})"
-        )
+        raise InputError(f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus the special tokens)")
     # Omit defaults, so that folders made before these options existed still match.
     chosen = {
         "pre_tokenizer": request.pre_tokenizer,
