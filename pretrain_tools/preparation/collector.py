@@ -9,7 +9,7 @@ import numpy as np
 
 from pretrain.errors import InputError
 from pretrain.files import as_json, write_durably
-from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.deduplicate import document_hashes, seen_in_shards
 from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
@@ -60,7 +60,8 @@ class Intake:
         tally = self.tally
         read = len(encoded.documents)
         if self._seen is not None:
-            encoded = encoded.keeping(self._seen.add(encoded.hashes))
+            hashes = document_hashes(encoded.ids, encoded.documents["end"])
+            encoded = encoded.keeping(self._seen.add(hashes))
         copies = read - len(encoded.documents)
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents

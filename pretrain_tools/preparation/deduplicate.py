@@ -49,5 +49,5 @@ def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDoc
         index = read_index(path, shard.documents)
         if index is not None and shard.documents:
             ids = np.memmap(path, id_dtype(dtype), mode="r").view(np.ndarray)
-            seen.add(document_hashes(ids, index["end"].astype(np.int64)))
+            seen.add(document_hashes(ids, index["end"]))
     return seen

@@ -95,8 +95,6 @@ class EncodedPart:
     """(documents,) DOCUMENT. Ends are offsets in `ids`; sources are indices in `source_names`."""
     source_names: tuple[str, ...] = ()
     is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
-    hashes: np.ndarray | None = None
-    """(documents,) uint64; None without --deduplicate."""
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None without --near_duplicates."""
     lines: list[bytes] | None = None
@@ -117,7 +115,6 @@ class EncodedPart:
             ids=self.ids[np.repeat(kept, tokens)],
             documents=documents,
             is_validation=self.is_validation[kept],
-            hashes=None if self.hashes is None else self.hashes[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
             lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
         )

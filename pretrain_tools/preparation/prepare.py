@@ -288,7 +288,7 @@ class _Run:
         reading = self.options.reading
         if self.slices:
             total_bytes = documents.total_bytes or 0
-            return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
+            return merged_parts(self.slices, start, total_bytes, self.removed)
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
         if not request.on_ray:
             # Compile before forking. Otherwise each worker would compile the kernels itself.

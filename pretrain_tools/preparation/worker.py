@@ -11,7 +11,6 @@ from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
 from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import document_table
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Part
@@ -106,7 +105,6 @@ class PartEncoder:
             documents=document_table(tokens, list(map(len, texts)), sources, found.of_each("place")),
             source_names=tuple(numbers),
             is_validation=np.array(found.of_each("is_validation"), dtype=bool),
-            hashes=document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None,
             signatures=None if near is None else near.signatures(*near.words(texts)),
             lines=list(map(document_line, found.records)) if options.write_text else None,
             problems=tuple(found.problems),
