@@ -23,10 +23,6 @@ NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "writer": Non
 PROBLEMS_NAMED_IN_MANIFEST = 20
 
 
-class DisagreementError(Exception):
-    """Raised if the fast encoder returns different token IDs than the reference."""
-
-
 class Intake:
     """Writes encoded parts to a folder's shards, and records the progress.
 
@@ -55,8 +51,6 @@ class Intake:
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""
-        if encoded.disagreement is not None:
-            raise DisagreementError(f"gigatoken and tokenizers return different token IDs for {encoded.disagreement}")
         tally = self.tally
         read = len(encoded.documents)
         if self._seen is not None:

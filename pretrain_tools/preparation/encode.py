@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pretrain.data.tokenizer import LoadedTokenizer, backend_of
-from pretrain.errors import one_line
+from pretrain.errors import InputError, one_line
 from pretrain_tools.preparation.cleaning.stages import batches
 
 ENGINES = ("auto", "reference")
@@ -23,6 +23,10 @@ AGREEMENT_TEXTS = (
     "\U0010ffff, ½ ² ① ٣ Ⅷ, “q” — …",
     "a" * 300 + " " * 70 + "\n" * 40 + "!" * 50 + "x\ty" * 20,
 )
+
+
+class DisagreementError(InputError):
+    """Raised if gigatoken returns different token IDs than the tokenizers library."""
 
 
 class ReferenceEncoder:
@@ -86,12 +90,12 @@ class FastEncoder:
     def _has_special(self, text: bytes) -> bool:
         return any(suspect in text for suspect in self._suspects) and self._specials.search(text) is not None
 
-    def disagreement(self, texts: Sequence[bytes]) -> str | None:
-        """Returns the beginning of the first document whose token IDs differ from the reference; None if all agree."""
-        for text, expected in zip(texts, self.reference.encode(texts), strict=True):
-            if not self._has_special(text) and not np.array_equal(self._encode(text), expected):
-                return repr(text[:60].decode(errors="replace"))
-        return None
+    def compare(self, texts: Sequence[bytes]) -> None:
+        """Raises DisagreementError if a document's token IDs differ from the reference."""
+        for text, ids, expected in zip(texts, self.encode(texts), self.reference.encode(texts), strict=True):
+            if not np.array_equal(ids, expected):
+                shown = repr(text[:60].decode(errors="replace"))
+                raise DisagreementError(f"gigatoken and tokenizers return different token IDs for {shown}")
 
 
 Encoder = ReferenceEncoder | FastEncoder
@@ -103,12 +107,11 @@ def make_encoder(tokenizer: LoadedTokenizer, engine: str) -> tuple[Encoder, str 
         return ReferenceEncoder(tokenizer), None
     try:
         encoder = FastEncoder(tokenizer)
-        disagreement = encoder.disagreement([text.encode() for text in AGREEMENT_TEXTS])
-        reason = f"gigatoken and tokenizers return different token IDs for {disagreement}" if disagreement else None
+        encoder.compare([text.encode() for text in AGREEMENT_TEXTS])
     except (KeyboardInterrupt, SystemExit):
         raise
+    except DisagreementError as error:
+        return ReferenceEncoder(tokenizer), str(error)
     except BaseException as error:  # a panic in Rust code is a BaseException
-        reason = f"gigatoken cannot load this tokenizer ({one_line(error)})"
-    if reason is None:
-        return encoder, None
-    return ReferenceEncoder(tokenizer), reason
+        return ReferenceEncoder(tokenizer), f"gigatoken cannot load this tokenizer ({one_line(error)})"
+    return encoder, None

@@ -100,8 +100,6 @@ class EncodedPart:
     lines: list[bytes] | None = None
     """One JSON line per document (text_files.document_line); None without --write_text."""
     problems: tuple[Problem, ...] = ()
-    disagreement: str | None = None
-    """A document for which the fast encoder returned wrong token IDs, if any."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """Returns a copy with only some of the documents. kept: (documents,) bool."""

@@ -22,15 +22,9 @@ from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
-from pretrain_tools.preparation.collector import (
-    NO_PROGRESS,
-    PROGRESS_FILE,
-    UNFINISHED_FOLDER,
-    DisagreementError,
-    Intake,
-)
+from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNFINISHED_FOLDER, Intake
 from pretrain_tools.preparation.documents.sources import Position
-from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.encode import DisagreementError, Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,

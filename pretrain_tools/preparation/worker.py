@@ -92,6 +92,7 @@ class PartEncoder:
             found.clean(options.cleaning)
         texts = found.of_each("text")
         arrays = self.encoder.encode(texts)
+        self._compare(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
         names = found.of_each("source")
@@ -108,7 +109,6 @@ class PartEncoder:
             signatures=None if near is None else near.signatures(*near.words(texts)),
             lines=list(map(document_line, found.records)) if options.write_text else None,
             problems=tuple(found.problems),
-            disagreement=self._disagreement(texts),
         )
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
@@ -127,13 +127,12 @@ class PartEncoder:
             first += len(array) + 1
         return ids
 
-    def _disagreement(self, texts: list[bytes]) -> str | None:
+    def _compare(self, texts: list[bytes]) -> None:
         """Compares the fast encoder with the reference on FIRST_DOCUMENTS documents, and then on one per part.
 
-        Compares only the first SAMPLE_BYTES of each document.
+        Compares only the first SAMPLE_BYTES of each document. Raises DisagreementError.
         """
-        if not isinstance(self.encoder, FastEncoder) or not texts:
-            return None
-        compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
-        self._has_compared = True
-        return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
+        if isinstance(self.encoder, FastEncoder) and texts:
+            compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
+            self._has_compared = True
+            self.encoder.compare([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])

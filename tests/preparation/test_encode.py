@@ -8,7 +8,13 @@ from pretrain.data.tokenizer import LoadedTokenizer, load_tokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.formats import Reading
 from pretrain_tools.preparation.documents.sources import Files, find_sources
-from pretrain_tools.preparation.encode import AGREEMENT_TEXTS, FastEncoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.encode import (
+    AGREEMENT_TEXTS,
+    DisagreementError,
+    FastEncoder,
+    ReferenceEncoder,
+    make_encoder,
+)
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.tokenizer_training import train_tokenizer
 
@@ -65,7 +71,7 @@ def test_fast_and_reference_and_transformers_give_the_same_ids(loaded, tokenizer
     for text, fast_ids, reference_ids in zip(TEXTS, fast, reference, strict=True):
         assert fast_ids.tolist() == reference_ids.tolist()
         assert reference_ids.tolist() == transformers_tokenizer(text.decode(), add_special_tokens=False).input_ids
-    assert FastEncoder(loaded).disagreement(TEXTS) is None
+    FastEncoder(loaded).compare(TEXTS)
 
 
 @pytest.mark.parametrize("make", [ReferenceEncoder, FastEncoder])
@@ -127,10 +133,11 @@ def test_auto_falls_back_for_unsupported_tokenizers(tmp_path):
 
 def test_a_disagreement_is_found(loaded, monkeypatch):
     encoder = FastEncoder(loaded)
-    assert encoder.disagreement([b"one two"]) is None
+    encoder.compare([b"one two"])
     right = encoder._encode
     encoder._encode = lambda text: right(text)[:-1] if b"two" in text else right(text)
-    assert "one two" in encoder.disagreement([b"three", b"one two", b"four"])
+    with pytest.raises(DisagreementError, match="different token IDs for 'one two'"):
+        encoder.compare([b"three", b"one two", b"four"])
 
 
 def test_encoders_can_be_pickled(loaded):
