@@ -65,6 +65,6 @@ def _started(address: str | None, workers: int | None):
         ray.shutdown()
         where = "start Ray" if address is None else f"reach the cluster at {address}"
         raise InputError(
-            f"--engine ray: cannot {where} ({one_line(error)}); run ray start, or use --workers"
+            f"--engine ray: cannot {where} ({one_line(error)}); check ray start and try again, or use --workers"
         ) from None
     return ray
