@@ -63,8 +63,8 @@ def _started(address: str | None, workers: int | None):
         ray.init(address=address, log_to_driver=False, logging_level="warning", **here)
     except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         ray.shutdown()
-        where = "start Ray" if address is None else f"reach the cluster at {address}"
-        raise InputError(
-            f"--engine ray: cannot {where} ({one_line(error)}); check ray start and try again, or use --workers"
-        ) from None
+        failed = f"--ray_address {address}: cannot reach the cluster ({one_line(error)}); start it with ray start"
+        if address is None:
+            failed = f"--engine ray: Ray failed to start ({one_line(error)}); try again, or use --workers"
+        raise InputError(failed) from None
     return ray
