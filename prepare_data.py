@@ -28,7 +28,7 @@ from pretrain_tools.preparation.arguments import parse_arguments
 if TYPE_CHECKING:
     from argparse import Namespace
 
-    from pretrain_tools.preparation.encoded_part import Tally
+    from pretrain.data.manifest import Manifest
     from pretrain_tools.preparation.plan import PreparationRequest
 
 
@@ -122,6 +122,7 @@ def train(request: "PreparationRequest") -> int:
 
 def prepare_shards(request: "PreparationRequest") -> int:
     """Prepares a folder of shards or one slice. Returns the exit status."""
+    from pretrain_tools.preparation.encoded_part import Tally
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
@@ -139,23 +140,24 @@ def prepare_shards(request: "PreparationRequest") -> int:
             return EXIT_INTERRUPTED if stop.args[0] == signal.SIGINT else EXIT_PREEMPTED
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
-    print("\n".join(figure_lines(outcome.manifest, outcome.tally)))
+    print("\n".join(figure_lines(outcome.manifest, Tally.recorded(output))))
     if request.slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return 0
-    warn_of_empty_splits(outcome.tally, request.options.validation_fraction)
+    warn_of_empty_splits(outcome.manifest, request.options.validation_fraction)
     ids = outcome.manifest.vocabulary_size
     print(f"Next: train a model with this vocabulary of {ids:,} tokens (vocab_size: auto in the recipe):")
     print(f"  python train.py --config recipes/demo.yaml --data.train '[{{shards: {output}}}]' --output runs/NAME")
     return 0
 
 
-def warn_of_empty_splits(tally: "Tally", fraction: float) -> None:
+def warn_of_empty_splits(manifest: "Manifest", fraction: float) -> None:
     """Warns if a requested split is empty."""
-    for split, tokens in (("train", tally.tokens - tally.validation_tokens), ("validation", tally.validation_tokens)):
-        if not tokens and (fraction or split == "train"):
+    documents = sum(shard.documents for shard in manifest.shards)
+    for split in ("train", "validation"):
+        if not manifest.of_split(split) and (fraction or split == "train"):
             print(
-                f"warning: none of the {tally.documents:,} documents are in the {split} split, which should have "
+                f"warning: none of the {documents:,} documents are in the {split} split, which should have "
                 f"{fraction if split == 'validation' else 1 - fraction:.2%} of them, chosen by hash. Use more "
                 "documents (for plain text, --documents paragraph or line) or a different --validation_fraction, "
                 "and a new --output"

@@ -12,7 +12,6 @@ The output is deterministic: it doesn't depend on the number of workers or on in
     encoded_part: results and counts returned by workers
     collector, deduplicate, shard_writer, text_files: remove exact duplicates and write shards and text
     near_duplicate_search: finds near duplicates in prepared folders
-    text_decoder: decodes token IDs to text
     slices, upload: split work across machines, and upload outputs to URLs
     inspect: describes a prepared folder
     tokenizer_training, tokenizer_extension: train and extend tokenizers

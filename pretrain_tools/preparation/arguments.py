@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "shard_tokens": {"default": "100M", "help": "tokens per shard file (default: 100M)"},
         "write_text": {"action": "store_true", "help": "also write the documents to OUTPUT/text/*.jsonl.zst"},
         "workers": {"help": "number of processes (default: one per core)"},
-        "engine": {"default": "auto", "help": "auto, fast (gigatoken), reference (tokenizers) or ray (cluster)"},
+        "engine": {"default": "auto", "help": "auto (gigatoken if possible), reference (tokenizers) or ray (cluster)"},
         "ray_address": {"metavar": "ADDRESS", "help": "Ray cluster address (default: Ray on this machine)"},
         "slice": {"metavar": "I/N", "help": "prepare only slice I of N (I starts at 0), for example in a SLURM array"},
         "merge_slices": {"help": "merge N prepared slices into --output"},

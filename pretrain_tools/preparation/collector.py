@@ -9,7 +9,7 @@ import numpy as np
 
 from pretrain.errors import InputError
 from pretrain.files import as_json, write_durably
-from pretrain_tools.preparation.deduplicate import seen_in_shards
+from pretrain_tools.preparation.deduplicate import document_hashes, seen_in_shards
 from pretrain_tools.preparation.documents.document_index import HELD_OUT, UNDIVIDED
 from pretrain_tools.preparation.documents.sources import BEGINNING, Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
@@ -19,12 +19,8 @@ from pretrain_tools.preparation.text_files import TEXT_FOLDER
 
 UNFINISHED_FOLDER = ".unfinished"
 PROGRESS_FILE = "progress.json"
-NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "complete": False, "writer": None}
+NO_PROGRESS: dict[str, Any] = {"tally": {}, "position": BEGINNING, "writer": None}
 PROBLEMS_NAMED_IN_MANIFEST = 20
-
-
-class DisagreementError(Exception):
-    """Raised if the fast encoder returns different token IDs than the reference."""
 
 
 class Intake:
@@ -38,7 +34,7 @@ class Intake:
     def __init__(self, folder: Path, plan: dict[str, Any], options: PreparationOptions, progress: dict[str, Any]):
         self.tally = Tally.from_progress(progress["tally"])
         self.position = Position(*progress["position"])
-        self.is_complete: bool = progress["complete"]
+        self.is_complete = False
         """True if max_documents or max_tokens has been reached."""
         state_folder = folder / UNFINISHED_FOLDER
         self._progress_path = state_folder / PROGRESS_FILE
@@ -50,17 +46,16 @@ class Intake:
 
     def commit(self) -> None:
         """Flushes all data to disk, then records the progress."""
-        state = {"position": self.position, "complete": self.is_complete, "tally": asdict(self.tally)}
-        write_durably(self._progress_path, as_json({**state, "writer": self.writer.sync()}))
+        state = {"position": self.position, "tally": asdict(self.tally), "writer": self.writer.sync()}
+        write_durably(self._progress_path, as_json(state))
 
     def add(self, encoded: EncodedPart) -> None:
         """Writes a part's documents, up to the limits."""
-        if encoded.disagreement is not None:
-            raise DisagreementError(f"gigatoken and tokenizers return different token IDs for {encoded.disagreement}")
         tally = self.tally
         read = len(encoded.documents)
         if self._seen is not None:
-            encoded = encoded.keeping(self._seen.add(encoded.hashes))
+            hashes = document_hashes(encoded.ids, encoded.documents["end"])
+            encoded = encoded.keeping(self._seen.add(hashes))
         copies = read - len(encoded.documents)
         taken = _documents_within_limits(encoded, tally, self._options)
         is_complete = taken < len(encoded.documents) or tally.documents + taken == self._options.max_documents
@@ -81,12 +76,9 @@ class Intake:
         for split, chosen in chosen_by_split.items():
             if chosen.any():
                 of_split = part.keeping(chosen)
-                ends = of_split.documents["end"]
                 self.writer.write(split, of_split.ids, of_split.documents, of_split.signatures, of_split.lines)
-                tally.tokens += int(ends[-1])
-                tally.validation_tokens += int(ends[-1]) if split == "validation" else 0
+        tally.tokens += len(part.ids)
         tally.documents += taken
-        tally.text_bytes += int(documents["text_bytes"].sum())
         tally.add(encoded.counts)
         self.position = encoded.after
         self.is_complete = is_complete

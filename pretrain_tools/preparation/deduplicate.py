@@ -24,41 +24,21 @@ def document_hashes(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 class SeenDocuments:
-    """Set of document hashes. Needs 8 bytes of memory per document, and up to 16 during a merge.
+    """Set of document hashes. Needs about 100 bytes of memory per document.
 
     The probability of any hash collision among a billion documents is 3%.
     """
 
     def __init__(self) -> None:
-        # Sorted arrays, each at least twice as long as the next, so that adding a hash takes logarithmic time.
-        self._arrays: list[np.ndarray] = []
-
-    def __len__(self) -> int:
-        return sum(map(len, self._arrays))
+        self._hashes: set[int] = set()
 
     def add(self, hashes: np.ndarray) -> np.ndarray:
         """Adds hashes. Returns (documents,) bool: True for the first occurrence of each new hash."""
         new = np.zeros(len(hashes), bool)
-        distinct, first = np.unique(hashes, return_index=True)
-        unseen = ~np.logical_or.reduce([_contains(array, distinct) for array in self._arrays], initial=False)
-        unseen = np.broadcast_to(unseen, distinct.shape)
-        new[first[unseen]] = True
-        self._insert(distinct[unseen])
+        for number, found in enumerate(hashes.tolist()):
+            new[number] = found not in self._hashes
+            self._hashes.add(found)
         return new
-
-    def _insert(self, hashes: np.ndarray) -> None:
-        if not len(hashes):
-            return
-        self._arrays.append(hashes)
-        while len(self._arrays) > 1 and len(self._arrays[-2]) < 2 * len(self._arrays[-1]):
-            merged = np.concatenate([self._arrays.pop(), self._arrays.pop()])
-            merged.sort(kind="stable")
-            self._arrays.append(merged)
-
-
-def _contains(array: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    found = np.searchsorted(array, wanted)
-    return array[np.minimum(found, len(array) - 1)] == wanted
 
 
 def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDocuments:
@@ -69,5 +49,5 @@ def seen_in_shards(folder: Path, shards: Iterable[Shard], dtype: str) -> SeenDoc
         index = read_index(path, shard.documents)
         if index is not None and shard.documents:
             ids = np.memmap(path, id_dtype(dtype), mode="r").view(np.ndarray)
-            seen.add(document_hashes(ids, index["end"].astype(np.int64)))
+            seen.add(document_hashes(ids, index["end"]))
     return seen

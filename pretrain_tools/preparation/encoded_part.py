@@ -22,8 +22,6 @@ class Tally:
 
     documents: int = 0
     tokens: int = 0
-    text_bytes: int = 0
-    validation_tokens: int = 0
     empty_documents: int = 0
     filtered_documents: int = 0
     duplicate_documents: int = 0
@@ -52,6 +50,16 @@ class Tally:
         }
         found = {name: value for name, value in some.items() if value}
         return {**counts, **found, "first_bad_records": self.first_bad_records}
+
+    def skipped_text(self) -> str:
+        """Formats the number of skipped documents, without those removed by cleaning."""
+        counts = {
+            "filtered": self.filtered_documents,
+            "copies": self.duplicate_documents,
+            "near copies": self.near_duplicate_documents,
+        }
+        more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
+        return f"{self.empty_documents:,} empty, {self.bad_records:,} bad{more}"
 
     @classmethod
     def recorded(cls, folder: Path) -> Self:
@@ -87,15 +95,11 @@ class EncodedPart:
     """(documents,) DOCUMENT. Ends are offsets in `ids`; sources are indices in `source_names`."""
     source_names: tuple[str, ...] = ()
     is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
-    hashes: np.ndarray | None = None
-    """(documents,) uint64; None without --deduplicate."""
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None without --near_duplicates."""
     lines: list[bytes] | None = None
     """One JSON line per document (text_files.document_line); None without --write_text."""
     problems: tuple[Problem, ...] = ()
-    disagreement: str | None = None
-    """A document for which the fast encoder returned wrong token IDs, if any."""
 
     def keeping(self, kept: np.ndarray) -> "EncodedPart":
         """Returns a copy with only some of the documents. kept: (documents,) bool."""
@@ -109,7 +113,6 @@ class EncodedPart:
             ids=self.ids[np.repeat(kept, tokens)],
             documents=documents,
             is_validation=self.is_validation[kept],
-            hashes=None if self.hashes is None else self.hashes[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
             lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
         )

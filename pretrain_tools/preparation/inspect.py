@@ -13,25 +13,21 @@ from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.data.tokenizer import load_decoder
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, measured_text
 from pretrain_tools.preparation.cleaning.decontamination import contamination_text
-from pretrain_tools.preparation.documents.document_index import UNDIVIDED, read_index, tokens_of
+from pretrain_tools.preparation.documents.document_index import UNDIVIDED
 from pretrain_tools.preparation.encoded_part import Tally
-from pretrain_tools.preparation.near_duplicate_search import NEAR_DUPLICATES_FILE
 
 READ_IDS = 1 << 22
 FREQUENT_TOKENS = 20
 FREQUENT_VALUES = 10
 SAMPLED_DOCUMENTS = 3
-LISTED_SOURCES = 10
-WORDS_OF = 200
-"""Number of documents per source used to estimate tokens per word."""
 SAMPLE_CHARACTERS = 300
 
 
 def inspection_text(folder: Path) -> str:
     """Describes a folder of shards. Reads all token IDs. Raises InputError if the folder contains no shards."""
     manifest = read_manifest(folder)
-    is_prepared = (manifest.folder / MANIFEST_FILE).is_file()  # False for shards from other tools
-    tally = Tally.recorded(manifest.folder) if is_prepared else None
+    # Shards from other tools have no manifest.
+    tally = Tally.recorded(manifest.folder) if (manifest.folder / MANIFEST_FILE).is_file() else None
     readers = [ShardReader(manifest, split) for split in _splits(manifest)]
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     lengths = []
@@ -46,9 +42,7 @@ def inspection_text(folder: Path) -> str:
     parts = [
         [str(folder), *figure_lines(manifest, tally)],
         _cleaning_lines(tally.cleaning) if tally else [],
-        _near_duplicate_lines(manifest.folder / NEAR_DUPLICATES_FILE),
         [f"tokens per document: {lengths_text(np.concatenate(lengths))}"],
-        _source_lines(manifest, decoder) if is_prepared else [],
         _vocabulary_lines(manifest, counts, decoder),
         ["sample:", *(line for reader in readers for line in _sample_lines(reader, decoder))],
     ]
@@ -65,7 +59,7 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
     if tally is None:
         return lines
     documents = sum(shard.documents for shard in manifest.shards)
-    rows = [("documents", f"{documents:,}; skipped {skipped_text(tally)}")]
+    rows = [("documents", f"{documents:,}; skipped {tally.skipped_text()}")]
     rows += [
         ("removed", f"{amounts['documents']:,} documents, {amounts['bytes']:,} bytes: {rule}")
         for rule, amounts in sorted(tally.cleaning.removed.items(), key=lambda item: -item[1]["documents"])
@@ -78,51 +72,6 @@ def figure_lines(manifest: Manifest, tally: Tally | None) -> list[str]:
         rows.append(("not read", f"tar archive members that are not documents: {by_suffix}"))
     rows += [("skipped", example) for example in tally.first_bad_records]
     return lines + [f"  {name:<16} {value}" for name, value in rows]
-
-
-def skipped_text(tally: Tally) -> str:
-    counts = {"filtered": tally.filtered_documents, "copies": tally.duplicate_documents}
-    counts["near copies"] = tally.near_duplicate_documents
-    more = "".join(f", {number:,} {name}" for name, number in counts.items() if number)
-    return f"{tally.empty_documents:,} empty, {tally.bad_records:,} bad{more}"
-
-
-def _source_lines(manifest: Manifest, decoder) -> list[str]:
-    """Formats bytes per token and tokens per word for the largest sources.
-
-    Tokens per word are estimated from about WORDS_OF documents per source.
-    """
-    shards = []
-    for shard in manifest.shards:
-        path = manifest.folder / shard.file
-        if shard.documents and (index := read_index(path, shard.documents)) is not None:
-            shards.append((path, index, tokens_of(index) - 1))
-    sums = np.zeros((3, len(manifest.source_names)))
-    for _, index, tokens in shards:
-        for row, weights in zip(sums, (None, tokens, index["text_bytes"]), strict=True):
-            row += np.bincount(index["source"], weights, minlength=len(row))
-    all_documents, all_tokens, all_bytes = sums
-    most = [n for n in np.argsort(-all_tokens, kind="stable")[:LISTED_SOURCES].tolist() if all_tokens[n]]
-    words = dict.fromkeys(most, 0)
-    sampled = dict.fromkeys(most, 0)
-    for path, index, tokens in shards:
-        ids = np.memmap(path, id_dtype(manifest.dtype), mode="r")
-        for source in most:
-            found = np.flatnonzero(index["source"] == source)
-            count = min(len(found), -(-WORDS_OF // len(shards)))
-            for document in found[np.arange(count) * len(found) // max(1, count)].tolist():
-                end = int(index["end"][document]) - 1
-                text = decoder.decode(ids[end - tokens[document] : end].tolist(), skip_special_tokens=False)
-                words[source] += len(text.split())
-                sampled[source] += int(tokens[document])
-    lines = ["sources: documents, bytes per token, tokens per word"] if most else []
-    for source in most:
-        rate = all_bytes[source] / all_tokens[source]
-        fertility = f"{sampled[source] / words[source]:.3f}" if words[source] else "no words"
-        lines.append(f"  {manifest.source_names[source]}: {int(all_documents[source]):,}, {rate:.3f}, {fertility}")
-    if (left := int(np.count_nonzero(all_tokens)) - len(most)) > 0:
-        lines.append(f"  and {left:,} smaller sources")
-    return lines
 
 
 def _cleaning_lines(account: CleaningAccount) -> list[str]:
@@ -142,16 +91,6 @@ def _shares_text(values: Mapping[str, int]) -> str:
     total = sum(values.values())
     most = sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FREQUENT_VALUES]
     return ", ".join(f"{value} {count / total:.1%}" for value, count in most)
-
-
-def _near_duplicate_lines(path: Path) -> list[str]:
-    """Formats examples of near duplicates; [] without --near_duplicates."""
-    examples = json.loads(path.read_bytes())["examples"] if path.is_file() else []
-    lines = []
-    for example in examples[:SAMPLED_DOCUMENTS]:
-        lines.append(f"  near duplicates with similarity {example['jaccard']:.2f} (the removed one, then the other):")
-        lines += [*_quoted(example["removed"]["text"]), "    |", *_quoted(example["kept"]["text"])]
-    return lines
 
 
 def _quoted(text: str) -> list[str]:

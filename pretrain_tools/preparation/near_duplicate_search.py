@@ -21,17 +21,15 @@ from typing import Any
 import numpy as np
 
 from pretrain.data.manifest import MANIFEST_FILE, Manifest
-from pretrain.data.tokenizer import LoadedTokenizer
+from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.documents.document_index import InputOrder
-from pretrain_tools.preparation.text_decoder import text_decoder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
-STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
-"""{stage: unit shown in progress messages}, in order."""
+STAGES = ("keys", "candidates", "pairs")
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
 """A removed document and the document kept instead, as indices in input order."""
 MOST_DOCUMENTS = 1 << 32
@@ -72,15 +70,6 @@ class DuplicateSearch:
         documents = range(self.order.documents)
         self._runs = [documents[first : first + RUN_DOCUMENTS] for first in documents[::RUN_DOCUMENTS]]
 
-    @property
-    def disk_bytes(self) -> int:
-        """Disk space needed for the remaining key files, in bytes."""
-        return sum(len(self._runs[number]) for _, number in self.missing("keys")) * 8 * self._settings.bands
-
-    @property
-    def _duplicates_path(self) -> Path:
-        return self._work / "duplicates"
-
     def tasks(self, stage: str) -> int:
         """Returns the number of tasks in a stage."""
         return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
@@ -90,8 +79,6 @@ class DuplicateSearch:
 
     def missing(self, stage: str) -> list[tuple[str, int]]:
         """Lists the unfinished tasks in a stage as (stage, task)."""
-        if self._duplicates_path.is_file():
-            return []
         return [(stage, task) for task in range(self.tasks(stage)) if not self._path(stage, task).is_file()]
 
     def perform(self, job: tuple[str, int]) -> None:
@@ -107,10 +94,13 @@ class DuplicateSearch:
 
     def duplicates(self) -> np.ndarray:
         """Returns (duplicates,) DUPLICATE, sorted by removed document. All tasks must be complete."""
-        if not self._duplicates_path.is_file():
-            self._work.mkdir(parents=True, exist_ok=True)
-            write_durably(self._duplicates_path, self._united().tobytes())
-        return np.fromfile(self._duplicates_path, DUPLICATE)
+        parents: dict[int, int] = {}
+        for run in range(len(self._runs)):
+            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
+                roots = {_root(parents, document) for document in pair}
+                if len(roots) > 1:
+                    parents[max(roots)] = min(roots)
+        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
 
     def _keys(self, run: int) -> bytes:
         """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
@@ -183,27 +173,18 @@ class DuplicateSearch:
     @cached_property
     def _words(self) -> Callable[[int], np.ndarray]:
         # Cache only two documents, because documents can be large and pairs are sorted.
-        return lru_cache(2)(lambda number: self._settings.words([self.text(number)])[0])
-
-    @cached_property
-    def _decode(self) -> Callable[[np.ndarray], bytes]:
-        return text_decoder(self._tokenizer)
+        return lru_cache(2)(lambda number: self._settings.words([self.text(number).encode()])[0])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_words", "_decode")}
+        return {name: value for name, value in self.__dict__.items() if name != "_words"}
 
-    def text(self, number: int, most_tokens: int | None = None) -> bytes:
-        """Decodes a document's text from its token IDs, optionally only the first `most_tokens`."""
-        return self._decode(self.order.ids(number)[:most_tokens])
+    def text(self, number: int, most_tokens: int | None = None) -> str:
+        """Decodes a document's text from its token IDs, optionally only the first `most_tokens`.
 
-    def _united(self) -> np.ndarray:
-        parents: dict[int, int] = {}
-        for run in range(len(self._runs)):
-            for pair in np.fromfile(self._path("pairs", run), "<u4").reshape(-1, 2).tolist():
-                roots = {_root(parents, document) for document in pair}
-                if len(roots) > 1:
-                    parents[max(roots)] = min(roots)
-        return np.array([(document, _root(parents, document)) for document in sorted(parents)], DUPLICATE)
+        Spaces may differ from the original text.
+        """
+        ids = self.order.ids(number)[:most_tokens].tolist()
+        return backend_of(self._tokenizer.json, self._tokenizer.name).decode(ids, skip_special_tokens=False)
 
 
 def _root(parents: dict[int, int], document: int) -> int:
@@ -238,9 +219,13 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
 
     def described(number: int) -> dict[str, Any]:
         (record,), _ = search.order.table(number, number + 1)
-        text = search.text(number, EXCERPT_TOKENS).decode(errors="replace")
         source = manifests[0].source_names[int(record["source"])]
-        return {"source": source, "place": int(record["place"]), "bytes": int(record["text_bytes"]), "text": text}
+        return {
+            "source": source,
+            "place": int(record["place"]),
+            "bytes": int(record["text_bytes"]),
+            "text": search.text(number, EXCERPT_TOKENS),
+        }
 
     step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
     examples = [

@@ -1,10 +1,9 @@
 """Defines the preparation request, and checks that it matches an existing folder."""
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
@@ -12,29 +11,14 @@ from pretrain.errors import InputError, shortened
 from pretrain.registry import digest_of, load_extensions
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
 from pretrain_tools.preparation.cleaning.stages import Cleaning
+from pretrain_tools.preparation.documents.hub_dataset import HubDataset
 from pretrain_tools.preparation.documents.records import Reading
-from pretrain_tools.preparation.documents.sources import Files, Part, Position
+from pretrain_tools.preparation.documents.sources import Files
 from pretrain_tools.preparation.upload import Destination
 from pretrain_tools.preparation.validation_split import ValidationSplit, split_with_tail
 
 SHOWN_DIFFERENCES = 8
-
-
-class Documents(Protocol):
-    """Input documents: files or a dataset. Unknown sizes are None."""
-
-    total_bytes: int | None
-    expected_text_bytes: int | None
-    maximum_documents: int | None
-
-    def description(self) -> list[dict[str, Any]]:
-        """Returns the manifest's list of sources, without absolute paths."""
-
-    def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
-        """Yields the parts in order, beginning at `start`."""
-
-    def sliced(self, number: int, count: int) -> "Documents":
-        """Returns slice `number` of `count`. Raises InputError if the documents can't be sliced."""
+Documents = Files | HubDataset
 
 
 @dataclass(frozen=True)

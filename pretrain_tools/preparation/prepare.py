@@ -22,15 +22,9 @@ from pretrain.errors import InputError
 from pretrain.files import as_json, sync_files, sync_folder, write_durably
 from pretrain.processes import folder_lock
 from pretrain_tools.preparation.cleaning.account import SAMPLES_FILE
-from pretrain_tools.preparation.collector import (
-    NO_PROGRESS,
-    PROGRESS_FILE,
-    UNFINISHED_FOLDER,
-    DisagreementError,
-    Intake,
-)
-from pretrain_tools.preparation.documents.sources import Files, Position
-from pretrain_tools.preparation.encode import Encoder, ReferenceEncoder, make_encoder
+from pretrain_tools.preparation.collector import NO_PROGRESS, PROGRESS_FILE, UNFINISHED_FOLDER, Intake
+from pretrain_tools.preparation.documents.sources import Position
+from pretrain_tools.preparation.encode import DisagreementError, Encoder, ReferenceEncoder, make_encoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.near_duplicate_search import (
     NEAR_DUPLICATES_FILE,
@@ -52,7 +46,7 @@ from pretrain_tools.preparation.workers import Perform, performed
 
 FIRST_PASS = "documents"
 """Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
-PLAN_LAYOUT = 6
+PLAN_LAYOUT = 7
 COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
 """Interval between progress lines in the near-duplicate search."""
@@ -65,7 +59,6 @@ class PreparationOutcome:
     """Result of a preparation. `already_done` is True if the folder was already complete."""
 
     manifest: Manifest
-    tally: Tally
     already_done: bool
 
 
@@ -106,7 +99,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
             run = _Run(request, plan, slices, say, report)
             was_begun = run.plan_path.exists()
             try:
-                return run.complete()
+                return PreparationOutcome(run.complete(), already_done=False)
             except InputError:
                 # Keep work from earlier processes, and work committed by this one.
                 if not (was_begun or run.progress_path.exists() or (state_folder / FIRST_PASS).exists()):
@@ -123,15 +116,8 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
 def _finished(output: Path, plan: dict[str, Any]) -> PreparationOutcome | None:
     if not (output / MANIFEST_FILE).is_file():
         return None
-    manifest = read_manifest(output)
     refuse_differences(output, json.loads((output / MANIFEST_FILE).read_bytes()), plan, "was finished")
-    tally = Tally.recorded(output)
-    for shard in manifest.shards:
-        tally.documents += shard.documents
-        tally.tokens += shard.tokens
-        tally.text_bytes += shard.text_bytes
-    tally.validation_tokens = manifest.totals("validation")[0]
-    return PreparationOutcome(manifest, tally, already_done=True)
+    return PreparationOutcome(read_manifest(output), already_done=True)
 
 
 def _discard(output: Path, existed: bool) -> None:
@@ -146,26 +132,26 @@ def _discard(output: Path, existed: bool) -> None:
         output.rmdir()
 
 
+@dataclass
 class _Run:
     """Prepares an unfinished folder. The caller must hold its lock."""
 
-    def __init__(
-        self, request: PreparationRequest, plan: dict[str, Any], slices: list[Path], say: Say, report: Report
-    ):
-        self.request = request
-        self.plan = plan
-        self.slices = slices
-        self.say = say
-        self.report = report
-        self.output = request.output
-        self.removed = np.empty(0, np.uint32)
-        """Sorted indices of the near duplicates to remove."""
-        self.options = request.options
+    request: PreparationRequest
+    plan: dict[str, Any]
+    slices: list[Path]
+    say: Say
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.options = self.request.options
+        self.output = self.request.output
         self.state_folder = self.output / UNFINISHED_FOLDER
         self.plan_path = self.state_folder / "plan.json"
         self.progress_path = self.state_folder / PROGRESS_FILE
+        self.removed = np.empty(0, np.uint32)
+        """Sorted indices of the near duplicates to remove."""
 
-    def complete(self) -> PreparationOutcome:
+    def complete(self) -> Manifest:
         """Tokenizes the remaining documents and writes the manifest."""
         tokenizer = self.request.tokenizer
         engine = self.request.engine
@@ -188,12 +174,10 @@ class _Run:
         try:
             tally, shards = self._tokenize(progress, encoder)
         except DisagreementError as error:
-            if engine == "fast":
-                raise InputError(f"--engine fast: {error}; remove {self.output} and use --engine reference") from None
             self.say(f"starting over with the tokenizers library: {error}")
             self.progress_path.unlink(missing_ok=True)
             tally, shards = self._tokenize(NO_PROGRESS, ReferenceEncoder(tokenizer))
-        return PreparationOutcome(self._finish(tally, shards), tally, already_done=False)
+        return self._finish(tally, shards)
 
     def _find_near_duplicates(self) -> None:
         """Finds the near duplicates to remove. If there are no slices, first prepares a folder with all documents."""
@@ -207,25 +191,15 @@ class _Run:
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            tokens = sum(shard.tokens for manifest in manifests for shard in manifest.shards)
-            needed = search.disk_bytes + tokens * manifests[0].bytes_per_id
-            free = shutil.disk_usage(self.output).free + sum(path.stat().st_size for path in shard_files(self.output))
-            if free < needed:
-                raise InputError(
-                    f"{self.output}: removing near duplicates needs {needed:,} bytes of disk space, but only {free:,} "
-                    "are free; free up space, then run the same command again to resume"
-                )
-            for stage, unit in STAGES.items():
+            for stage in STAGES:
                 jobs = search.missing(stage)
-                began = told = time.monotonic()
+                told = time.monotonic()
                 with closing(self._performed(search.perform, jobs)) as tasks:
                     for done, _ in enumerate(tasks if jobs else (), 1):
                         stop_if_asked()
-                        now = time.monotonic()
-                        if now - told >= LINE_SECONDS:
-                            left = (len(jobs) - done) * (now - began) / done
-                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
-                            told = now
+                        if time.monotonic() - told >= LINE_SECONDS:
+                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} tasks")
+                            told = time.monotonic()
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
@@ -267,16 +241,14 @@ class _Run:
         committed = time.monotonic()
         try:
             with stop_signals() as stop_if_asked, closing(self._encoded(intake.position, encoder)) as parts:
-                for encoded in () if intake.is_complete else parts:
+                for encoded in parts:
                     intake.add(encoded)
                     self.report(intake.tally)
-                    if intake.is_complete and not intake.tally.documents:
-                        break  # nothing to commit
-                    if intake.is_complete or time.monotonic() - committed > COMMIT_SECONDS:
-                        intake.commit()
-                        committed = time.monotonic()
                     if intake.is_complete:
                         break
+                    if time.monotonic() - committed > COMMIT_SECONDS:
+                        intake.commit()
+                        committed = time.monotonic()
                     stop_if_asked()
             if not intake.tally.documents and options.slice is None:
                 raise InputError(self._nothing_found(intake.tally, intake.is_complete))
@@ -295,16 +267,13 @@ class _Run:
             return (
                 f"the first document is longer than --max_tokens {limit:,}, so nothing was written; raise --max_tokens"
             )
-        skipped = f"{tally.empty_documents:,} empty documents and {tally.bad_records:,} bad records were skipped"
-        if tally.filtered_documents:
-            skipped += f", {tally.filtered_documents:,} filtered out"
-        if removed := sum(amounts["documents"] for amounts in tally.cleaning.removed.values()):
-            skipped += f", {removed:,} removed by cleaning"
-        whole = tally.cleaning.removed_whole_lines()
-        if whole:
-            advice = "use --filter to change a filter's parameters"
-            return "\n  ".join([f"no documents are left ({skipped}), so nothing was written; {advice}", *whole])
-        return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+        removed = sum(amounts["documents"] for amounts in tally.cleaning.removed.values())
+        skipped = f"skipped {tally.skipped_text()}; {removed:,} removed by cleaning"
+        if not removed:
+            return f"the input contains no documents ({skipped}), so nothing was written; use files that contain text"
+        advice = "use --filter to change a filter's parameters"
+        message = f"no documents are left ({skipped}), so nothing was written; {advice}"
+        return "\n  ".join([message, *tally.cleaning.removed_whole_lines()])
 
     def _encoded(self, start: Position, encoder: Encoder | None) -> Iterator[EncodedPart]:
         """Yields encoded parts, beginning at `start`, from slices, a Ray cluster or local processes."""
@@ -313,16 +282,12 @@ class _Run:
         reading = self.options.reading
         if self.slices:
             total_bytes = documents.total_bytes or 0
-            return merged_parts(self.slices, start, total_bytes, self.options.deduplicate, self.removed)
+            return merged_parts(self.slices, start, total_bytes, self.removed)
         part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
-        parts = documents.parts
         if not request.on_ray:
             # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()
-        elif isinstance(documents, Files):
-            # The cluster reads files itself. A dataset may exist only on this machine, so read it here.
-            parts = documents.pieces
-        return self._performed(part_encoder.encode, parts(reading, start))
+        return self._performed(part_encoder.encode, documents.parts(reading, start))
 
     def _performed(self, perform: Perform, jobs: Iterable[Any]) -> Iterator[Any]:
         """Runs jobs in local processes or on a Ray cluster, and yields the results in order."""

@@ -16,7 +16,7 @@ class DocumentProgress:
     def __init__(self, total_bytes: int | None):
         self._total_bytes = total_bytes
         self._is_terminal = is_terminal(sys.stderr)
-        self._first: tuple[float, int, int] | None = None
+        self._first: tuple[float, int] | None = None
         self._last_line = time.monotonic()
         self._last_bytes = 0
 
@@ -34,26 +34,19 @@ class DocumentProgress:
         self._last_bytes = tally.input_bytes
         if is_new:
             # Measure throughput from here, excluding earlier processes and passes.
-            self._first = (now, tally.input_bytes, tally.tokens)
+            self._first = (now, tally.input_bytes)
         if is_new or now - self._last_line < (SECONDS_ON_A_TERMINAL if self._is_terminal else SECONDS_BETWEEN_LINES):
             return
         self._last_line = now
-        line = self._line(tally, max(now - self._first[0], 1e-9))
+        first, first_bytes = self._first
+        rate = (tally.input_bytes - first_bytes) / max(now - first, 1e-9)
+        line = f"{tally.input_bytes / 1e6:,.0f} MB"
+        if self._total_bytes:
+            line += f" of {self._total_bytes / 1e6:,.0f} MB"
+        line += f", {tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok, {rate / 1e6:.1f} MB/s"
+        if self._total_bytes:
+            line += f", {(self._total_bytes - tally.input_bytes) / max(rate, 1):,.0f} s left"
         if self._is_terminal:
             LIVE_LINE.show(line)
         else:
             self.say(line)
-
-    def _line(self, tally: Tally, seconds: float) -> str:
-        _, first_bytes, first_tokens = self._first
-        byte_rate = (tally.input_bytes - first_bytes) / seconds
-        token_rate = (tally.tokens - first_tokens) / seconds
-        done = f"{tally.input_bytes / 1e6:,.0f} MB"
-        left = ""
-        if self._total_bytes:
-            done = f"{tally.input_bytes / self._total_bytes:.0%} of {self._total_bytes / 1e6:,.0f} MB"
-            left = f", {(self._total_bytes - tally.input_bytes) / max(byte_rate, 1):,.0f} s left"
-        return (
-            f"{done}, {tally.documents:,} documents, {tally.tokens / 1e6:,.1f} Mtok, "
-            f"{byte_rate / 1e6:.1f} MB/s, {token_rate / 1e6:.2f} Mtok/s{left}"
-        )

@@ -6,16 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pretrain.errors import InputError, one_line
-from pretrain_tools.preparation.documents.sources import LargeFile, Part
 from pretrain_tools.preparation.workers import JOBS_AHEAD_PER_WORKER, Perform, ahead
-
-PARTS_AHEAD_PER_READER = 16
-WORKERS_PER_READER = 4
-"""Number of workers that one reader process can keep busy."""
 
 
 def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None, address: str | None) -> Iterator[Any]:
-    """Runs jobs on Ray actors and yields the results in order. Large files are split into one job per part.
+    """Runs jobs on Ray actors and yields the results in order.
 
     Args:
         workers: number of actors; None for one per CPU core in the cluster.
@@ -29,8 +24,7 @@ def performed_on_ray(perform: Perform, jobs: Iterable[Any], workers: int | None,
         place = ray.put(perform)
         actor = ray.remote(_Actor).options(num_cpus=1, max_restarts=3, max_task_retries=3)
         actors = [actor.remote(place) for _ in range(count)]
-        single = _with_parts(ray, jobs, count // WORKERS_PER_READER)
-        results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), single, strict=False))
+        results = (actor.perform.remote(job) for actor, job in zip(itertools.cycle(actors), jobs, strict=False))
         yield from map(ray.get, ahead(results, count * JOBS_AHEAD_PER_WORKER))
     except ray.exceptions.RayTaskError as error:
         # Raise the original error, as local workers do.
@@ -49,29 +43,6 @@ class _Actor:
 
     def perform(self, job: Any) -> Any:
         return self._perform(job)
-
-
-def _read(file: LargeFile) -> Iterator[Part]:
-    for part in file.parts():
-        _ = yield part  # not `yield from`: Ray calls send(), which not every iterator supports
-
-
-def _with_parts(ray: Any, jobs: Iterable[Any], others: int) -> Iterator[Any]:
-    """Yields the jobs in order, replacing each large file with references to its parts.
-
-    Reads up to `others` later files at the same time.
-    """
-    # Readers mostly wait for I/O, so they don't reserve a core.
-    read = ray.remote(_read).options(
-        num_cpus=0,
-        max_retries=3,
-        scheduling_strategy="SPREAD",
-        num_returns="streaming",
-        _generator_backpressure_num_objects=PARTS_AHEAD_PER_READER,
-    )
-    reads = (read.remote(job) if isinstance(job, LargeFile) else (job,) for job in jobs)
-    for parts in ahead(reads, others):
-        yield from itertools.chain(parts)  # `yield from` would call close(), which Ray's generator lacks
 
 
 def stop_ray() -> None:

@@ -51,7 +51,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     on_ray = "ray" in engines
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
-        problems.append(f"--engine {engine}: must be ray, {_either(ENGINES)}, or a combination such as fast,ray")
+        problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
@@ -73,8 +73,6 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         special_tokens=tuple(arguments.special_tokens),
         destination=destination,
     )
-    if documents and (request.slice or request.merge_slices):
-        problems.attempt(documents.sliced, 0, 1)
     problems.stop_if_any()
     return request
 
@@ -142,6 +140,8 @@ def _contradictions(arguments: argparse.Namespace) -> list[str]:
             any(has_parts) and limits
         ),
         "use either --slice I/N, or --merge_slices N once all slices are prepared": all(has_parts),
+        "--slice: not supported with --dataset; use its files instead, such as "
+        "--input 'hf://datasets/OWNER/NAME/**/*.parquet'": any(has_parts) and arguments.dataset,
         "--slice, --merge_slices: not supported with --train_tokenizer; omit them": (
             any(has_parts) and arguments.train_tokenizer
         ),

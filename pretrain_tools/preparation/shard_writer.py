@@ -1,7 +1,7 @@
 """Writes shards so that prepare_data.py can resume after an interruption."""
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,20 +36,11 @@ def _sync(file: BinaryIO) -> None:
 
 @dataclass
 class _OpenShard:
-    """A shard that isn't full yet."""
+    """A shard that isn't full yet. It doesn't have hashes yet."""
 
-    number: int
-    tokens: int = 0
-    documents: int = 0
-    text_bytes: int = 0
+    shard: Shard
     files: dict[str, BinaryIO] = field(default_factory=dict)
     """{suffix: open file}: token IDs, document index and, if enabled, signatures and text."""
-
-    def state(self) -> dict[str, Any]:
-        """Returns the shard's state, from which ShardWriter can reopen it."""
-        sizes = {suffix: file.tell() for suffix, file in self.files.items()}
-        counts = {"tokens": self.tokens, "documents": self.documents, "text_bytes": self.text_bytes}
-        return {"number": self.number, **counts, "sizes": sizes}
 
 
 class ShardWriter:
@@ -78,26 +69,25 @@ class ShardWriter:
         self._to_remove: list[Path] = []
         if plain_text:
             plain_text.mkdir(exist_ok=True)
-        state = state or {"finished": [], "open": {}, "counts": {}}
+        state = state or {"finished": [], "open": []}
         self._finished = [Shard(**shard) for shard in state["finished"]]
-        self._counts: dict[str, int] = state["counts"]
-        """{split: number of shards, including the open one}."""
-        self._remove_unknown_files(state["open"])
-        self._open = {split: self._opened(split, **fields) for split, fields in state["open"].items()}
+        self._open: dict[str, _OpenShard] = {}
+        """{split: its open shard}."""
+        for fields, sizes in state["open"]:
+            shard = Shard(**fields)
+            files = {suffix: _open_to_append(self._path(shard, suffix), size) for suffix, size in sizes.items()}
+            self._open[shard.split] = _OpenShard(shard, files)
+        self._remove_unknown_files()
 
-    def _path(self, split: str, number: int, suffix: str) -> Path:
+    def _path(self, shard: Shard, suffix: str) -> Path:
         folder = self._plain_text if suffix == PLAIN_TEXT_SUFFIX else self._folder
-        return folder / f"{split}-{number:05d}{suffix}"
+        return (folder / shard.file).with_suffix(suffix)
 
-    def _opened(self, split: str, number: int, sizes: dict[str, int], **counts: int) -> _OpenShard:
-        files = {suffix: _open_to_append(self._path(split, number, suffix), size) for suffix, size in sizes.items()}
-        return _OpenShard(number, **counts, files=files)
-
-    def _remove_unknown_files(self, opened: dict[str, dict[str, Any]]) -> None:
+    def _remove_unknown_files(self) -> None:
         """Removes shard files that aren't in the state. Raises InputError if a finished shard has changed."""
         known = {self._folder / name for shard in self._finished for name in (shard.file, *shard.beside)}
-        for split, fields in opened.items():
-            known |= {self._path(split, fields["number"], suffix) for suffix in fields["sizes"]}
+        for opened in self._open.values():
+            known |= {self._path(opened.shard, suffix) for suffix in opened.files}
         for path in shard_files(self._folder):
             if path not in known:
                 path.unlink()
@@ -129,7 +119,8 @@ class ShardWriter:
         tokens = tokens_of(documents)
         first = first_id = 0
         while first < len(documents):
-            shard = self._shard_with_room(split, int(tokens[first]))
+            opened = self._shard_with_room(split, int(tokens[first]))
+            shard = opened.shard
             room = self._shard_tokens - shard.tokens
             stop = max(first + 1, int(np.searchsorted(ends, first_id + room, side="right")))
             stop_id = int(ends[stop - 1])
@@ -145,48 +136,45 @@ class ShardWriter:
             if self._plain_text:
                 contents[PLAIN_TEXT_SUFFIX] = b"".join(lines[first:stop])
             for suffix, content in contents.items():
-                if suffix not in shard.files:
-                    shard.files[suffix] = _open_to_append(self._path(split, shard.number, suffix))
-                shard.files[suffix].write(content)
-            shard.tokens += stop_id - first_id
-            shard.documents += stop - first
-            shard.text_bytes += int(entries["text_bytes"].sum())
+                if suffix not in opened.files:
+                    opened.files[suffix] = _open_to_append(self._path(shard, suffix))
+                opened.files[suffix].write(content)
+            opened.shard = replace(
+                shard,
+                tokens=shard.tokens + stop_id - first_id,
+                documents=shard.documents + stop - first,
+                text_bytes=shard.text_bytes + int(entries["text_bytes"].sum()),
+            )
             first = stop
             first_id = stop_id
 
     def _shard_with_room(self, split: str, tokens: int) -> _OpenShard:
-        shard = self._open.get(split)
-        if shard is not None and shard.tokens and shard.tokens + tokens > self._shard_tokens:
+        if split in self._open and self._open[split].shard.tokens + tokens > self._shard_tokens:
             self._finish(split)
         if split not in self._open:
-            number = self._counts.get(split, 0)
-            self._open[split] = _OpenShard(number)
-            self._counts[split] = number + 1
+            number = sum(shard.split == split for shard in self._finished)
+            self._open[split] = _OpenShard(Shard(f"{split}-{number:05d}{IDS_SUFFIX}", split, 0, 0, 0, ""))
         return self._open[split]
 
-    def _as_shard(self, split: str, shard: _OpenShard, sha256: str, beside: dict[str, str]) -> Shard:
-        name = self._path(split, shard.number, IDS_SUFFIX).name
-        return Shard(name, split, shard.tokens, shard.documents, shard.text_bytes, sha256, beside)
-
     def _finish(self, split: str) -> None:
-        shard = self._open.pop(split)
-        for file in shard.files.values():
+        opened = self._open.pop(split)
+        for file in opened.files.values():
             _sync(file)
             file.close()
-        ids = self._path(split, shard.number, IDS_SUFFIX)
-        paths = [ids.with_suffix(name) for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in shard.files]
+        ids = self._path(opened.shard, IDS_SUFFIX)
+        paths = [ids.with_suffix(name) for name in (DOCUMENTS_SUFFIX, SIGNATURES_SUFFIX) if name in opened.files]
         beside = {path.name: sha256_of(path) for path in paths}
         blocks = ids.with_suffix(BLOCKS_SUFFIX)
         with ids.open("rb") as file:
             write_durably(blocks, block_digests(file))
         beside[blocks.name] = sha256_of(blocks)
-        if PLAIN_TEXT_SUFFIX in shard.files:
+        if PLAIN_TEXT_SUFFIX in opened.files:
             name = text_name(ids.name)
-            plain = self._path(split, shard.number, PLAIN_TEXT_SUFFIX)
+            plain = self._path(opened.shard, PLAIN_TEXT_SUFFIX)
             compress(plain, self._folder / name)
             beside[name] = sha256_of(self._folder / name)
             self._compressed.append(plain)
-        self._finished.append(self._as_shard(split, shard, sha256_of(ids), beside))
+        self._finished.append(replace(opened.shard, sha256=sha256_of(ids), beside=beside))
 
     def sync(self) -> dict[str, Any]:
         """Flushes all data to disk and returns the state to resume from."""
@@ -195,22 +183,23 @@ class ShardWriter:
             path.unlink(missing_ok=True)
         self._to_remove = self._compressed
         self._compressed = []
-        for shard in self._open.values():
-            for file in shard.files.values():
-                _sync(file)
+        for file in self._open_files():
+            _sync(file)
         # Also sync the folders. Otherwise a crash could lose the directory entries of new files.
         for folder in (self._folder, self._folder / TEXT_FOLDER, self._plain_text):
             if folder and folder.is_dir():
                 sync_folder(folder)
         return {
             "finished": [asdict(shard) for shard in self._finished],
-            "open": {split: shard.state() for split, shard in self._open.items()},
-            "counts": self._counts,
+            "open": [
+                (asdict(opened.shard), {suffix: file.tell() for suffix, file in opened.files.items()})
+                for opened in self._open.values()
+            ],
         }
 
     def written(self) -> list[Shard]:
         """Returns all shards written so far. Open shards don't have a hash yet."""
-        return [*self._finished, *(self._as_shard(split, shard, "", {}) for split, shard in self._open.items())]
+        return [*self._finished, *(opened.shard for opened in self._open.values())]
 
     def finish(self) -> list[Shard]:
         """Finishes the open shards and returns all shards, with training before validation."""
@@ -220,9 +209,11 @@ class ShardWriter:
 
     def close(self) -> None:
         """Closes all open files without finishing the shards."""
-        for shard in self._open.values():
-            for file in shard.files.values():
-                file.close()
+        for file in self._open_files():
+            file.close()
+
+    def _open_files(self) -> list[BinaryIO]:
+        return [file for opened in self._open.values() for file in opened.files.values()]
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -16,7 +16,6 @@ import numpy as np
 from pretrain.data.manifest import MANIFEST_FILE, Manifest, id_dtype
 from pretrain.data.shards import ShardReader, read_manifest
 from pretrain.errors import InputError, Problems
-from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import UNDIVIDED, InputOrder
 from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
@@ -37,7 +36,7 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """Returns the request for slice `number` of `count`. Raises InputError if the documents can't be sliced."""
+    """Returns the request for slice `number` of `count`."""
     # Duplicates are removed when the slices are merged.
     label = f"part {number} of {count}"
     options = replace(request.options, slice=label, deduplicate=False)
@@ -91,7 +90,6 @@ def merged_parts(
     folders: Sequence[Path],
     start: Position,
     input_bytes: int,
-    deduplicate: bool,
     removed: np.ndarray,
 ) -> Iterator[EncodedPart]:
     """Yields the documents in all slices in order, beginning at `start`, a (slice, part) position.
@@ -105,13 +103,13 @@ def merged_parts(
             first = start.part if number == start.source else 0
             share = input_bytes // len(folders)
             # Skip parts by reading them, because the text files don't support seeking.
-            parts = slice_parts(manifest, number, share, deduplicate, removed, first_of_slice)
+            parts = slice_parts(manifest, number, share, removed, first_of_slice)
             yield from itertools.islice(parts, first, None)
         first_of_slice += sum(shard.documents for shard in manifest.shards)
 
 
 def slice_parts(
-    manifest: Manifest, number: int, input_bytes: int, deduplicate: bool, removed: np.ndarray, first_of_slice: int
+    manifest: Manifest, number: int, input_bytes: int, removed: np.ndarray, first_of_slice: int
 ) -> Iterator[EncodedPart]:
     """Yields a slice's documents in parts, in input order. The last part contains only counts."""
     order = InputOrder([manifest])
@@ -145,7 +143,6 @@ def slice_parts(
             documents=documents,
             source_names=tuple(manifest.source_names[name] for name in names),
             is_validation=is_validation,
-            hashes=document_hashes(ids, ends) if deduplicate else None,
             lines=list(itertools.islice(text, taken)) if text else None,
         )
         yield encoded.keeping(kept)
@@ -164,4 +161,4 @@ def _counts_of(folder: Path, number: int) -> EncodedPart:
         problems[-1] = problems[-1]._replace(records=1 + counts.bad_records - len(problems))
     # Bad records are counted again from `problems`.
     counts.bad_records = 0
-    return EncodedPart(Position(number + 1, 0), counts, hashes=np.empty(0, np.uint64), problems=tuple(problems))
+    return EncodedPart(Position(number + 1, 0), counts, problems=tuple(problems))

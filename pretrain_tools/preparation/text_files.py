@@ -22,9 +22,9 @@ LEVEL = 3
 LINE_BYTES_AT_ONCE = 1 << 20
 
 
-def document_line(source: str, record: Record) -> bytes:
+def document_line(record: Record) -> bytes:
     """Formats a record as a JSON line that prepare_data.py can read again."""
-    fields = {"text": record.text.decode(), "id": f"{source}:{record.place}", "source": source}
+    fields = {"text": record.text.decode(), "id": f"{record.source}:{record.place}", "source": record.source}
     fields["split"] = "validation" if record.is_validation else "train"
     if record.url is not None:
         fields["url"] = record.url

@@ -1,11 +1,11 @@
 """Trains and extends byte-level BPE tokenizers. The result is deterministic."""
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,10 +68,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
     special_tokens = [token for token in dict.fromkeys(request.special_tokens) if token != USUAL_END_OF_DOCUMENT]
     smallest = SMALLEST_VOCABULARY + len(special_tokens)
     if size < smallest and base is None:
-        more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
-        raise InputError(
-            f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus {USUAL_END_OF_DOCUMENT}{more})"
-        )
+        raise InputError(f"--train_tokenizer {size}: must be at least {smallest} (256 bytes plus the special tokens)")
     # Omit defaults, so that folders made before these options existed still match.
     chosen = {
         "pre_tokenizer": request.pre_tokenizer,
@@ -91,7 +88,6 @@ def train_tokenizer(request: PreparationRequest) -> None:
         refuse_differences(output, json.loads((output / RECORD_FILE).read_bytes()), record, "was trained")
         print(f"{output}: already complete")
         return
-    started = time.monotonic()
     # If the input size is unknown, use all documents.
     expected = request.documents.expected_text_bytes
     sample = Sample(min(1.0, limit / expected) if expected else 1.0, limit)
@@ -113,7 +109,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _print_summary(output, trained.vocabulary_size, size, sample, time.monotonic() - started)
+    _print_summary(output, trained.vocabulary_size, size, sample)
     if base is not None and sample.held_out:
         print(f"  {_bytes_per_token(base, sample.held_out):.3f} with {base.name}")
 
@@ -121,7 +117,7 @@ def train_tokenizer(request: PreparationRequest) -> None:
 def _texts(request: PreparationRequest, sample: Sample) -> Iterator[str]:
     held_out: list[bytes] = []
     held_out_bytes = 0
-    for record in _records(request, sample.skipped):
+    for record in itertools.islice(_records(request, sample.skipped), request.options.max_documents):
         text = record.text
         if record.is_validation:
             if held_out_bytes < HELD_OUT_BYTES:
@@ -144,17 +140,11 @@ def _is_drawn(text: bytes, fraction: float) -> bool:
 
 
 def _records(request: PreparationRequest, skipped: Tally) -> Iterator[Record]:
-    """Yields the documents that a preparation would read."""
-    options = request.options
-    left = options.max_documents
-    for part in request.documents.parts(options.reading, BEGINNING):
-        found = read_part(part, options, request.split)
-        count_problems(found.problems, skipped, options)
-        yield from found.records[:left]
-        if left is not None:
-            left -= min(left, len(found.records))
-            if not left:
-                return
+    """Yields the documents that a preparation would read, without its limits."""
+    for part in request.documents.parts(request.options.reading, BEGINNING):
+        found = read_part(part, request.options, request.split)
+        count_problems(found.problems, skipped, request.options)
+        yield from found.records
 
 
 def _trained(
@@ -200,7 +190,7 @@ def _bytes_per_token(tokenizer: LoadedTokenizer, texts: tuple[bytes, ...]) -> fl
     return sum(map(len, texts)) / max(1, tokens)
 
 
-def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds: float) -> None:
+def _print_summary(output: Path, size: int, asked: int, sample: Sample) -> None:
     print(f"{output}: {size:,} tokens, trained on {sample.text_bytes:,} bytes from {sample.documents:,} documents")
     if size < asked:
         print(f"  Created only {size:,} of {asked:,} tokens: the text has too few pairs to merge. Use more text.")
@@ -210,4 +200,3 @@ def _print_summary(output: Path, size: int, asked: int, sample: Sample, seconds:
         held_out_bytes = sum(len(text) for text in sample.held_out)
         where = f"on {held_out_bytes:,} bytes of held-out validation documents"
         print(f"  {_bytes_per_token(load_tokenizer(output), sample.held_out):.3f} bytes per token {where}")
-    print(f"  {seconds:.1f} s")

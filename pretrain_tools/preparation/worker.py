@@ -11,7 +11,6 @@ from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
 from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.deduplicate import document_hashes
 from pretrain_tools.preparation.documents.document_index import document_table
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Part
@@ -32,8 +31,6 @@ class Documents:
     counts: Tally
     records: list[Record] = field(default_factory=list)
     """Records with text and an assigned split."""
-    sources: list[str] = field(default_factory=list)
-    """Source name of each record."""
     problems: list[Problem] = field(default_factory=list)
 
     def of_each(self, name: str) -> list[Any]:
@@ -42,10 +39,8 @@ class Documents:
 
     def clean(self, cleaning: Cleaning) -> None:
         """Cleans the documents and adds the cleaning statistics to the counts."""
-        texts, urls, places = map(self.of_each, ("text", "url", "place"))
-        kept, texts, self.counts.cleaning = cleaning.clean(texts, urls, self.sources, places)
+        kept, texts, self.counts.cleaning = cleaning.clean(*map(self.of_each, ("text", "url", "source", "place")))
         self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
-        self.sources = [self.sources[number] for number in kept]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -53,9 +48,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
     found = Documents(Tally(input_bytes=part.input_bytes))
     for source, record in part.records(options.reading):
         if record.text:
-            pieces = split.pieces(record)
-            found.records += pieces
-            found.sources += [source.name] * len(pieces)
+            found.records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
             where = source.place(record.place), source.recorded_place(record.place)
             found.problems.append(Problem(*where, record.problem, record.problem_records))
@@ -63,7 +56,7 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
         elif record.not_read is not None:
-            add_numbers(found.counts.unread_members, record.not_read)
+            add_numbers(found.counts.unread_members, {record.not_read: 1})
         elif record.text is None:
             found.counts.filtered_documents += 1
         else:
@@ -99,10 +92,12 @@ class PartEncoder:
             found.clean(options.cleaning)
         texts = found.of_each("text")
         arrays = self.encoder.encode(texts)
+        self._compare(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(found.sources))}
-        sources = [numbers[name] for name in found.sources]
+        names = found.of_each("source")
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        sources = [numbers[name] for name in names]
         near = options.near_duplicates
         return EncodedPart(
             part.after,
@@ -111,11 +106,9 @@ class PartEncoder:
             documents=document_table(tokens, list(map(len, texts)), sources, found.of_each("place")),
             source_names=tuple(numbers),
             is_validation=np.array(found.of_each("is_validation"), dtype=bool),
-            hashes=document_hashes(ids, np.cumsum(tokens)) if options.deduplicate else None,
             signatures=None if near is None else near.signatures(*near.words(texts)),
-            lines=list(map(document_line, found.sources, found.records)) if options.write_text else None,
+            lines=list(map(document_line, found.records)) if options.write_text else None,
             problems=tuple(found.problems),
-            disagreement=self._disagreement(texts),
         )
 
     def _joined(self, arrays: list[np.ndarray], tokens: int) -> np.ndarray:
@@ -134,13 +127,12 @@ class PartEncoder:
             first += len(array) + 1
         return ids
 
-    def _disagreement(self, texts: list[bytes]) -> str | None:
+    def _compare(self, texts: list[bytes]) -> None:
         """Compares the fast encoder with the reference on FIRST_DOCUMENTS documents, and then on one per part.
 
-        Compares only the first SAMPLE_BYTES of each document.
+        Compares only the first SAMPLE_BYTES of each document. Raises DisagreementError.
         """
-        if not isinstance(self.encoder, FastEncoder) or not texts:
-            return None
-        compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
-        self._has_compared = True
-        return self.encoder.disagreement([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])
+        if isinstance(self.encoder, FastEncoder) and texts:
+            compared = [texts[len(texts) // 2]] if self._has_compared else texts[:FIRST_DOCUMENTS]
+            self._has_compared = True
+            self.encoder.compare([t[:SAMPLE_BYTES].decode(errors="ignore").encode() for t in compared])

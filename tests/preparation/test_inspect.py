@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from pretrain.data.shards import read_manifest
 from pretrain_tools.preparation.cleaning.account import DOMAIN_SAMPLE, CleaningAccount
@@ -51,20 +50,6 @@ def test_the_page_shows_counts_tokens_and_text(tmp_path, run):
     assert f"{manifest.end_of_document_id:>10}             31  {31 / len(ids):.2%}".strip() in page
     assert "end of document" in page and "    | def f(x): return x" in page
     assert "validation       empty" in page
-
-
-def test_the_page_shows_compression_and_fertility_of_each_source(tmp_path, run, tokenizer):
-    texts = {"code": ["def f(x): return x"] * 9 + ["import os"] * 4, "other": ["zebra naïve 日本語", "  "]}
-    for name, of_source in texts.items():
-        write_jsonl(tmp_path / f"{name}.jsonl", of_source)
-    run("--input", tmp_path / "*.jsonl", "--output", tmp_path / "out", "--validation_fraction", 0.3)
-    page = run("--inspect", tmp_path / "out", with_tokenizer=False)
-    backend = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
-    for name, of_source in texts.items():
-        tokens = sum(len(backend.encode(text, add_special_tokens=False).ids) for text in of_source)
-        in_bytes = sum(len(text.encode()) for text in of_source)
-        words = sum(len(text.split()) for text in of_source)
-        assert f"  {name}.jsonl: {len(of_source)}, {in_bytes / tokens:.3f}, {tokens / words:.3f}\n" in page
 
 
 def test_lengths_of_both_splits_match_the_index(tmp_path, run):

@@ -17,6 +17,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import InputError
 from pretrain.processes import folder_lock, process_state
 from pretrain_tools.preparation.documents.sources import Files, find_sources
+from pretrain_tools.preparation.encoded_part import Tally
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
 from support.prepared import KILLED, content_of, make_parts_small, texts, write_jsonl
@@ -81,8 +82,9 @@ def test_records_before_a_bad_one_are_kept_and_skip_continues(tmp_path, tokenize
     assert (tmp_path / "out" / ".unfinished" / "progress.json").exists()
     outcome = prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")
     assert "resuming after" in capsys.readouterr().out
-    tally = outcome.tally
-    assert (tally.bad_records, tally.documents, tally.duplicate_documents) == (1, 51, 1)
+    skipped = Tally.recorded(tmp_path / "out")
+    documents = sum(shard.documents for shard in outcome.manifest.shards)
+    assert (skipped.bad_records, documents, skipped.duplicate_documents) == (1, 51, 1)
     continued = content_of(tmp_path / "out")
     (tmp_path / "out").rename(tmp_path / "first")
     prepare_files(tmp_path, tokenizer, deduplicate=True, on_error="skip")

@@ -116,7 +116,7 @@ def test_a_dataset_is_read_by_one_machine(tmp_path, run, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set/train.jsonl", texts(3))
-    with pytest.raises(InputError, match=r"not supported with --dataset set; use its files instead: --input"):
+    with pytest.raises(InputError, match=r"not supported with --dataset; use its files instead, such as --input"):
         run("--dataset", tmp_path / "set", "--output", tmp_path / "out", "--slice", "0/3")
 
 
@@ -142,18 +142,13 @@ def test_missing_ray_is_reported(tmp_path, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError, match=r"Ray is not installed; run pip install"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray")
-    with pytest.raises(InputError, match=r"--engine quick: must be ray, auto, fast or reference"):
+    with pytest.raises(InputError, match=r"--engine quick: must be auto, reference, ray or reference,ray"):
         run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--engine", "ray,quick")
 
 
 def test_ray_gives_the_same_bytes_as_one_machine(tmp_path, run, small_parts):
     (tmp_path / "items.txt").write_text("\n".join(text for text in texts(30) if len(text) > 100))
-    # Long lines give several partitions even in Ray processes, which don't use the small size. These lines are
-    # filtered out.
-    lines = [document for text in texts(90) for document in (text, "long " * 24_000)]
-    for name in ("e.jsonl", "f.jsonl"):
-        write_jsonl(tmp_path / name, lines)
-    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt", "--max_characters", 5000)
+    arguments = (*write_inputs(tmp_path), "--decontaminate", tmp_path / "items.txt")
     arguments = (*arguments, "--near_duplicates", "0.8", "--write_text")
     run(*arguments, "--output", tmp_path / "whole")
     run(*arguments, "--output", tmp_path / "ray", "--engine", "ray", "--workers", 2)

@@ -208,7 +208,7 @@ def test_all_problems_with_the_command_are_reported_at_once(tmp_path, run):
         "--shard_tokens 0: must be a whole number of at least 1",
         "--max_tokens ten: must be a whole number",
         "--validation_fraction 1.5: must be at least 0 and less than 1",
-        "--engine quick: must be ray, auto, fast or reference",
+        "--engine quick: must be auto, reference, ray or reference,ray",
         "--documents page: must be file, line or paragraph",
         "--workers 1.5: must be a whole number",
     ):

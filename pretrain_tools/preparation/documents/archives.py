@@ -6,7 +6,6 @@ Unlike Python's tarfile, it detects damaged headers and truncated archives.
 import io
 import json
 import tarfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
@@ -68,7 +67,7 @@ class _Sample:
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     """The .json members."""
 
-    def records(self, reading: Reading, others: Counter[str]) -> Iterator[Record]:
+    def records(self, reading: Reading) -> Iterator[Record]:
         """Yields the text members, with other fields from the .json member.
 
         If there are no text members, yields the JSON documents.
@@ -78,8 +77,8 @@ class _Sample:
             record = _text_record(content.removeprefix(BYTE_ORDER_MARK), objects.get("json"), reading)
             yield record._replace(problem=record.problem and f"member {_shown(name)}: {record.problem}")
         if self.texts:
-            if extra := len(objects) - ("json" in objects):
-                others[".json next to a text"] += extra
+            for _ in objects.keys() - {"json"}:
+                yield Record(1, None, not_read=".json next to a text")
             return
         for name, content in self.objects:
             yield from _member_records(name, io.BytesIO(content), reading)
@@ -90,25 +89,16 @@ class _Sample:
 def read_tar(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     """Reads the documents in a tar archive. A text member is one document; other members may contain several.
 
-    A text member's other fields come from the .json member with the same name up to the first dot. The last record
-    contains the number of members that aren't documents (`not_read`).
+    A text member's other fields come from the .json member with the same name up to the first dot. A member that isn't
+    a document gives a record with `not_read`.
     """
     place = 0
-    others = Counter()
-    damage = None
-    try:
-        for record in _records(stream, reading, others):
-            place += record.not_read is None
-            yield record._replace(place=max(1, place))
-    except DamagedFileError as error:
-        damage = error
-    if others:
-        yield Record(max(1, place), None, not_read=dict(others))
-    if damage is not None:
-        raise damage
+    for record in _records(stream, reading):
+        place += record.not_read is None
+        yield record._replace(place=max(1, place))
 
 
-def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iterator[Record]:
+def _records(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     sample = _Sample(("", ""))
     try:
         with tarfile.open(fileobj=io.BufferedReader(stream), mode="r|", tarinfo=_StrictMember) as archive:
@@ -117,12 +107,12 @@ def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iter
                     continue
                 found = format_by_name(member.name) if member.isreg() and not _is_hidden(member.name) else None
                 if found is None:
-                    others[_kind_of(member)] += 1
+                    yield Record(1, None, not_read=_kind_of(member))
                     continue
                 folder, _, base = member.name.rpartition("/")
                 name = (folder, base.partition(".")[0])
                 if name != sample.name:
-                    yield from sample.records(reading, others)
+                    yield from sample.records(reading)
                     sample = _Sample(name)
                 is_text = found == "txt" and reading.documents == "file"
                 if inner_suffix(member.name)[1] or not (is_text or found == "json"):
@@ -132,10 +122,10 @@ def _records(stream: ByteStream, reading: Reading, others: Counter[str]) -> Iter
                 else:
                     content = archive.extractfile(member).read()
                     (sample.texts if is_text else sample.objects).append((member.name, content))
-            yield from sample.records(reading, others)
+            yield from sample.records(reading)
     except tarfile.TarError as error:
         # The members before the damage are complete.
-        yield from sample.records(reading, others)
+        yield from sample.records(reading)
         raise DamagedFileError(f"damaged tar archive ({error})") from None
 
 

@@ -66,20 +66,14 @@ class ByteStream(io.RawIOBase):
     def _decompress(self, compression: str) -> Iterator[bytes]:
         new_decompressor, error_class = decompression_of(compression)
         decompressor = None
-        fed = False
         for raw in self._read_blocks():
             while raw:
                 if decompressor is None:
                     decompressor = new_decompressor()
-                    fed = False
                 try:
                     block = decompressor.decompress(raw)
                 except error_class as error:
-                    # Like gzip, ignore zero padding after the last member.
-                    if compression == "gz" and not fed and not raw.strip(b"\0"):
-                        return
                     raise DamagedFileError(f"damaged {compression} data: {error}") from None
-                fed = True
                 raw = decompressor.unused_data if decompressor.eof else b""
                 if decompressor.eof:
                     decompressor = None

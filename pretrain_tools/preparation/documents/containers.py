@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, BinaryIO
 
-from pretrain.files import is_url
 from pretrain.registry import FORMATS
 from pretrain.urls import UnreachableError, open_file
 from pretrain_tools.preparation.documents.byte_stream import ByteStream, DamagedFileError
@@ -15,12 +14,9 @@ from pretrain_tools.preparation.documents.records import Reading, Record, row_re
 ROWS_AT_ONCE = 256
 
 
-def seekable(stream: ByteStream, at_once: bool = False) -> BinaryIO:
-    """Opens a seekable file. Makes a temporary copy if the stream is compressed, in an archive, or not seekable.
-
-    at_once: also copy remote files, for libraries that make many small reads.
-    """
-    if stream.is_as_stored and not (at_once and is_url(stream.path)):
+def seekable(stream: ByteStream) -> BinaryIO:
+    """Opens a seekable file. Makes a temporary copy if the stream is compressed, in an archive, or not seekable."""
+    if stream.is_as_stored:
         file = open_file(stream.path)
         if file.seekable():
             return file
@@ -171,7 +167,7 @@ def read_hdf5(stream: ByteStream, reading: Reading) -> Iterator[Record]:
     import h5py
 
     with (
-        seekable(stream, at_once=True) as file,
+        seekable(stream) as file,
         _readable_as("HDF5", RuntimeError, KeyError),
         h5py.File(file, "r") as content,
     ):

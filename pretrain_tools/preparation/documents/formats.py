@@ -6,13 +6,10 @@ DamagedFileError. Text is unchanged UTF-8, except that a leading byte-order mark
 
 import csv
 import io
-import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import PurePath
-from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.files import shown
@@ -34,7 +31,6 @@ PART_BYTES = 4 << 20
 DOCUMENT_UNITS = ("file", "line", "paragraph")
 COMPRESSIONS = {".gz": "gz", ".tgz": "gz", ".zst": "zst", ".zstd": "zst"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SPACE = re.compile(r"\s*")
 
 Reader = Callable[[ByteStream, Reading], Iterator[Record]]
 """Reads the records in a file. Places are numbered from 1."""
@@ -176,34 +172,18 @@ def _paragraphs(stream: ByteStream) -> Iterator[Record]:
 @FORMATS.register("json")
 @file_format(".json", place="document")
 def read_json_documents(stream: ByteStream, reading: Reading) -> Iterator[Record]:
-    """Reads JSON: a list of objects, an object that contains one list, or several concatenated objects."""
+    """Reads JSON: a list of objects, or one object."""
+    content = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK)
+    if not content.strip():
+        return
     try:
-        text = read_whole(stream, "convert it to JSON Lines").removeprefix(BYTE_ORDER_MARK).decode()
+        value = JSON.decode(content.decode())
     except UnicodeDecodeError as error:
         raise DamagedFileError(not_utf8(error)) from None
-    position = SPACE.match(text).end()
-    place = 0
-    while position < len(text):
-        try:
-            value, position = JSON.raw_decode(text, position)
-        except json.JSONDecodeError as error:
-            raise DamagedFileError(f"invalid JSON ({error.msg} at line {error.lineno:,})") from None
-        except (ValueError, RecursionError) as error:
-            raise DamagedFileError(f"invalid JSON ({error})") from None
-        for element in _elements(value, reading.fields[0]):
-            place += 1
-            yield object_record(place, element, reading)
-        position = SPACE.match(text, position).end()
-
-
-def _elements(value: Any, text_field: str) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    if isinstance(value, dict) and text_field.split(".")[0] not in value and text_field not in value:
-        lists = [part for part in value.values() if isinstance(part, list)]
-        if len(lists) == 1:
-            return lists[0]
-    return [value]
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"invalid JSON ({error}); for one object per line, use --input_format jsonl") from None
+    for place, element in enumerate(value if isinstance(value, list) else [value], 1):
+        yield object_record(place, element, reading)
 
 
 @FORMATS.register("csv")
@@ -229,12 +209,8 @@ def read_csv(stream: ByteStream, reading: Reading) -> Iterator[Record]:
             return
         if header is None:
             header = [name.removeprefix("\ufeff") for name in row]
-            try:
-                "".join(header).encode()
-            except UnicodeEncodeError:
-                encoded = ",".join(header).encode(errors="surrogateescape")
-                reason = checked(1, encoded).problem
-                raise DamagedFileError(f"the header is {reason}", _count_of(rows)) from None
+            if problem := checked(1, ",".join(header).encode(errors="surrogateescape")).problem:
+                raise DamagedFileError(f"the header is {problem}", _count_of(rows))
             absent = [name for name in reading.fields if name not in header]
             if absent:
                 raise DamagedFileError(f"no column {absent[0]!r} (columns: {', '.join(header[:12])})", _count_of(rows))

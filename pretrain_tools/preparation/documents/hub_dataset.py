@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,13 +115,6 @@ class HubDataset:
             digest.update(repr(self.rows_of[start : start + ROWS_IN_FINGERPRINT].to_pydict()).encode())
         return digest.hexdigest()
 
-    def sliced(self, number: int, count: int) -> "HubDataset":
-        """Raises InputError, because only files can be sliced."""
-        raise InputError(
-            f"--slice: not supported with --dataset {self.name}; use its files instead: "
-            f"--input 'hf://datasets/{self.name}/**/*.parquet'"
-        )
-
     def parts(self, reading: Reading, start: Position) -> Iterator[Part]:
         """Yields the documents in order, in parts of ROWS_PER_PART rows.
 
@@ -130,13 +123,15 @@ class HubDataset:
         rows_before = start.rows
         for number in range(start.source, len(self.source_names)):
             first = start.part if number == start.source else 0
-            records = self._records(self._tables(number, first, rows_before), reading, first * ROWS_PER_PART)
-            parts = ((part, *found) for part, found in enumerate(records, first + 1))
-            if self.document_start is not None:
-                parts = self._joined(records, starts_inside=first > 0)
+            if self.document_start is None:
+                parts = self._records(number, first, rows_before, reading)
+            else:
+                # A document may begin in an earlier part, so read all parts again.
+                joined = joined_documents(self._records(number, 0, 0, reading), self.document_start)
+                parts = itertools.islice(joined, first, None)
             name = self.source_names[number]
             source = InputFile(name, name, "dataset", None, 0)
-            for part, found, input_bytes in parts:
+            for part, (found, input_bytes) in enumerate(parts, first + 1):
                 rows_before += len(found)
                 yield Part(Position(number, part, rows_before), input_bytes, [(source, found)])
 
@@ -163,56 +158,51 @@ class HubDataset:
         return rows.skip(first_row).iter(batch_size=ROWS_PER_PART)
 
     def _records(
-        self, tables: Iterator[Any], reading: Reading, rows_before: int
+        self, file: int, first: int, rows_before: int, reading: Reading
     ) -> Iterator[tuple[list[Record], int]]:
-        """Yields (records, bytes) for each table. Raises InputError if a field is missing."""
+        """Yields (records, bytes) for each part of a file, starting at `first`. rows_before: number of earlier rows.
+
+        Raises InputError if a field is missing.
+        """
         total = self.total_bytes
-        for table in tables:
+        place = first * ROWS_PER_PART
+        for table in self._tables(file, first, rows_before):
             try:
-                records = list(table_records(table, reading, rows_before))
+                records = list(table_records(table, reading, place))
             except DamagedFileError as error:
                 raise InputError(f"--dataset {self.name}: {error}; set the field with --text_field") from None
-            rows_before += table.num_rows
+            place += table.num_rows
             yield records, table.nbytes if total is None else total * table.num_rows // self._rows_to_read
-
-    def _joined(
-        self, tables: Iterator[tuple[list[Record], int]], starts_inside: bool
-    ) -> Iterator[tuple[int, list[Record], int]]:
-        """Joins rows into documents. Yields (part, documents, bytes). A document belongs to its first row's part."""
-        documents = joined_documents(tables, self.document_start, starts_inside)
-        for part, group in itertools.groupby(documents, key=lambda found: (found[0].place - 1) // ROWS_PER_PART):
-            found, sizes = zip(*group, strict=True)
-            yield part + 1, found, sum(sizes)
 
 
 def joined_documents(
-    tables: Iterator[tuple[list[Record], int]], start: re.Pattern[bytes], starts_inside: bool
-) -> Iterator[tuple[Record, int]]:
-    """Joins rows, which contain one line each, into documents. Yields (document, bytes read since the previous one).
+    tables: Iterable[tuple[list[Record], int]], start: re.Pattern[bytes]
+) -> Iterator[tuple[list[Record], int]]:
+    """Joins rows, which contain one line each, into documents. Yields (documents that end in it, bytes) per table.
 
-    A row that matches `start` starts a document. The document's place is its first row. starts_inside: skip the rows
-    before the first match.
+    A row that matches `start` starts a document. The document's place is its first row.
     """
     lines: list[bytes] = []
-    place = input_bytes = 0
-    inside = not starts_inside
-    for records, table_bytes in tables:
-        input_bytes += table_bytes
+    place = 0
+    for records, input_bytes in tables:
+        found = []
         for record in records:
             if record.problem is not None:
-                yield record, 0
-            elif record.text is not None and start.fullmatch(record.text):
-                if b"".join(lines).strip():
-                    yield Record(place, b"".join(lines)), input_bytes
-                    input_bytes = 0
+                found.append(record)
+            elif record.text and start.fullmatch(record.text):
+                found += _document(place, lines)
                 lines = [record.text]
                 place = record.place
-                inside = True
-            elif record.text and inside:
+            elif record.text:
                 place = place or record.place
                 lines.append(record.text)
-    if b"".join(lines).strip():
-        yield Record(place, b"".join(lines)), input_bytes
+        yield found, input_bytes
+    yield _document(place, lines), 0
+
+
+def _document(place: int, lines: list[bytes]) -> list[Record]:
+    text = b"".join(lines)
+    return [Record(place, text)] if text.strip() else []
 
 
 def open_dataset(name_and_limit: str, subset: str | None, split: str, streaming: bool | None) -> HubDataset:

@@ -31,8 +31,10 @@ class Record(NamedTuple):
     """Value of the --split_field field; None to assign the document by hash."""
     problem_records: int = 1
     """Number of records affected by the problem. A missing column affects all records in a file."""
-    not_read: dict[str, int] | None = None
-    """{suffix: number of archive members that aren't documents}. If set, text and problem are None."""
+    source: str = ""
+    """Name of the source, set by the worker."""
+    not_read: str | None = None
+    """Suffix of an archive member that isn't a document. If set, text and problem are None."""
 
 
 @dataclass(frozen=True)

@@ -243,41 +243,6 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LargeFile:
-    """A large file, to be split into parts."""
-
-    source: InputFile
-    number: int
-    first: int
-    """Index of the first part to yield."""
-    offset: int
-    """Expected size of all earlier sources in bytes."""
-    taken: range
-    """Range of byte offsets, across all sources. Only parts that begin in this range are yielded."""
-    reading: Reading
-
-    def parts(self) -> Iterator[Part]:
-        """Yields the parts in order."""
-        source = self.source
-        reading = self.reading
-        can_split = source.format == "parquet" and not source.compression
-        groups = containers.parquet_row_group_bytes(source.path) if can_split else []
-        if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
-            parts = _line_parts(source, self.number)
-        elif groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
-            parts = _row_group_parts(source, self.number, groups)
-        else:
-            parts = _record_parts(source, self.number, reading)
-        offset = self.offset
-        for part_number, part in enumerate(parts):
-            if offset >= self.taken.stop:
-                return
-            if offset >= self.taken.start and part_number >= self.first:
-                yield part
-            offset += part.input_bytes * compression_ratio(source)
-
-
-@dataclass(frozen=True)
 class Files:
     """Input documents in local files or at URLs. slice: (number, count), the slice to read."""
 
@@ -311,15 +276,7 @@ class Files:
         return replace(self, slice=(number, count))
 
     def parts(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part]:
-        """Yields the parts in order, beginning at `start`."""
-        for piece in self.pieces(reading, start):
-            if isinstance(piece, LargeFile):
-                yield from piece.parts()
-            else:
-                yield piece
-
-    def pieces(self, reading: Reading, start: Position = BEGINNING) -> Iterator[Part | LargeFile]:
-        """Yields parts with small files, and large files that still have to be split. Doesn't read any files."""
+        """Yields the parts in order, beginning at `start`. Reads only large files, to split them."""
         slice, count = self.slice
         total = sum(map(expected_bytes, self.sources))
         # The last slice is open-ended.
@@ -340,12 +297,18 @@ class Files:
                 offset += sum(map(expected_bytes, group))
             else:
                 source = self.sources[number]
+                end = offset + expected_bytes(source)
                 # Skip files that end before the slice.
-                if offset + expected_bytes(source) > taken.start:
-                    first = start.part if number == start.source else 0
-                    yield LargeFile(source, number, first, offset, taken, reading)
+                parts = _parts_of(source, number, reading) if end > taken.start else ()
+                for part in parts:
+                    is_done = number == start.source and part.after.part <= start.part
+                    if offset in taken and not is_done:
+                        yield part
+                    offset += part.input_bytes * compression_ratio(source)
+                    if offset >= taken.stop:
+                        return
                 number += 1
-                offset += expected_bytes(source)
+                offset = end
 
     def are_whole_documents(self, reading: Reading) -> bool:
         """Returns True if each file is a single plain-text document."""
@@ -370,6 +333,17 @@ def expected_bytes(source: InputFile) -> int:
 def _is_small(source: InputFile, reading: Reading) -> bool:
     """Returns True if a file doesn't have to be split, because it is small or a single document."""
     return expected_bytes(source) <= PART_BYTES or (source.format == "txt" and reading.documents == "file")
+
+
+def _parts_of(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
+    """Splits a large file into parts."""
+    can_split = source.format == "parquet" and not source.compression
+    groups = containers.parquet_row_group_bytes(source.path) if can_split else []
+    if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
+        return _line_parts(source, number)
+    if groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
+        return _row_group_parts(source, number, groups)
+    return _record_parts(source, number, reading)
 
 
 def _line_parts(source: InputFile, number: int) -> Iterator[Part]:

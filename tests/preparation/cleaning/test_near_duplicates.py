@@ -4,7 +4,6 @@ import collections
 import json
 import random
 import re
-import shutil
 import signal
 import textwrap
 from pydoc_data.topics import topics
@@ -229,7 +228,6 @@ MOMENTS = (
     "/keys/",
     "/candidates/",
     "/pairs/",
-    "/.duplicates",
     "broken/.near_duplicates.json",
     "broken/train-00001",
     "broken/.unfinished/.progress.json",
@@ -279,18 +277,6 @@ def test_a_stopped_search_continues(tmp_path, run, small_parts, monkeypatch):
     assert len(performed) == len(set(performed)) + 4, "only failed tasks may run twice"
     assert {stage for stage, _ in performed} == {"keys", "candidates", "pairs"}
     assert content_of(tmp_path / "broken") == content_of(tmp_path / "whole")
-
-
-def test_too_little_disk_space_is_reported_before_the_search(tmp_path, run, monkeypatch):
-    write_jsonl(tmp_path / "a.jsonl", documents_with_copies(30)[0])
-    arguments = ("--input", tmp_path / "a.jsonl", "--near_duplicates", "0.8", "--output", tmp_path / "out")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(InputError, match=r"near duplicates needs [\d,]+ bytes of disk space, but only 1,000 are free"):
-        run(*arguments)
-    monkeypatch.undo()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert (tmp_path / "out/.unfinished/documents/manifest.json").is_file()
 
 
 def test_invalid_options_are_rejected(tmp_path, run):

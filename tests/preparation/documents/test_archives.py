@@ -6,7 +6,6 @@ import json
 import os
 import re
 import tarfile
-from collections import Counter
 
 import pytest
 import zstandard
@@ -40,7 +39,7 @@ def read(path, reading=None):
     """Returns (texts, problems, suffixes of unread members)."""
     found = records_of(path, reading)
     texts = [record.text.decode() for record in found if record.text is not None]
-    others = sum((Counter(record.not_read) for record in found), Counter())
+    others = {record.not_read for record in found if record.not_read}
     return texts, [record.problem for record in found if record.problem], sorted(others)
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -9,8 +10,9 @@ import yaml
 import zstandard
 
 from pretrain.data.shards import open_shards
-from pretrain_tools.preparation.documents.hub_dataset import ARTICLE_HEADING, PRESETS, find_preset, joined_documents
-from pretrain_tools.preparation.documents.records import Record
+from pretrain_tools.preparation.documents.hub_dataset import ARTICLE_HEADING, PRESETS, HubDataset, find_preset
+from pretrain_tools.preparation.documents.records import Reading
+from pretrain_tools.preparation.documents.sources import BEGINNING
 from support.hub_server import running_hub
 from support.project import run_script
 from support.run_folders import TEXT, write_tokenizer
@@ -157,12 +159,16 @@ def test_a_misspelt_preset_gets_a_hint(hub, tmp_path):
     assert out.returncode == 2 and "did you mean tinystories?" in out.stderr and "Traceback" not in out.stderr
 
 
-def test_articles_continue_from_any_part_without_loss_or_copies():
+def test_articles_continue_from_any_part_without_loss_or_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrain_tools.preparation.documents.hub_dataset.ROWS_PER_PART", 4)
     rows = [f" = Title {n} = \n" if n % 3 == 0 else f" line {n} \n" for n in range(20)]
-    records = [Record(n + 1, row.encode()) for n, row in enumerate(rows)]
-    whole = [document for document, _ in joined_documents([(records, 1)], ARTICLE_HEADING, starts_inside=False)]
-    assert [document.place for document in whole] == [1, 4, 7, 10, 13, 16, 19]
-    assert b"".join(document.text for document in whole) == "".join(rows).encode()
-    for cut in range(20):
-        later = [d for d, _ in joined_documents([(records[cut:], 1)], ARTICLE_HEADING, starts_inside=cut > 0)]
-        assert later == [document for document in whole if document.place > cut]
+    saved = datasets.Dataset.from_dict({"text": rows})
+    dataset = HubDataset(saved.with_format("arrow"), "set", None, "train", False, 20, None, ARTICLE_HEADING)
+    parts = list(dataset.parts(Reading(), BEGINNING))
+    whole = [list(part.records(Reading())) for part in parts]
+    documents = [record for found in whole for _, record in found]
+    assert [document.place for document in documents] == [1, 4, 7, 10, 13, 16, 19]
+    assert b"".join(document.text for document in documents) == "".join(rows).encode()
+    for number, part in enumerate(parts):
+        later = dataset.parts(Reading(), part.after)
+        assert [list(part.records(Reading())) for part in later] == whole[number + 1 :]
