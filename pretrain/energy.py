@@ -1,17 +1,21 @@
-"""Measures GPUs' energy use in joules with NVML's counters, and estimates it for CPUs and other GPUs.
+"""Measures a run's energy use in joules with hardware counters, or estimates it if there are none.
 
-Includes only CPUs or GPUs, not cooling, power supplies, disks or the network. A reading takes up to a millisecond.
+Includes only CPUs and GPUs, not cooling, power supplies, disks or the network. A reading takes microseconds with RAPL
+and up to a millisecond with NVML.
 """
 
 import ctypes
 import os
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from pretrain.gpus import gpu_called
 
+POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
 """Watts assumed per CPU thread: codecarbon's DEFAULT_POWER_PER_CORE (codecarbon/core/cpu.py)."""
 
@@ -25,13 +29,15 @@ class EnergyMeter:
     Reads only the counters on the main process's machine. They include other programs' energy. Assumes that the other
     machines use the same amount of energy.
 
-    ranks: number of processes in the run.
+    Args:
+        ranks: number of processes in the run.
+        powercap: folder of Linux's RAPL counters.
     """
 
-    def __init__(self, device: torch.device, ranks: int):
+    def __init__(self, device: torch.device, ranks: int, powercap: Path = POWERCAP):
         local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._machines = -(-ranks // local)
-        self._readers, self.how = _readers(device, local)
+        self._readers, self.how = _readers(device, local, powercap)
         """How the values were obtained: 'measured by NVML', 'estimated: ...', or None."""
         if self.how and self._machines > 1:
             self.how += f", on one of {self._machines} machines"
@@ -53,17 +59,58 @@ class EnergyMeter:
             return []
 
 
-def _readers(device: torch.device, local: int) -> tuple[list[Reader], str | None]:
+def _readers(device: torch.device, local: int, powercap: Path) -> tuple[list[Reader], str | None]:
+    processors = rapl_readers(powercap)
     if device.type != "cuda":
-        watts = WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())
+        if processors:
+            return processors, "measured by RAPL"
+        watts = processor_watts(local)
         how = f"estimated: {watts:.3g} W for the CPU ({WATTS_PER_THREAD:g} W per thread)"
-        return [lambda: watts * time.perf_counter()], how
+        return [_over_time(watts)], how
     if gpus := nvml_readers(local):
-        return gpus, "measured by NVML, GPUs only"
+        return [*gpus, *processors], "measured by NVML" + (" and RAPL" if processors else ", GPUs only")
     gpu = gpu_called(torch.cuda.get_device_name(device))
     if gpu is None:
         return [], None
-    return [lambda: local * gpu.watts * time.perf_counter()], f"estimated: {gpu.watts:g} W per GPU (rated power)"
+    return [_over_time(local * gpu.watts)], f"estimated: {gpu.watts:g} W per GPU (rated power)"
+
+
+def _over_time(watts: float) -> Reader:
+    return lambda: watts * time.perf_counter()
+
+
+def rapl_readers(powercap: Path = POWERCAP) -> list[Reader]:
+    """Returns a reader per CPU and per DRAM counter, or [] if any counter is unreadable.
+
+    By default, only root can read the counters on Linux (CVE-2020-8694).
+    """
+    zones = []
+    for folder in sorted(powercap.glob("intel-rapl:*")):
+        try:
+            name = (folder / "name").read_text().strip()
+            whole = re.fullmatch(r"intel-rapl:\d+", folder.name) and name.startswith("package")
+            if whole or name == "dram":
+                zones.append(_zone_reader(folder))
+        except OSError:
+            return []
+    return zones
+
+
+def _zone_reader(folder: Path) -> Reader:
+    """Returns a reader for a microjoule counter, which may wrap around within minutes."""
+    counter = folder / "energy_uj"
+    full = int((folder / "max_energy_range_uj").read_text())
+    last = int(counter.read_text())
+    total = 0
+
+    def read() -> float:
+        nonlocal last, total
+        now = int(counter.read_text())
+        total += now - last if now >= last else now - last + full
+        last = now
+        return total / 1e6
+
+    return read
 
 
 def nvml_readers(count: int) -> list[Reader]:
@@ -101,3 +148,8 @@ def _gpu_reader(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> Reader:
         return millijoules.value / 1e3
 
     return read
+
+
+def processor_watts(local: int) -> float:
+    """Returns the estimated CPU power of this many local processes, in watts."""
+    return WATTS_PER_THREAD * min(os.cpu_count() or 1, local * torch.get_num_threads())
