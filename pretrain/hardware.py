@@ -25,12 +25,15 @@ DEVICE_FILE = Path("/dev/nvidia0")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """{precision: activation dtype}"""
 
+ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni")
+"""Values of ONEDNN_MAX_CPU_ISA that make oneDNN convert bf16 to fp32 for matmuls."""
+
 
 @cache
 def missing_bf16(device_type: str) -> str | None:
     """Returns why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.
 
-    Unlike torch.cpu's own checks, this respects ATEN_CPU_CAPABILITY.
+    Unlike torch.cpu's own checks, this respects ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
     """
     if device_type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -42,25 +45,58 @@ def missing_bf16(device_type: str) -> str | None:
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has no bf16 instructions"
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first isn't set
+        if limit := os.environ.get(variable):
+            if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
+                return f"{variable}={limit} disables this CPU's bf16 instructions"
+            break
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return f"ATEN_CPU_CAPABILITY={os.environ.get('ATEN_CPU_CAPABILITY')} disables this CPU's AVX-512"
     return None
 
 
 def emulation_of_bf16(device: torch.device) -> str | None:
-    """Returns a warning if bf16 matmuls are emulated, which is usually slower than fp32; None if bf16 is native."""
+    """Measures how much slower emulated bf16 is than fp32, and describes the result. Takes 0.2 s.
+
+    Returns None if bf16 is native or isn't slower. Uses small matrices on a CPU, because an emulated (1024, 1024)
+    matmul takes seconds.
+    """
     reason = missing_bf16(device.type)
-    return reason and f"bf16 is emulated here ({reason}), which is usually slower than fp32"
+    if reason is None:
+        return None
+    size = 256 if device.type == "cpu" else 2048
+    bf16, fp32 = (
+        measured_matrix_flops(dtype, device, size=size, least_repeats=3, least_seconds=0.05)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    if bf16 >= fp32:
+        return None
+    return (
+        f"bf16 is emulated here ({reason}): its matmuls run at {bf16 / fp32:.2g} times the speed of fp32 "
+        f"({bf16 / 1e9:,.3g} instead of {fp32 / 1e9:,.3g} GFLOP/s)"
+    )
 
 
 MIN_CORES = 2
 """Cores needed per GPU process: one for the training loop, and one for prefetching, compiling and communicating."""
+INFINIBAND = Path("/sys/class/infiniband")
+"""Linux sysfs folder with one entry per InfiniBand or RoCE adapter."""
 
 
-def few_cores(device: torch.device) -> str | None:
-    """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
+def environment_warnings(device: torch.device) -> list[str]:
+    """Lists problems with this machine or container that slow down GPU training, with remedies."""
     if device.type != "cuda":
-        return None
+        return []
+    found = [few_cores()]
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    has_adapters = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+    if has_adapters and int(os.environ.get("WORLD_SIZE", 1)) > processes_here:
+        found.append(unused_infiniband())
+    return [*filter(None, found)]
+
+
+def few_cores() -> str | None:
+    """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
     share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -69,6 +105,26 @@ def few_cores(device: torch.device) -> str | None:
     return (
         f"cores: each process has {share:.2g}, but needs at least {MIN_CORES} for the training loop, prefetching and "
         "compiling; on SLURM, set --cpus-per-task, and export SRUN_CPUS_PER_TASK for srun"
+    )
+
+
+def unused_infiniband() -> str | None:
+    """Returns a warning if NCCL can't use this machine's InfiniBand adapters. TCP is many times slower."""
+    import resource
+
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return (
+            "network: this machine has InfiniBand, but libibverbs.so.1 is not installed here, so NCCL uses TCP; run "
+            "apt install libibverbs1 ibverbs-providers"
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or limit >= 2**30:
+        return None
+    return (
+        f"network: this machine has InfiniBand, but can lock only {bytes_text(limit)} of memory for it; run "
+        "ulimit -l unlimited first (in Docker, pass --ulimit memlock=-1; on Kubernetes, add the IPC_LOCK capability)"
     )
 
 
@@ -125,18 +181,20 @@ def measured_matrix_flops(
     device: torch.device | str = "cpu",
     *,
     size: int = 1024,
+    least_repeats: int = 5,
+    least_seconds: float = 0.5,
 ) -> float:
     """Measures the FLOP/s of a (size, size) matmul, after a warmup.
 
-    Takes the fastest of several matmuls within half a second, because the OS may keep all threads on one core for the
-    first tenth of a second.
+    Takes the fastest of at least `least_repeats` matmuls within `least_seconds`, because the OS may keep all threads
+    on one core for the first tenth of a second.
     """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if a.is_cuda else lambda: None
     a @ b
     wait()
     seconds = []
-    while len(seconds) < 5 or sum(seconds) < 0.5:
+    while len(seconds) < least_repeats or sum(seconds) < least_seconds:
         start = time.perf_counter()
         a @ b
         wait()

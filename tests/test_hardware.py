@@ -3,6 +3,7 @@ error."""
 
 import json
 import re
+import resource
 import runpy
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from transformers import AutoTokenizer
 from pretrain import hardware
 from pretrain.errors import InputError
 from pretrain.hardware import (
+    ONEDNN_ISAS_WITHOUT_BF16,
     emulation_of_bf16,
-    few_cores,
+    environment_warnings,
     missing_bf16,
     peak_flops,
     seed_dropout,
@@ -48,7 +50,8 @@ def fresh():
 @pytest.fixture
 def new_cpu(monkeypatch, fresh):
     """A CPU with bf16 instructions and no limits set."""
-    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    for variable in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(hardware.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -81,6 +84,24 @@ def test_auto_is_fp16_on_gpus_without_bf16_units(fresh, monkeypatch, capability,
     assert precision in strategy_named(launched if launched == "fsdp2" else "ddp").precisions
 
 
+@pytest.mark.parametrize("limit", [*ONEDNN_ISAS_WITHOUT_BF16, "AVX2"])
+def test_onednns_limit_disables_bf16(new_cpu, monkeypatch, limit):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert missing_bf16("cpu") == f"ONEDNN_MAX_CPU_ISA={limit} disables this CPU's bf16 instructions"
+
+
+@pytest.mark.parametrize("limit", ["ALL", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
+def test_a_limit_above_bf16_does_not_disable_it(new_cpu, monkeypatch, limit):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")  # its old name, which oneDNN reads only if the new one isn't set
+    assert missing_bf16("cpu") is None
+
+
+def test_the_older_name_of_the_limit_works_alone(new_cpu, monkeypatch):
+    monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
+    assert "DNNL_MAX_CPU_ISA=AVX2" in missing_bf16("cpu")
+
+
 def test_torchs_own_limit_disables_bf16(new_cpu, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
@@ -100,11 +121,16 @@ def test_arm_cpus_use_torchs_own_check(new_cpu, monkeypatch, native):
     assert (missing_bf16("cpu") is None) == native
 
 
-def test_emulation_is_reported_with_its_reason(fresh, monkeypatch):
+def test_emulation_is_reported_with_measurements(fresh, monkeypatch):
     monkeypatch.setattr(hardware, "missing_bf16", lambda device_type: "this CPU has no bf16 instructions")
+    rates = {torch.bfloat16: 12e9, torch.float32: 240e9}
+    monkeypatch.setattr(hardware, "measured_matrix_flops", lambda dtype, device, **settings: rates[dtype])
     assert emulation_of_bf16(CPU) == (
-        "bf16 is emulated here (this CPU has no bf16 instructions), which is usually slower than fp32"
+        "bf16 is emulated here (this CPU has no bf16 instructions): its matmuls run at 0.05 times the speed of "
+        "fp32 (12 instead of 240 GFLOP/s)"
     )
+    rates[torch.bfloat16] = 250e9
+    assert emulation_of_bf16(CPU) is None, "emulation must not be reported if it is faster"
 
 
 def test_environment_variables_simulate_an_old_cpu():
@@ -124,7 +150,7 @@ print(emulation_of_bf16(torch.device("cpu")))
     ).stdout.splitlines()
     reason, precision, dtype = found[0].split("|")
     assert "bf16 instructions" in reason and (precision, dtype) == ("fp32", "torch.float32")
-    assert found[1].endswith("which is usually slower than fp32")
+    assert "its matmuls run at 0." in found[1] and "GFLOP/s)" in found[1]
 
 
 def test_the_peak_depends_on_the_precision(new_cpu, monkeypatch):
@@ -134,7 +160,7 @@ def test_the_peak_depends_on_the_precision(new_cpu, monkeypatch):
     )
     assert peak_flops(CPU, "bf16")[0] == 1e11 and peak_flops(CPU, "fp32")[0] == 1e11
     missing_bf16.cache_clear()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     peak_flops(CPU, "bf16")
     assert asked == [(torch.bfloat16, 1024), (torch.float32, 1024), (torch.bfloat16, 256)]
 
@@ -282,20 +308,25 @@ def test_deterministic_runs_use_deterministic_kernels(recipe):
 
 
 @pytest.fixture
-def eight_gpus(monkeypatch):
-    """Environment of a process on a machine with eight processes and 64 cores."""
+def eight_gpus(monkeypatch, tmp_path):
+    """Environment of a process on one of two machines, each with eight processes, InfiniBand and 64 cores."""
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(hardware, "INFINIBAND", tmp_path)
     monkeypatch.setattr(hardware, "available_cores", lambda: 64)
     monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("WORLD_SIZE", "16")
 
 
 def test_a_complete_machine_gives_no_warning(eight_gpus):
-    assert few_cores(GPU) is None and few_cores(CPU) is None
+    assert environment_warnings(GPU) == environment_warnings(CPU) == []
 
 
 def test_the_start_warns_about_the_machine(monkeypatch, recipe):
     config = read_run_config(recipe, [])
-    monkeypatch.setattr(run_records, "few_cores", lambda device: "cores: too few")
+    monkeypatch.setattr(run_records, "environment_warnings", lambda device: ["cores: too few"])
     assert "cores: too few" in run_records.start_warnings(config, derive(config, ranks=1), frozenset(), CPU)
 
 
@@ -308,5 +339,23 @@ def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores
     them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
-    found = few_cores(GPU)
-    assert found is None if message is None else message in found
+    found = environment_warnings(GPU)
+    assert found == [] if message is None else message in found[0]
+
+
+def test_infiniband_that_nccl_cannot_use_gives_a_warning(eight_gpus, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
+    assert "can lock only 65.5 kB of memory" in environment_warnings(GPU)[0]
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(hardware.ctypes, "CDLL", missing)
+    (warning,) = environment_warnings(GPU)
+    assert "libibverbs.so.1 is not installed here, so NCCL uses TCP" in warning
+    packages = warning.partition("apt install ")[2].split()
+    assert len(packages) == 2 and set(packages) <= set((ROOT / "Dockerfile").read_text().split()), (
+        "the Docker image must contain the suggested packages"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "8")  # not needed on a single machine
+    assert environment_warnings(GPU) == []

@@ -25,7 +25,7 @@ from pretrain.hardware import (
     describe_machine,
     device_in_words,
     emulation_of_bf16,
-    few_cores,
+    environment_warnings,
     missing_bf16,
 )
 from pretrain.model.attention import classes_in_rows, without_rows
@@ -282,9 +282,8 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unused_vocabulary(config, plan),
         benchmarks_without_steps(config),
         *unhashed_blocks(plan.batches.readers),
-        few_cores(device),
     )
-    return [*filter(None, found)]
+    return [*filter(None, found), *environment_warnings(device)]
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:

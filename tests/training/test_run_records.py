@@ -137,7 +137,7 @@ def test_check_and_run_warn_on_an_old_cpu(recipe, tmp_path):
     environment = OLD_CPU | {"CUDA_VISIBLE_DEVICES": ""}
     warning = "warning: precision: bf16 is emulated here"
     (checked, _), (told, _) = run_in_turn((*asked, "--check"), asked, **environment)
-    assert warning in checked and "slower than fp32; use precision: fp32 or auto" in checked
+    assert warning in checked and "GFLOP/s); use precision: fp32 or auto" in checked
     assert "this run can start" in checked
     assert warning in told
     assert "bf16 is emulated here" in events(tmp_path / "run", "warning")[0]["message"]
