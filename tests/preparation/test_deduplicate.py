@@ -19,6 +19,7 @@ def test_the_first_of_each_kind_is_new():
     for piece in np.array_split(drawn, 37):
         expected = [not (value in known or known.add(value)) for value in piece.tolist()]
         assert seen.add(piece).tolist() == expected
+    assert len(seen) == len(known)
     assert seen.add(np.empty(0, np.uint64)).tolist() == []
 
 
