@@ -29,7 +29,8 @@ from pretrain_tools.preparation.documents.document_index import InputOrder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
-STAGES = ("keys", "candidates", "pairs")
+STAGES = {"keys": "runs", "candidates": "key ranges", "pairs": "runs"}
+"""{stage: unit shown in progress messages}, in order."""
 DUPLICATE = np.dtype([("document", "<u4"), ("kept", "<u4")])
 """A removed document and the document kept instead, as indices in input order."""
 MOST_DOCUMENTS = 1 << 32

@@ -191,15 +191,17 @@ class _Run:
         with stop_signals() as stop_if_asked:
             work = self.state_folder / "near_duplicates"
             search = DuplicateSearch(manifests, options.near_duplicates, work, self.request.tokenizer)
-            for stage in STAGES:
+            for stage, unit in STAGES.items():
                 jobs = search.missing(stage)
-                told = time.monotonic()
+                began = told = time.monotonic()
                 with closing(self._performed(search.perform, jobs)) as tasks:
                     for done, _ in enumerate(tasks if jobs else (), 1):
                         stop_if_asked()
-                        if time.monotonic() - told >= LINE_SECONDS:
-                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} tasks")
-                            told = time.monotonic()
+                        now = time.monotonic()
+                        if now - told >= LINE_SECONDS:
+                            left = (len(jobs) - done) * (now - began) / done
+                            self.say(f"near duplicates, {stage}: {done:,} of {len(jobs):,} {unit}, {left:,.0f} s left")
+                            told = now
             duplicates = search.duplicates()
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
