@@ -6,7 +6,8 @@ S3 (If-None-Match), GCS (generations) and disks create each file only once and r
 such as Hub buckets, overwrite the file. There, a process reads it again after SETTLE_SECONDS, and the last writer gets
 the lease.
 
-If a process watches a lease for SILENT_SECONDS without a change, it may create one with the next number.
+If a lease hasn't changed for SILENT_SECONDS, another process may create one with the next number. Ages are measured
+with the store's clock, by comparing a lease's modification time with that of a new object.
 """
 
 import json
@@ -14,6 +15,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -30,9 +32,11 @@ SILENT_SECONDS = 45.0
 """Seconds without a heartbeat after which the holder is considered dead."""
 LOOK_SECONDS = 2.0
 ATOMIC = ("s3", "s3a", "gs", "gcs", "file", "local", "memory")
-"""Protocols of stores that reject a second writer."""
+"""Protocols of stores that reject a second writer and set modification times with their own clock."""
 SETTLE_SECONDS = 5.0
 """For other stores: seconds to wait for concurrent writers before reading a new lease again."""
+CLOCK_SECONDS = 2.0
+"""Maximum error of a lease's age in seconds. S3 rounds to seconds, and the clocks of a store's servers may differ."""
 ANSWER_SECONDS = 20.0
 """Timeout for one request to the store."""
 LAST_SECONDS = 5.0
@@ -99,10 +103,10 @@ def take_lease(store: MirrorStore, start: str, own: str | None) -> Lease:
 def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
     """Waits until a lease is released or its holder is considered dead. Raises InputError if the holder is alive."""
     holder = describe(held)
-    say_stage(
-        f"Waiting {SILENT_SECONDS:.0f} s for a heartbeat from {holder}, which holds the lease on {store.address}"
-    )
-    deadline = time.monotonic() + SILENT_SECONDS
+    seconds = SILENT_SECONDS - _age(store, number)
+    if seconds > 0:
+        say_stage(f"Waiting {seconds:.0f} s for a heartbeat from {holder}, which holds the lease on {store.address}")
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         time.sleep(LOOK_SECONDS)
         found = _asked(lambda: store.read(path_of(number)))
@@ -114,6 +118,23 @@ def _require_silence(store: MirrorStore, number: int, held: bytes) -> None:
                 f"another --output. The lease expires {SILENT_SECONDS:g} s after the holder's last heartbeat. To take "
                 f"over immediately, remove {store.address}/{FOLDER}"
             )
+
+
+def _age(store: MirrorStore, number: int) -> float:
+    """Returns a lease's age in seconds, minus CLOCK_SECONDS, or 0 if it is unknown."""
+    if not _is_atomic(store):
+        return 0.0
+    probe = f"{FOLDER}/now-{uuid.uuid4().hex}"
+    try:
+        _asked(lambda: store.write(probe, b"now"))
+        store.system.invalidate_cache()
+        now, then = _asked(lambda: [store.system.modified(name) for name in (probe, path_of(number))])
+        return max(0.0, (now - then).total_seconds() - CLOCK_SECONDS)
+    except Exception:  # not all file systems report modification times
+        return 0.0
+    finally:
+        with suppress(Exception):
+            _asked(lambda: store.system.rm_file(probe))
 
 
 def _create(store: MirrorStore, number: int, values: dict[str, Any]) -> bool:

@@ -241,6 +241,8 @@ class MirrorCopies:
                 time.sleep(0.05)
         self.look()
         left = dict(self._copier.damaged)
+        if cured := [name for name in self._damaged if name not in left]:
+            self.metrics.say(f"Damaged files on the mirror, now replaced or removed: {', '.join(cured)}")
         if left:
             what_now = (
                 f"Files that exist in {self.run} will be replaced by the next copy; restore or remove the others on "

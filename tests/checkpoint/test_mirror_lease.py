@@ -80,6 +80,22 @@ def test_the_next_start_in_the_same_folder_does_not_wait(store, no_wait):
     lease.release()
 
 
+@pytest.mark.parametrize("store", ["disk", "memory", "s3"], indirect=True)
+def test_a_holder_that_has_long_been_dead_is_not_waited_for(store, monkeypatch, request):
+    """The lease's age is measured by the store's clock, which S3 reports in whole seconds."""
+    monkeypatch.setattr(mirror_lease, "CLOCK_SECONDS", 1.0)
+    killed = take_lease(store, "one", None)
+    killed._over.set()
+    killed._thread.join()
+    deadline = time.monotonic() + 30
+    while mirror_lease._age(store, 1) < mirror_lease.SILENT_SECONDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    request.getfixturevalue("no_wait")
+    take_lease(store, "two", None).release()
+    assert store.sizes(mirror_lease.FOLDER) == {}
+
+
 def test_only_one_of_several_simultaneous_starts_trains(store):
     """All starts detect that the previous holder is dead."""
     dead = take_lease(store, "dead", None)

@@ -143,6 +143,7 @@ def test_mirror_failures_are_logged_once(copies, tmp_path, monkeypatch):
     copies.settle(lambda: None)
     (still, said) = [event["message"] for event in events(run, "warning")][count:]
     assert "still damaged on the mirror" in still and "model.json (is empty)" in still and "run.json" not in still
+    assert "now replaced or removed: run.json" in (run / "train.log").read_text()
     assert "could not copy step 24 to the mirror within 0.1 s" in said and str(run) in said
     started = time.monotonic()
     copies.close()
