@@ -154,38 +154,36 @@ class ShardReader:
 
 def shard_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
     """Lists files that are missing or have the wrong size."""
+    remedy = f"restore the file, or remove {manifest.folder} and run prepare_data.py again"
     if manifest.url is not None:
-        return _remote_size_problems(manifest, shards)
+        remedy = "upload it again"
     problems = []
     for shard in shards:
-        path = manifest.folder / shard.file
         expected = shard.tokens * manifest.bytes_per_id
-        size = path.stat().st_size if path.is_file() else None
-        if size is not None and path.suffix in HDF5_SUFFIXES:
-            from pretrain.data.foreign_shards import ids_bytes
-
-            size = ids_bytes(path, manifest.dtype)
-        if size != expected:
-            given = "is missing" if size is None else f"has {size:,} bytes"
+        size = _size_of(manifest, shard)
+        if size not in (expected, None):
+            given = "is missing" if size < 0 else f"has {size:,} bytes"
             problems.append(
-                f"{path}: {given}, must have {expected:,} bytes ({shard.tokens:,} {manifest.dtype} IDs); restore the "
-                f"file, or remove {manifest.folder} and run prepare_data.py again"
+                f"{manifest.place}/{shard.file}: {given}, must have {expected:,} bytes ({shard.tokens:,} "
+                f"{manifest.dtype} IDs); {remedy}"
             )
     return problems
 
 
-def _remote_size_problems(manifest: Manifest, shards: Iterable[Shard]) -> list[str]:
-    from pretrain.data.object_store import remote_sizes
+def _size_of(manifest: Manifest, shard: Shard) -> int | None:
+    """Returns a shard's size in bytes. -1: the file is missing. None: the server doesn't report the size."""
+    if manifest.url is not None:
+        from pretrain.data.object_store import remote_sizes
 
-    sizes = remote_sizes(manifest.url)
-    problems = []
-    for shard in shards:
-        expected = shard.tokens * manifest.bytes_per_id
-        size = sizes.get(shard.file, -1)
-        if size not in (expected, None):  # None: the server does not report it
-            given = "is missing" if size < 0 else f"has {size:,} bytes"
-            problems.append(f"{manifest.place}/{shard.file}: {given}, must have {expected:,} bytes; upload it again")
-    return problems
+        return remote_sizes(manifest.url).get(shard.file, -1)
+    path = manifest.folder / shard.file
+    if not path.is_file():
+        return -1
+    if path.suffix in HDF5_SUFFIXES:
+        from pretrain.data.foreign_shards import ids_bytes
+
+        return ids_bytes(path, manifest.dtype)
+    return path.stat().st_size
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
