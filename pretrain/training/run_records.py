@@ -267,12 +267,10 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         attention += f"; {' and '.join(mixers)} with each document in a separate row"
     kernels = {}
     if device.type == "cuda":
-        from pretrain.model.kernels import kernels_not_used, kernels_used
+        from pretrain.model.kernels import kernels_used
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
-        not_used = kernels_not_used(config.attention, without_rows(model.attention), config.compile, **here)
-        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), config.compile, **here)}
-        kernels |= {"not used": "; ".join(not_used)} if not_used else {}
+        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), **here)}
     return {
         "device": device_in_words(device),
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",
