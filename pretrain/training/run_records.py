@@ -211,15 +211,11 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes, per source, the tokens that best-fit packing drops, repeats or crops; {} for other samplers."""
-    rows = {}
-    for (number, length), packing in batches.packings.items():
-        dropped, repeated, cropped = packing.shares()
-        rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
-            f"{dropped:.2%} of tokens dropped, {repeated:.2%} read twice, {cropped:.1%} of documents that fit in a "
-            "window cropped"
-        )
-    return rows
+    """Describes, per source, how many tokens best-fit packing drops; {} for other samplers."""
+    return {
+        f"best fit, {batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
+        for (number, length), packing in batches.packings.items()
+    }
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
