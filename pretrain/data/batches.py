@@ -348,17 +348,6 @@ class Batches:
         drawn = self._drawn_before(self.first_sample(step))
         return dict(zip(self.folders, self._epochs(drawn).tolist(), strict=True))
 
-    def epochs_in_stage(self, number: int) -> dict[str, float]:
-        """Returns {source folder: epochs to read in the stage}, not counting data read before `origin`."""
-        first = max(self.stage_starts[number], self.segments[0].first_sample)
-        end = [*self.stage_starts, self._total][number + 1]
-        if end <= first:
-            return {}
-        before = self._drawn_before(first)
-        drawn = {length: windows - before[length] for length, windows in self._drawn_before(end).items()}
-        epochs = self._epochs(drawn).tolist()
-        return {folder: here for folder, here in zip(self.folders, epochs, strict=True) if here > 0}
-
     def _drawn_before(self, sample: int) -> Drawn:
         return self.segments[self._segment_of(sample)].drawn_until(sample)
 

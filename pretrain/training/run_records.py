@@ -205,7 +205,6 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
         if stage.model_config is not before.model_config:
             parts.append(f"max_position_embeddings {stage.model_config.max_position_embeddings:,}")
             parts.append(rope_in_words(stage.model_config.rope_parameters))
-        parts += [f"{folder} {epochs:.2f} epochs" for folder, epochs in batches.epochs_in_stage(number).items()]
         rows[f"stage {stage.number}"] = ", ".join(parts)
     return rows
 

@@ -238,7 +238,6 @@ def test_a_stage_with_longer_sequences_has_its_own_epoch(tmp_path):
     assert [window[0] for window in shared] == [window[0] for window in first + second], (
         "the order must not depend on the number of ranks"
     )
-    assert batches.epochs_in_stage(1) == {str(folder): 1.0}
     assert batches.epochs_at(10) == {str(folder): 2.0}
 
 
