@@ -64,8 +64,6 @@ CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
 POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-MAX_DEPTH = 20
-"""Maximum nesting depth of lists and objects."""
 
 
 def load_model_config(
@@ -236,13 +234,12 @@ def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
     """Builds the configuration from `keys`. Validates the keys in `stated`, which were written by hand."""
-    if _depth(stated) > MAX_DEPTH:  # the checks below recurse
-        raise InputError(
-            f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep, which no model needs"
-        )
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
-    problems = _value_problems(stated, defaults)
+    try:
+        problems = _value_problems(stated, defaults)
+    except RecursionError:
+        raise InputError(f"{where}: lists or objects are nested too deeply") from None
     # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
@@ -470,8 +467,6 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
             problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
-        if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is not a label mapping; omit it for a language model")
     return problems
 
 
@@ -547,17 +542,6 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, path)
     elif isinstance(values, int | float) and not isinstance(values, bool):
         yield path, values
-
-
-def _depth(values: Any) -> int:
-    """Returns the nesting depth of lists and objects, up to MAX_DEPTH + 1, without recursion."""
-    depth = 0
-    level = [values]
-    while level and depth <= MAX_DEPTH:
-        depth += 1
-        inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
-        level = [item for value in inner for item in value if isinstance(item, Mapping | list)]
-    return depth
 
 
 def _shown(value: Any) -> str:
