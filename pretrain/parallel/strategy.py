@@ -390,13 +390,18 @@ class Strategy:
         """Returns the tensors from all pipeline stages. mine: the tensors on this rank."""
         return mine
 
-    def model_tensors(self) -> TensorGroup:
-        """Returns the fp32 parameters and the saved buffers by HF name. Tied parameters are included once."""
-        return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
+    def model_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        """Returns the fp32 parameters and the saved buffers by HF name. Tied parameters are included once.
 
-    def term_tensors(self) -> TensorGroup:
-        """Returns the loss terms' parameters. Their names begin with "loss_terms."."""
-        return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
+        averaged: return the average of the parameters.
+        """
+        weights = self.average.means if averaged else self.weights()
+        return self.of_all_stages(TensorGroup.of(without_terms(weights) | self.saved_buffers()))
+
+    def term_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        """Returns the loss terms' parameters or their average. The names begin with "loss_terms."."""
+        weights = self.average.means if averaged else self.weights()
+        return self.of_all_stages(TensorGroup.of(of_terms(weights)))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the persistent buffers, which checkpoints contain."""
@@ -424,14 +429,6 @@ class Strategy:
             yield
         finally:
             self.average.exchange(self.weights())
-
-    def average_tensors(self) -> TensorGroup:
-        """Returns the averaged fp32 weights and the saved buffers by HF name."""
-        return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
-
-    def average_term_tensors(self) -> TensorGroup:
-        """Returns the averaged parameters of the loss terms."""
-        return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Loads unsharded tensors into the average."""

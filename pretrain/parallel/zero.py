@@ -256,17 +256,12 @@ class Zero(Strategy):
             note.remove()
         return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
-    def model_tensors(self) -> TensorGroup:
-        return gathered_group(without_terms(self.shapes()), self.get, self.saved_buffers())
+    def model_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        gather = self._average if averaged else self.get
+        return gathered_group(without_terms(self.shapes()), gather, self.saved_buffers())
 
-    def term_tensors(self) -> TensorGroup:
-        return gathered_group(of_terms(self.shapes()), self.get)
-
-    def average_tensors(self) -> TensorGroup:
-        return gathered_group(without_terms(self.shapes()), self._average, self.saved_buffers())
-
-    def average_term_tensors(self) -> TensorGroup:
-        return gathered_group(of_terms(self.shapes()), self._average)
+    def term_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        return gathered_group(of_terms(self.shapes()), self._average if averaged else self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:
