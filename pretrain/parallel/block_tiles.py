@@ -54,8 +54,8 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
         *problems,
         f"optim.name: adamw_8bit is not supported with {sizes.fsdp} shards per parameter (dp_shard x cp), because "
         f"sharding {first.name} ({' x '.join(map(str, first.shape))}) would split its quantization blocks of 256 "
-        "consecutive elements; use adamw, a smaller dp_shard with dp_replicate for the remaining processes, or a model "
-        "whose row counts divide evenly",
+        "consecutive elements; use adamw, a smaller dp_shard with dp_replicate for the remaining processes, or a "
+        "model whose row counts divide evenly",
     ]
 
 

@@ -269,9 +269,8 @@ def test_the_end_of_document_row_gets_a_gradient(config):
 def test_a_vocabulary_that_does_not_fit_is_named_with_the_remedy():
     assert check_vocabulary(tiny("llama"), 128) == []
     assert check_vocabulary(tiny("llama"), 50257) == [
-        "the data's tokenizer has 50,257 IDs, but the model's vocab_size is 128; use --model.vocab_size auto (or "
-        "omit vocab_size in the model's JSON), which sets it to 50,304, or prepare the data with a tokenizer "
-        "that has at most 128 IDs"
+        "the data's tokenizer has 50,257 IDs, but the model's vocab_size is 128; use --model.vocab_size auto, which "
+        "sets it to 50,304, or prepare the data with a tokenizer that has fewer IDs"
     ]
     (pretrained,) = check_vocabulary(tiny("llama"), 50257, has_weights=True)
     assert "vocab_size is 128; prepare the data with the model's own tokenizer, or, if the data's tok" in pretrained
