@@ -57,13 +57,18 @@ NUMBER_RULES = (
     (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a non-negative number (such as 0.02)"),
+    # Rotary parameters.
+    (r"^factor$", lambda value: value >= 1, "a number of at least 1 (such as 8.0)"),
+    (
+        r"^(rope_theta|partial_rotary|original_max|attention_factor|beta_|low_freq|high_freq)",
+        lambda v: v > 0,
+        "a number above 0",
+    ),
 )
 """(regex for key names, function that checks a value, description of the allowed values)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
-POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
 
 
 def load_model_config(
@@ -495,10 +500,12 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
     """Returns error messages for rotary parameters, which can be one object or one object per layer type.
 
-    has_keys: True if the class declares rope_parameters. Unknown keys are then errors.
+    `_number_problems` checks the numbers. has_keys: True if the class declares rope_parameters. Unknown keys are then
+    errors.
     """
     known = {*RopeParameters.__annotations__, "type"}
-    problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
+    problems = []
+    objects = {"": {"rope_theta": keys.get("rope_theta")}}
     for outer in ("rope_parameters", "rope_scaling"):
         if (given := keys.get(outer)) is None:
             continue
@@ -508,27 +515,18 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             )
             continue
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
-        for prefix, values in (nested or {f"{outer}.": given}).items():
-            problems += _rope_kind_problems(prefix, values)
+        objects |= nested or {f"{outer}.": given}
         for key in given if has_keys and not nested else ():
             if key not in known:
                 problems.append(f"{outer}.{key} is not a rotary parameter{did_you_mean(key, known)}")
-    return problems
-
-
-def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key in ("rope_type", "type"):
-        if (kind := values.get(key)) is not None and (not isinstance(kind, str) or kind not in ROPE_TYPES):
-            problems.append(f"{prefix}{key}: {_shown(kind)} is not a rope_type{did_you_mean(str(kind), ROPE_TYPES)}")
-    for key in ("factor", *POSITIVE_IN_ROPE):
-        if (value := values.get(key)) is None:
-            continue
-        least = 1 if key == "factor" else 0
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value < least or value == 0:
-            allowed = "a number of at least 1 (such as 8.0)" if key == "factor" else "a number above 0"
-            problems.append(f"{prefix}{key}: must be {allowed}, got {_shown(value)}")
+    for prefix, values in objects.items():
+        for key, value in values.items():
+            is_type = key in ("rope_type", "type")
+            if is_type and value is not None and value not in ROPE_TYPES:
+                hint = did_you_mean(str(value), ROPE_TYPES)
+                problems.append(f"{prefix}{key}: {_shown(value)} is not a rope_type{hint}")
+            if not is_type and isinstance(value, str):
+                problems.append(f"{prefix}{key}: must be a number, got {_shown(value)}")
     return problems
 
 
