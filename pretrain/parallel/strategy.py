@@ -53,11 +53,6 @@ LOSS_TERMS = "loss_terms"
 """Name prefix of the loss terms' parameters."""
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
-WHY_NOT = {
-    "fp16": "the weights would be in fp16, and the head's gradient, a sum over all tokens, could exceed "
-    "fp16's maximum of 65,504 at any loss scale",
-}
-"""{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
 
 def device_type() -> str:
@@ -197,8 +192,8 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} is not supported with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
-            f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
+            f"{path}: {value} is not supported with {name}; use {' or '.join(allowed)}, or a strategy that supports "
+            "it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]

@@ -227,12 +227,12 @@ def test_all_problems_of_a_mesh_are_reported_at_once(sizes, recipe):
     assert any(expected in problem for problem in found)
 
 
-def test_unsupported_precision_is_rejected_with_the_reason(sizes, recipe, monkeypatch):
+def test_unsupported_precision_is_rejected(sizes, recipe, monkeypatch):
     sizes(4, pp="2")
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
     problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
-    assert problem.startswith("precision: fp16 is not supported with mesh: the weights would be in fp16, and")
+    assert problem.startswith("precision: fp16 is not supported with mesh")
     assert problem.endswith("use fp32 or bf16 or fp8, or a strategy that supports it, such as ddp")
 
 
