@@ -35,20 +35,15 @@ def register(module: ModuleType) -> str:
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
     }
     causal_names = [name for name in defined_here if name.endswith("ForCausalLM")]
-    if len(causal_names) != 1:
-        found = f"found {', '.join(causal_names)}" if causal_names else "found none"
-        raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
-    base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
-    if base_name not in defined_here:
-        raise InputError(f"{module.__file__}: must define {base_name}, the base model of {causal_names[0]}")
-    causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
-    config_class = causal_class.config_class
-    if getattr(config_class, "__module__", "") != module.__name__:
+    causal_class = defined_here[causal_names[0]] if len(causal_names) == 1 else None
+    config_class = getattr(causal_class, "config_class", None)
+    model_class = defined_here.get("".join(causal_names).removesuffix("ForCausalLM") + "Model")
+    if model_class is None or getattr(config_class, "__module__", "") != module.__name__:
         raise InputError(
-            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration class in this file, with its "
-            "own model_type"
+            f"{module.__file__}: must define exactly one class XForCausalLM, its base model XModel, and its "
+            "config_class, a configuration class with its own model_type"
         )
-    register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
+    register_classes(module.__file__, config_class, causal_class, model_class)
     return config_class.model_type
 
 
