@@ -67,7 +67,7 @@ class Muon(torch.optim.Optimizer):
     group of ranks with replicas of the matrices. These ranks share the work.
 
     Args:
-        params: matrices.
+        params: matrices. Raises ValueError for other shapes.
         lr: learning rate, on the same scale as AdamW's.
         momentum: m in the formulas above.
         ns_steps: number of Newton-Schulz iterations.
@@ -94,6 +94,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults | {"ns_steps": ns_steps, "coefficients": coefficients})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self.matrices = {p: HiddenMatrix(tuple(p.shape)) for p in parameters} | dict(matrices or {})
+        if shapes := [matrix.shape for matrix in self.matrices.values() if len(matrix.shape) != 2]:
+            raise ValueError(f"Muon supports only matrices, got parameters of shape {', '.join(map(str, shapes))}")
         self.placed: dict[torch.Tensor, list[MatrixPiece]] = {}
         """{tensor: shards in it}. Set by strategies that shard parameters or flatten them into one tensor."""
         self._pieces: dict[tuple[torch.Tensor, ...], list[MatrixPiece]] = {}
