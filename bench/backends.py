@@ -34,7 +34,6 @@ LOSS_SHAPES = {
 LOSSES = {
     "chunked (auto)": "chunked",
     "chunked, compiled (auto on a GPU)": "chunked_compiled",
-    "torch's linear_cross_entropy": "torch",
     "full logits": "logits",
 }
 ATTENTION_SHAPES = {"12 x 64": (12, 64), "8 x 512": (8, 512), "2 x 2,048": (2, 2048), "1 x 8,192": (1, 8192)}

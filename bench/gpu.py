@@ -26,7 +26,7 @@ from bench.shapes import GPU_SHAPES, Shape  # noqa: E402
 from pretrain.errors import InputError, did_you_mean, run_script  # noqa: E402
 
 ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"]
-LOSSES = ["chunked_compiled", "chunked", "torch", "logits"]
+LOSSES = ["chunked_compiled", "chunked", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
 """Settings that shapes need to fit on one GPU. With AdamW's fp32 state, 7B leaves no memory for activations."""
 STRATEGIES = ("ddp", "fsdp2", "hsdp")

@@ -240,7 +240,7 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
         Check(
             f"loss {name}",
             partial(worker.run, check_loss, name, device, scale.loss_sizes),
-            uncompiled if name == "chunked_compiled" else missing_loss(name),
+            uncompiled if name == "chunked_compiled" else None,
         )
         for name in LOSS_BACKENDS
     ]
@@ -354,13 +354,6 @@ def refused_attention(name: str, documents: bool, device: str) -> str | None:
         name, device_type=device, dtype=DTYPES[half_precision(device)], window=WindowSpec(1024, documents)
     )
     return reason and f"{name} {reason}"
-
-
-def missing_loss(name: str) -> str | None:
-    """Returns why the installed torch can't run a loss, or None if it can."""
-    from pretrain.model.loss import torch_loss_problems
-
-    return "; ".join(torch_loss_problems(0.0, None)) or None if name == "torch" else None
 
 
 def missing_compiler() -> str | None:

@@ -215,10 +215,8 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
     results = []
     for name, chosen in (("logits", "fp32"), (backend, precision)):
         with autocast(device, chosen):
-            # torch's linear_cross_entropy has no z-loss.
-            z_loss = 0.0 if backend == "torch" else 1e-3
             loss, _ = next_token_loss(
-                inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=z_loss, backend=name
+                inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=1e-3, backend=name
             )
         results.append((loss.detach(), *(g / LOSS_SCALE for g in torch.autograd.grad(loss * LOSS_SCALE, inputs))))
     reference, found = results

@@ -407,7 +407,7 @@ class Pipeline(Section):
 
 
 class Loss(Section):
-    backend: Literal["auto", "chunked", "chunked_compiled", "torch", "logits"] = "auto"
+    backend: Literal["auto", "chunked", "chunked_compiled", "logits"] = "auto"
     """Loss implementation; see pretrain/model/loss.py."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of mean(logsumexp(logits)^2), which keeps logits from drifting (arXiv 2204.02311). 0: off."""

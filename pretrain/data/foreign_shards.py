@@ -47,12 +47,9 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 
 
 def foreign_files(path: Path) -> dict[str, Path] | None:
-    """Returns {split: file} for a .bin or HDF5 file, a Megatron prefix without suffix or a nanoGPT folder, or None."""
+    """Returns {split: file} for a .bin or HDF5 file or a nanoGPT folder, or None."""
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
         return {_split_of(path): path}
-    beside = path.parent / f"{path.name}.bin"
-    if beside.is_file() and beside.with_suffix(IDX_SUFFIX).is_file():
-        return {_split_of(beside): beside}
     found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}
     return found or None
 

@@ -87,10 +87,6 @@ def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
         fields = json.loads(content)
     except ValueError as error:
         raise InputError(f"{path}: is not valid JSON ({error}); restore it or prepare the folder again") from None
-    return _manifest_from(folder, path, fields, hashlib.sha256(content).hexdigest())
-
-
-def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Manifest:
     if not isinstance(fields, dict) or fields.get("format") != SHARDS_FORMAT["format"]:
         given = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
         raise InputError(
@@ -127,7 +123,7 @@ def _manifest_from(folder: Path, path: str, fields: object, sha256: str) -> Mani
         end_of_document_id=take(fields, "end_of_document_id", int),
         dtype=take(fields, "dtype", str),
         shards=tuple(shards),
-        sha256=sha256,
+        sha256=hashlib.sha256(content).hexdigest(),
         source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
         input_format=(fields.get("options") or {}).get("format"),
     )

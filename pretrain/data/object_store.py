@@ -83,22 +83,19 @@ def remote_manifest(url: str) -> Manifest:
 
 
 def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies the manifest and tokenizer atomically, because other ranks on the machine may do the same."""
-    local.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=local.parent, prefix=".copying-") as place:
-        copy = Path(place) / "copy"
-        (copy / TOKENIZER_FOLDER).mkdir(parents=True)
-        for name in remote_sizes(url):
-            if name.startswith(f"{TOKENIZER_FOLDER}/") and name.count("/") == 1:
-                (copy / name).write_bytes(remote_folder(url).read(name))
-        (copy / MANIFEST_FILE).write_bytes(manifest)
-        if local.is_dir():  # damaged, or another rank was faster
-            local.rename(Path(place) / "old")
-        try:
-            copy.rename(local)
-        except OSError:
-            if not local.is_dir():
-                raise
+    """Copies the manifest and tokenizer. tokenizer.json comes last, because it shows that the copy is complete."""
+    names = [name for name in remote_sizes(url) if name.startswith(f"{TOKENIZER_FOLDER}/") and name.count("/") == 1]
+    _store(local / MANIFEST_FILE, manifest)
+    for name in sorted(names, key=lambda name: name.endswith("/tokenizer.json")):
+        _store(local / name, remote_folder(url).read(name))
+
+
+def _store(path: Path, content: bytes) -> None:
+    """Writes a file atomically, because other ranks may do the same, even on other machines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as fresh:
+        fresh.write(content)
+    os.replace(fresh.name, path)
 
 
 class RemoteIds:
@@ -294,7 +291,5 @@ def copied_file(manifest: Manifest, name: str) -> Path:
     """Returns a local copy of a file stored next to the shards, made on first use. Raises InputError."""
     path = manifest.folder / name
     if not path.is_file():
-        fresh = path.with_name(f".{name}.{os.getpid()}")
-        fresh.write_bytes(remote_folder(manifest.url).read(name))
-        fresh.rename(path)
+        _store(path, remote_folder(manifest.url).read(name))
     return path

@@ -29,7 +29,7 @@ POOL_BLOCKS = 64
 
 PLANS_KEPT = 2 * POOL_BLOCKS
 MEASURED_BLOCKS = 8
-"""Number of blocks that `Packing.shares` samples."""
+"""Number of blocks that `Packing.dropped_share` samples."""
 
 
 def block_count(windows: int) -> int:
@@ -83,14 +83,8 @@ class BlockPlan:
     """(pieces,) int32 number of tokens in each piece."""
     first_piece: np.ndarray
     """(windows + 1,) int32 index of each window's first piece."""
-    documents: int
-    """Number of documents shorter than a window."""
-    cropped: int
-    """Number of these documents that are cropped or dropped."""
     dropped: int
     """Number of tokens that aren't read."""
-    repeated: int
-    """Number of repeated tokens."""
 
 
 class Packing:
@@ -140,19 +134,13 @@ class Packing:
         blocks = min(self.blocks, POOL_BLOCKS * 5 // 4)
         return blocks * (BLOCK_WINDOWS + 2) * self.length * self.reader.manifest.bytes_per_id
 
-    def shares(self) -> tuple[float, float, float]:
-        """Estimates the fractions of dropped tokens, repeated tokens and cropped documents from a few blocks."""
+    def dropped_share(self) -> float:
+        """Estimates the fraction of dropped tokens from a few blocks."""
         measured = sorted({number * self.blocks // MEASURED_BLOCKS for number in range(MEASURED_BLOCKS)})
         for block in measured:
             self.expect(self._first_window(block))
         plans = [self._plan(block) for block in measured]
-        tokens = sum(int(plan.lengths.sum()) for plan in plans)
-        documents = sum(plan.documents for plan in plans)
-        return (
-            sum(plan.dropped for plan in plans) / tokens,
-            sum(plan.repeated for plan in plans) / tokens,
-            sum(plan.cropped for plan in plans) / max(1, documents),
-        )
+        return sum(plan.dropped for plan in plans) / sum(int(plan.lengths.sum()) for plan in plans)
 
     def _first_window(self, block: int) -> int:
         return block * self.windows // self.blocks
@@ -188,8 +176,7 @@ class Packing:
         is_open = not len(inside) or inside[-1] < end
         bounds = np.concatenate([[begin], inside, [end] if is_open else []]).astype(np.int64)
         windows = self._first_window(block + 1) - self._first_window(block)
-        is_continued = begin > 0 and begin not in ends
-        return pack(bounds, self.length, windows, is_continued=is_continued, is_open=is_open)
+        return pack(bounds, self.length, windows, is_open=is_open)
 
     def _edge(self, ends: np.ndarray, nominal: int) -> int:
         """Returns a block boundary: the last document end less than a window before `nominal`, otherwise `nominal`."""
@@ -197,16 +184,13 @@ class Packing:
         return int(ends[last]) if last >= 0 and ends[last] > nominal - self.length else nominal
 
 
-def pack(
-    bounds: np.ndarray, length: int, windows: int, *, is_continued: bool = False, is_open: bool = False
-) -> BlockPlan:
+def pack(bounds: np.ndarray, length: int, windows: int, *, is_open: bool = False) -> BlockPlan:
     """Plans a block's windows.
 
     Args:
         bounds: (documents + 1,) first token of each document, and the end of the last one.
         length: window length in tokens.
         windows: number of windows to fill.
-        is_continued: True if the first document began in the previous block.
         is_open: True if the last document continues in the next block. Its remainder may only fill a gap: since it
             doesn't end with an end-of-document ID, no document may follow it in a window.
     """
@@ -223,7 +207,6 @@ def pack(
         packed = packed[:-1]
     packed = packed[np.argsort(-rest[packed], kind="stable")]
     bins, left = _best_fit(rest[packed].tolist(), length, windows - len(full))
-    places = packed[[piece for pieces in bins for piece in pieces]] if any(bins) else packed[:0]
     pieces = [[(start, length)] for start in full]
     pieces += [sorted((int(rest_starts[packed[n]]), int(rest[packed[n]])) for n in members) for members in bins]
     gaps = [length - sum(count for _, count in window) for window in pieces]
@@ -237,15 +220,11 @@ def pack(
     repeated = _fill(pieces, gaps, fillers)
     flat = list(itertools.chain.from_iterable(pieces))
     read = sum(count for _, count in flat)
-    is_short = (whole == 0) & (np.arange(len(sizes)) >= is_continued) & (np.arange(len(sizes)) < len(sizes) - is_open)
     return BlockPlan(
         starts=np.array([start for start, _ in flat], np.int64),
         lengths=np.array([count for _, count in flat], np.int32),
         first_piece=np.cumsum([0, *map(len, pieces)]).astype(np.int32),
-        documents=int(is_short.sum()),
-        cropped=int(is_short.sum() - is_short[places].sum()),
         dropped=int(bounds[-1] - bounds[0]) - (read - repeated),
-        repeated=repeated,
     )
 
 

@@ -323,16 +323,12 @@ def check_vocabulary(config: PreTrainedConfig, vocabulary_size: int, *, has_weig
     if vocabulary_size <= config.vocab_size:
         return []
     what = f"the data's tokenizer has {vocabulary_size:,} IDs, but the model's vocab_size is {config.vocab_size:,}"
+    auto = f"use --model.vocab_size auto, which sets it to {padded_vocabulary(vocabulary_size):,}"
     if has_weights:
         return [
-            f"{what}; prepare the data with the model's own tokenizer, or, if the data's tokenizer extends it, use "
-            f"--model.vocab_size auto, which sets it to {padded_vocabulary(vocabulary_size):,}"
+            f"{what}; prepare the data with the model's own tokenizer, or, if the data's tokenizer extends it, {auto}"
         ]
-    return [
-        f"{what}; use --model.vocab_size auto (or omit vocab_size in the model's JSON), which sets it to "
-        f"{padded_vocabulary(vocabulary_size):,}, or prepare the data with a tokenizer that has at most "
-        f"{config.vocab_size:,} IDs"
-    ]
+    return [f"{what}; {auto}, or prepare the data with a tokenizer that has fewer IDs"]
 
 
 def shape_changes(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:

@@ -100,15 +100,13 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         needs.append(f"Python's headers ({header} is missing)")
-    install = ["apt install build-essential python3-dev, or conda install gxx python"] if needs else []
     if device_type == "cuda" and importlib.util.find_spec("triton") is None:
         needs.append("Triton")
-        install.append("pip install triton")
     if not needs:
         return []
     return [
-        f"compile: {requested} needs {' and '.join(needs)}; install the missing software "
-        f"({'; '.join(install)}), or use none, which is slower"
+        f"compile: {requested} needs {' and '.join(needs)}; install the missing software (apt install build-essential "
+        "python3-dev, or conda install gxx python; pip install triton), or use none, which is slower"
     ]
 
 

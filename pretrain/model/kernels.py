@@ -1,8 +1,6 @@
-"""Activates FlashAttention 3 if possible, and reports which kernels a GPU run uses, and why it doesn't use others."""
+"""Activates FlashAttention 3 if possible, and reports which attention kernel a GPU run uses."""
 
 import functools
-import importlib.metadata
-import importlib.util
 
 import torch
 from transformers import PreTrainedConfig
@@ -10,14 +8,12 @@ from transformers import PreTrainedConfig
 from pretrain.config import WindowSpec
 from pretrain.model.attention import (
     ATTENTION_NAMES,
-    FLASH_CAPABILITY,
     FLASH_PACKAGES,
     VARLEN_TAKES_GROUPS,
     head_widths,
     why_not,
     why_not_flash,
 )
-from pretrain.model.cpu_attention import HALF_DTYPES
 from pretrain.model.model_config import first_line
 
 HOPPER = (9, 0)
@@ -31,7 +27,7 @@ def prefer_flash_3(
 ) -> str | None:
     """Makes torch's varlen attention use FlashAttention 3, if `attention: auto` chose varlen and the kernel works.
 
-    Returns None on success, or the reason why not. For the arguments, see `kernels_not_used`.
+    Returns None on success, or the reason why not. For the arguments, see `kernels_used`.
     """
     varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
     if requested != "auto" or attention != "groundwork_sdpa" or varlen:
@@ -86,75 +82,29 @@ def _small_varlen(dtype: torch.dtype, width: int, device: str) -> list[torch.Ten
 def kernels_used(
     requested: str,
     attention: str,
-    compile_mode: str,
     *,
     dtype: torch.dtype,
     window: WindowSpec,
     model_config: PreTrainedConfig,
 ) -> str:
-    """Describes the kernels that a GPU run uses, with versions. For the arguments, see `kernels_not_used`."""
-    varlen = why_not("varlen", device_type="cuda", dtype=dtype, window=window) or why_not_flash(model_config)
-    if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
-        module, _ = FLASH_PACKAGES[name]
-        used = f"{name} ({module} {version_of(module)})"
-    elif attention != "groundwork_sdpa":
-        used = f"{attention} in torch {torch.__version__}"
-    elif prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config) is None:
-        module, _ = FLASH_PACKAGES["flash_attention_3"]
-        used = f"varlen in torch {torch.__version__} with FlashAttention 3 ({module} {version_of(module)})"
-    elif varlen is None:
-        used = f"varlen (flash attention for packed documents) in torch {torch.__version__}"
-    elif window.document_mask:
-        used = f"sdpa in torch {torch.__version__} with a dense mask for packed documents"
-    else:
-        used = f"sdpa in torch {torch.__version__}"
-    return f"{used}; layers compiled with Triton {version_of('triton')}" if compile_mode != "none" else used
-
-
-def kernels_not_used(
-    requested: str,
-    attention: str,
-    compile_mode: str,
-    *,
-    dtype: torch.dtype,
-    window: WindowSpec,
-    model_config: PreTrainedConfig,
-) -> list[str]:
-    """Returns a line for each possibly faster GPU kernel, with the reason why this run doesn't use it.
+    """Describes the attention kernel that a GPU run uses, and why it doesn't use a faster one.
 
     Args:
         requested: the recipe's `attention`.
         attention: the model's attention, one of `attention.candidates_of`.
         dtype: dtype of the matmuls.
     """
-    reasons = []
-    capability = torch.cuda.get_device_capability()
-    if dtype not in HALF_DTYPES:
-        half = "bf16" if capability >= FLASH_CAPABILITY else "fp16"
-        reasons.append(f"{half} tensor cores: precision is fp32")
-    if compile_mode == "none":
-        triton = "" if importlib.util.find_spec("triton") else ", and Triton is not installed"
-        reasons.append(f"compiled layers: compile is none{triton}")
-    if torch.are_deterministic_algorithms_enabled():
-        reasons.append("nondeterministic kernels, such as cuDNN's attention: deterministic is true")
-    by_flash_3 = prefer_flash_3(requested, attention, dtype=dtype, window=window, model_config=model_config)
-    for name in ("varlen", *FLASH_PACKAGES):
-        problem = why_not(name, device_type="cuda", dtype=dtype, window=window)
-        if name == "varlen":
-            problem = problem or why_not_flash(model_config)
-        if name == "flash_attention_3" and requested == "auto":
-            reasons += [f"{name}: {by_flash_3}"] if by_flash_3 else []
-        elif problem:
-            reasons.append(f"{name}: {problem}")
-        elif ATTENTION_NAMES[name] != attention:
-            reasons.append(f"{name}: available here, but attention is {requested}")
-    return reasons
-
-
-def version_of(module: str) -> str:
-    """Returns the version of the package that contains a module. The package may have a different name."""
-    packages = importlib.metadata.packages_distributions().get(module, [module])
-    try:
-        return importlib.metadata.version(packages[0])
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
+    if name := next((name for name in FLASH_PACKAGES if ATTENTION_NAMES[name] == attention), None):
+        return name
+    if attention != "groundwork_sdpa":
+        return f"{attention} in torch {torch.__version__}"
+    here = {"dtype": dtype, "window": window}
+    flash_3 = prefer_flash_3(requested, attention, model_config=model_config, **here)
+    if flash_3 is None:
+        return f"varlen in torch {torch.__version__} with FlashAttention 3"
+    if varlen := why_not("varlen", device_type="cuda", **here) or why_not_flash(model_config):
+        dense = " with a dense mask for packed documents" if window.document_mask else ""
+        return f"sdpa in torch {torch.__version__}{dense}; not varlen: {varlen}"
+    return (
+        f"varlen (flash attention for packed documents) in torch {torch.__version__}; not FlashAttention 3: {flash_3}"
+    )

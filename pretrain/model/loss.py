@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
-from pretrain.config import Loss
-from pretrain.errors import InputError
 from pretrain.model.attention import IGNORED
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 
@@ -35,11 +32,6 @@ CPU_PRODUCT_BYTES = 16 * 2**20
 """Number of bytes to add to the head's fp32 gradient at a time on a CPU."""
 FEW_LOGITS = 2**20
 """Maximum number of logits that fit into a CPU's caches (4 MB in fp32)."""
-NO_Z_LOSS = "loss.backend: torch does not support z_loss; use chunked or logits, or set z_loss to 0"
-NO_CAP = "loss.backend: torch does not support this model's logit cap; use chunked or logits"
-NO_OPTIONS = (
-    f"loss.backend: torch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13"
-)
 MIN_CHUNK_TOKENS = 256
 """Minimum number of tokens per chunk.
 
@@ -98,13 +90,6 @@ def next_token_loss(
     return LOSS_BACKENDS[backend](hidden_ND, head_weight_VD, head_bias, targets_N, z_loss, cap, chunk_tokens, record)
 
 
-def loss_problems(settings: Loss, model_config: PreTrainedConfig) -> list[str]:
-    """Returns error messages for the loss settings with this model. Raises the same errors as `reference_of`."""
-    if settings.backend != "torch" or not projects_hidden_states(model_config):
-        return []
-    return torch_loss_problems(settings.z_loss, logit_cap(model_config))
-
-
 def tokens_of_chunk(vocabulary: int, device_type: str, device_bytes: float) -> int:
     """Returns the number of tokens per chunk.
 
@@ -140,27 +125,6 @@ def _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens,
     return cross_entropy + z_loss * z_term, cross_entropy.detach()
 
 
-def torch_loss_problems(z_loss: float, cap: float | None) -> list[str]:
-    """Returns error messages if the `torch` backend can't compute this loss."""
-    has_options = hasattr(nn, "LinearCrossEntropyOptions")
-    return [NO_OPTIONS] * (not has_options) + [NO_Z_LOSS] * bool(z_loss) + [NO_CAP] * bool(cap)
-
-
-def _torch(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record):
-    if problems := torch_loss_problems(z_loss, cap):
-        raise InputError(*problems)
-    dtype = _compute_dtype(hidden_ND, weight_VD)
-    method = None if chunk_tokens else "auto"
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=method)
-    hidden_ND, weight_VD, bias_V = (None if x is None else x.to(dtype) for x in (hidden_ND, weight_VD, bias_V))
-    loss = F.linear_cross_entropy(
-        hidden_ND, weight_VD, targets_N, linear_bias=bias_V, ignore_index=IGNORED, options=options
-    ).float()
-    if record is not None:  # for per-token losses, F.linear_cross_entropy would need all logits
-        _chunked(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record)
-    return loss, loss.detach()
-
-
 def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, record):
     logits_NV = F.linear(hidden_ND, weight_VD, bias_V)
     if cap:
@@ -171,10 +135,9 @@ def _logits(hidden_ND, weight_VD, bias_V, targets_N, z_loss, cap, chunk_tokens, 
 LOSS_BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "chunked": _chunked,
     "chunked_compiled": functools.partial(_chunked, compiled=True),
-    "torch": _torch,
     "logits": _logits,
 }
-"""Implementations of the same loss: chunked, chunked with compiled softmax, torch's chunked function, full logits."""
+"""Implementations of the same loss: chunked, chunked with compiled softmax, full logits."""
 
 
 def choose_loss(requested: str, *, device_type: str, compile_mode: str, logits: int | None = None) -> str:

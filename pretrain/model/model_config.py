@@ -25,7 +25,7 @@ from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
-from pretrain.registry import ARCHITECTURES, place_of
+from pretrain.registry import place_of
 
 # Keys that transformers accepts although they aren't dataclass fields.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -57,15 +57,18 @@ NUMBER_RULES = (
     (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a non-negative number (such as 0.02)"),
+    # Rotary parameters.
+    (r"^factor$", lambda value: value >= 1, "a number of at least 1 (such as 8.0)"),
+    (
+        r"^(rope_theta|partial_rotary|original_max|attention_factor|beta_|low_freq|high_freq)",
+        lambda v: v > 0,
+        "a number above 0",
+    ),
 )
 """(regex for key names, function that checks a value, description of the allowed values)"""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
-POSITIVE_IN_ROPE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor")
-POSITIVE_IN_ROPE += ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
-MAX_DEPTH = 20
-"""Maximum nesting depth of lists and objects."""
 
 
 def load_model_config(
@@ -87,10 +90,6 @@ def load_model_config(
             determines vocab_size (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`.
             Without shards, it's the file's value or the class's default.
     """
-    if ARCHITECTURES:
-        from pretrain.model.own_code import register_extensions
-
-        register_extensions()
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):
@@ -236,13 +235,12 @@ def _checked_config(
     where: str, config_class: type[PreTrainedConfig], keys: dict[str, Any], stated: dict[str, Any]
 ) -> PreTrainedConfig:
     """Builds the configuration from `keys`. Validates the keys in `stated`, which were written by hand."""
-    if _depth(stated) > MAX_DEPTH:  # the checks below recurse
-        raise InputError(
-            f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep, which no model needs"
-        )
     fields = fields_of(config_class)
     defaults = {key: getattr(config_class, config_class.attribute_map.get(key, key), None) for key in stated}
-    problems = _value_problems(stated, defaults)
+    try:
+        problems = _value_problems(stated, defaults)
+    except RecursionError:
+        raise InputError(f"{where}: lists or objects are nested too deeply") from None
     # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
@@ -438,18 +436,13 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     key_heads = count.get("num_key_value_heads")
     head_width = count.get("head_dim")
     if width and heads and head_width is None:
-        if rest := width % heads:
+        if width % heads:
             problems.append(
-                f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}; "
-                f"nearest: {width - rest or heads} or {width - rest + heads}"
+                f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}"
             )
         head_width = width // heads
     if heads and key_heads and heads % key_heads:
-        divisors = [str(number) for number in range(1, heads + 1) if heads % number == 0]
-        problems.append(
-            f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}; allowed: "
-            f"{', '.join(divisors)}"
-        )
+        problems.append(f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}")
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
         problems.append(f"head_dim must be even for rotary positions, got {head_width}")
@@ -470,8 +463,6 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
             problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
-        if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
-            problems.append(f"{key}: {_shown(value)} is not a label mapping; omit it for a language model")
     return problems
 
 
@@ -500,10 +491,12 @@ def _number_problems(path: str, value: float, default: Any) -> list[str]:
 def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
     """Returns error messages for rotary parameters, which can be one object or one object per layer type.
 
-    has_keys: True if the class declares rope_parameters. Unknown keys are then errors.
+    `_number_problems` checks the numbers. has_keys: True if the class declares rope_parameters. Unknown keys are then
+    errors.
     """
     known = {*RopeParameters.__annotations__, "type"}
-    problems = _rope_kind_problems("", {"rope_theta": keys.get("rope_theta")})
+    problems = []
+    objects = {"": {"rope_theta": keys.get("rope_theta")}}
     for outer in ("rope_parameters", "rope_scaling"):
         if (given := keys.get(outer)) is None:
             continue
@@ -513,27 +506,18 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             )
             continue
         nested = {f"{outer}.{kind}.": value for kind, value in given.items() if isinstance(value, dict)}
-        for prefix, values in (nested or {f"{outer}.": given}).items():
-            problems += _rope_kind_problems(prefix, values)
+        objects |= nested or {f"{outer}.": given}
         for key in given if has_keys and not nested else ():
             if key not in known:
                 problems.append(f"{outer}.{key} is not a rotary parameter{did_you_mean(key, known)}")
-    return problems
-
-
-def _rope_kind_problems(prefix: str, values: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for key in ("rope_type", "type"):
-        if (kind := values.get(key)) is not None and (not isinstance(kind, str) or kind not in ROPE_TYPES):
-            problems.append(f"{prefix}{key}: {_shown(kind)} is not a rope_type{did_you_mean(str(kind), ROPE_TYPES)}")
-    for key in ("factor", *POSITIVE_IN_ROPE):
-        if (value := values.get(key)) is None:
-            continue
-        least = 1 if key == "factor" else 0
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or value < least or value == 0:
-            allowed = "a number of at least 1 (such as 8.0)" if key == "factor" else "a number above 0"
-            problems.append(f"{prefix}{key}: must be {allowed}, got {_shown(value)}")
+    for prefix, values in objects.items():
+        for key, value in values.items():
+            is_type = key in ("rope_type", "type")
+            if is_type and value is not None and value not in ROPE_TYPES:
+                hint = did_you_mean(str(value), ROPE_TYPES)
+                problems.append(f"{prefix}{key}: {_shown(value)} is not a rope_type{hint}")
+            if not is_type and isinstance(value, str):
+                problems.append(f"{prefix}{key}: must be a number, got {_shown(value)}")
     return problems
 
 
@@ -547,17 +531,6 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(value, path)
     elif isinstance(values, int | float) and not isinstance(values, bool):
         yield path, values
-
-
-def _depth(values: Any) -> int:
-    """Returns the nesting depth of lists and objects, up to MAX_DEPTH + 1, without recursion."""
-    depth = 0
-    level = [values]
-    while level and depth <= MAX_DEPTH:
-        depth += 1
-        inner = [list(value.values()) if isinstance(value, Mapping) else value for value in level]
-        level = [item for value in inner for item in value if isinstance(item, Mapping | list)]
-    return depth
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,6 @@
 """Registers models that aren't in transformers, from files in `architectures` or model folders with custom code."""
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ from transformers.utils import cached_file
 
 from pretrain.errors import InputError, Problems
 from pretrain.model import architectures
-from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, error_in_file, import_file
+from pretrain.registry import LOADED_CODE, digest_of, error_in_file, import_file
 
 USUAL_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "depth", "n_blocks"),
@@ -36,34 +35,16 @@ def register(module: ModuleType) -> str:
         name: item for name, item in vars(module).items() if getattr(item, "__module__", "") == module.__name__
     }
     causal_names = [name for name in defined_here if name.endswith("ForCausalLM")]
-    if len(causal_names) != 1:
-        found = f"found {', '.join(causal_names)}" if causal_names else "found none"
-        raise InputError(f"{module.__file__}: must define exactly one class named XForCausalLM ({found})")
-    base_name = causal_names[0].removesuffix("ForCausalLM") + "Model"
-    if base_name not in defined_here:
-        raise InputError(f"{module.__file__}: must define {base_name}, the base model of {causal_names[0]}")
-    causal_class: type[PreTrainedModel] = defined_here[causal_names[0]]
-    config_class = causal_class.config_class
-    if getattr(config_class, "__module__", "") != module.__name__:
+    causal_class = defined_here[causal_names[0]] if len(causal_names) == 1 else None
+    config_class = getattr(causal_class, "config_class", None)
+    model_class = defined_here.get("".join(causal_names).removesuffix("ForCausalLM") + "Model")
+    if model_class is None or getattr(config_class, "__module__", "") != module.__name__:
         raise InputError(
-            f"{module.__file__}: {causal_names[0]}.config_class must be a configuration class in this file, with its "
-            "own model_type"
+            f"{module.__file__}: must define exactly one class XForCausalLM, its base model XModel, and its "
+            "config_class, a configuration class with its own model_type"
         )
-    register_classes(module.__file__, config_class, causal_class, defined_here[base_name])
-    ARCHITECTURES.register(config_class.model_type)(causal_class)
+    register_classes(module.__file__, config_class, causal_class, model_class)
     return config_class.model_type
-
-
-def register_extensions() -> None:
-    """Registers architectures that extensions have added to ARCHITECTURES. Raises the same errors as `register`."""
-    for name, causal_class in ARCHITECTURES.items():
-        if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
-            continue
-        module = sys.modules[causal_class.__module__]
-        if (model_type := causal_class.config_class.model_type) != name:
-            raise InputError(f"{module.__file__}: registered as {name}, but its model_type is {model_type}")
-        register(module)
-        LOADED_CODE["code of the model"] = digest_of([Path(module.__file__)])
 
 
 def register_classes(

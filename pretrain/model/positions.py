@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Data
 from pretrain.errors import InputError, Problems
-from pretrain.model.build import KeyedConfig, build_meta_model, build_model
+from pretrain.model.build import KeyedConfig, build_meta_model, build_model, shape_changes
 from pretrain.model.model_config import changed_config, described
 from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, reference_of
 
@@ -102,14 +102,12 @@ def _rope_changes(config: PreTrainedConfig, place: str, given: dict[str, Any]) -
 
 def _tables_that_differ(config: PreTrainedConfig, changed: PreTrainedConfig) -> str | None:
     """Describes tables with a row per position, which can't be extended. Returns None if there are none."""
-    shapes = [
-        {
-            "learns an embedding for each position": {name: p.shape for name, p in model.named_parameters()},
-            "has a table of all positions": {name: buffer.shape for name, buffer in model.named_buffers()},
-        }
-        for model in map(build_meta_model, (config, changed))
-    ]
-    return next((what for what in shapes[0] if shapes[0][what] != shapes[1][what]), None)
+    if shape_changes(config, changed):
+        return "learns an embedding for each position"
+    before, after = (
+        {name: buffer.shape for name, buffer in build_meta_model(each).named_buffers()} for each in (config, changed)
+    )
+    return None if before == after else "has a table of all positions"
 
 
 @functools.lru_cache(maxsize=64)

@@ -153,14 +153,10 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (ImportError, ValueError) as error:
-        raise InputError(f"{name_or_path}: transformers cannot build this model: {first_line(error)}") from error
-    except SafetensorError as error:
-        raise InputError(f"{name_or_path}: the weights are damaged ({first_line(error)}); restore them") from error
-    except OSError as error:
+    except (ImportError, ValueError, SafetensorError, OSError) as error:
         raise InputError(
-            f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or a Hub ID "
-            "with model.safetensors"
+            f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or Hub ID with an "
+            "undamaged model.safetensors"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:

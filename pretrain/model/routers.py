@@ -216,7 +216,7 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
     if not routers:
         return RouterLosses()
     problems = Problems()
-    balance = problems.attempt(balance_coefficient, loss, config, routers)
+    balance = problems.attempt(balance_coefficient, loss, config)
     if (balance or loss.router_bias_rate) and (unknown := [r.name for r in routers if not is_known(r, config)]):
         problems.append(
             f"model: the router {unknown[0]} of {config.model_type} uses an unknown routing method; "
@@ -230,16 +230,11 @@ def router_losses(loss: Loss, model: PreTrainedModel) -> RouterLosses:
 
 def bias_problem(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str | None:
     """Returns an error message unless every router has a bias for loss.router_bias_rate to update."""
-    without = [router.name for router in routers if balancing_bias(router) is None]
-    if routers and not without:
+    if routers and all(balancing_bias(router) is not None for router in routers):
         return None
-    reason = (
-        f"{without[0]} of {model_config.model_type} has" if without else f"{model_config.model_type} is dense and has"
-    )
-    instead = "balance its experts with loss.router_balance" if without else "omit it"
     return (
-        f"loss.router_bias_rate: {reason} no router bias, unlike deepseek_v3, "
-        f"glm4_moe, dots1 and ernie4_5_moe; {instead}"
+        f"loss.router_bias_rate: {model_config.model_type} has no router bias, unlike deepseek_v3, glm4_moe, dots1 "
+        "and ernie4_5_moe; omit it, or balance the experts of an MoE model with loss.router_balance"
     )
 
 
@@ -248,7 +243,7 @@ def is_known(router: Router, config: PreTrainedConfig) -> bool:
     return bool(expert_parameters(router)[1]) and experts_per_token(router, config) is not None
 
 
-def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Sequence[Router]) -> float:
+def balance_coefficient(loss: Loss, model_config: PreTrainedConfig) -> float:
     """Returns the balancing loss coefficient. Raises InputError if neither the recipe nor the model sets it."""
     if loss.router_balance is not None:
         return loss.router_balance
@@ -257,24 +252,11 @@ def balance_coefficient(loss: Loss, model_config: PreTrainedConfig, routers: Seq
             return float(own)
     if loss.router_bias_rate:
         return 0.0
-    by_bias = "loss.router_bias_rate: 0.001 to balance with the model's bias, or "
     raise InputError(
         f"loss.router_balance: {model_config.model_type} is an MoE model whose configuration has no coefficient for "
-        f"the balancing loss{_other_scale(model_config, routers)}; set "
-        f"{'' if bias_problem(model_config, routers) else by_bias}loss.router_balance: 0.001, or 0 to train without it"
+        "the balancing loss; set loss.router_balance: 0.001, or 0 to train without it (if the model has a router "
+        "bias, you can set loss.router_bias_rate: 0.001 instead)"
     )
-
-
-def _other_scale(model_config: PreTrainedConfig, routers: Sequence[Router]) -> str:
-    """Converts DeepSeek's aux_loss_alpha to our scale, for a message.
-
-    DeepSeek's loss is summed over the layers, and is 1 per layer at perfect balance.
-    """
-    alpha = getattr(model_config, "aux_loss_alpha", None)
-    chosen = experts_per_token(routers[0], model_config)
-    if not alpha or not chosen:
-        return ""
-    return f" (its aux_loss_alpha {alpha:g} would be {alpha * len(routers) / chosen:.4g} here)"
 
 
 class CastExperts:

@@ -11,9 +11,6 @@ from pretrain.model.compile import layers_of
 from pretrain.optim.adamw_8bit import has_blocks, unit_rows
 from pretrain.parallel.expert_parallel import dimension_to_shard, expert_modules
 
-SHOWN = 3
-"""Maximum number of parameters to list in a message."""
-
 
 @dataclass(frozen=True)
 class LargeParameter:
@@ -49,26 +46,17 @@ def blocks_problems(model_config: PreTrainedConfig, sizes: Sizes) -> list[str]:
     problems = [offloaded] * environment_flag("FSDP_OFFLOAD_PARAMS")
     if sizes.tp > 1 or sizes.fsdp == 1:
         return problems
-    cut = cut_blocks(model_config, sizes)
+    cut = [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
     if not cut:
         return problems
-    divisors = [n for n in range(2, sizes.fsdp) if sizes.fsdp % n == n % sizes.ep == 0]
-    others = {n: Sizes(dp_shard=n, ep=sizes.ep) for n in divisors}
-    works = [str(n) for n, other in others.items() if not cut_blocks(model_config, other)]
-    named = ", ".join(f"{each.name} ({' x '.join(map(str, each.shape))})" for each in cut[:SHOWN])
-    more = f" and {len(cut) - SHOWN} more" if len(cut) > SHOWN else ""
-    remedy = f"set dp_shard x cp to {' or '.join(works)}, and use dp_replicate for the remaining processes"
+    first = cut[0]
     return [
         *problems,
         f"optim.name: adamw_8bit is not supported with {sizes.fsdp} shards per parameter (dp_shard x cp), because "
-        f"sharding {named}{more} would split its quantization blocks of 256 consecutive elements; "
-        f"use adamw, or {remedy if works else 'a model whose row counts divide evenly'}",
+        f"sharding {first.name} ({' x '.join(map(str, first.shape))}) would split its quantization blocks of 256 "
+        "consecutive elements; use adamw, a smaller dp_shard with dp_replicate for the remaining processes, or a "
+        "model whose row counts divide evenly",
     ]
-
-
-def cut_blocks(model_config: PreTrainedConfig, sizes: Sizes) -> list[LargeParameter]:
-    """Returns the parameters for which sharding would split a quantization block."""
-    return [each for each in _large_parameters(model_config) if not each.keeps_blocks(sizes)]
 
 
 @once_per_config

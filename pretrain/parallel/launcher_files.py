@@ -39,7 +39,6 @@ ALLOWED_IN_DEEPSPEED_JSON = (
 )
 RUN_HERE = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 """Supported values of distributed_type."""
-AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
@@ -59,34 +58,21 @@ def command_problems(strategy: str, processes: int) -> list[str]:
     from accelerate.commands.launch import launch_command_parser
 
     asked = launch_command_parser().parse_args(words)
-    problems = []
-    if asked.num_processes not in (None, processes):
-        problems.append(
-            f"launcher: --num_processes {asked.num_processes} was requested, but {processes} was started; remove "
-            "--cpu from the command line or use_cpu from the accelerate config (the files in accelerate_configs also "
-            "work without a GPU)"
-        )
     default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
-    if (name := asked.config_file or default) is not None:
-        path = folder / name
-        if asked.num_processes is None:
-            problems += process_problems(path, processes)
-        problems += launcher_file_problems(path, strategy)
-    return problems
-
-
-def process_problems(path: Path, processes: int) -> list[str]:
-    """Returns an error message if accelerate started a different number of processes than the file requests."""
-    settings = read_launcher_file(path)
-    asked = settings.get("num_processes")
-    if asked in (None, processes):
-        return []
-    problem = f"{path.name}: num_processes: {asked} was requested, but {processes} was started"
-    if settings.get("use_cpu"):
+    name = asked.config_file or default
+    in_file = None if name is None else read_launcher_file(folder / name).get("num_processes")
+    wanted = asked.num_processes or in_file
+    problems = []
+    if wanted not in (None, processes):
         # On CPUs, accelerate needs mpirun to start several processes.
-        problem += "; set distributed_type: MULTI_GPU and use_cpu: false, which also works without a GPU, or use "
-        problem += f"accelerate_configs/ddp.yaml with --num_processes {asked}"
-    return [problem]
+        problems.append(
+            f"launcher: num_processes: {wanted} was requested, but {processes} was started; remove --cpu from the "
+            "command line and use_cpu from the accelerate config, or use accelerate_configs/ddp.yaml, which also "
+            "works without a GPU"
+        )
+    if name is not None:
+        problems += launcher_file_problems(folder / name, strategy)
+    return problems
 
 
 def read_launcher_file(path: Path) -> dict[str, Any]:
@@ -166,11 +152,6 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
                 problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
             problems.append(f"{name}: {key} is not a supported key{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
-    problems += [
-        f"{name}: aio.{key} is unknown{did_you_mean(key, AIO_KEYS)}"
-        for key in settings.get("aio", {})
-        if key not in AIO_KEYS
-    ]
     return problems + zero_problems(name, settings.get("zero_optimization"))
 
 

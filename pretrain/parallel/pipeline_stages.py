@@ -238,13 +238,10 @@ def layer_problem(model_config: Any, stages: int, ranks: int, schedule: str) -> 
     layers = model_config.num_hidden_layers
     if layers >= stages:
         return None
-    stages_per_rank = stages // ranks
-    works = f"at most {layers // stages_per_rank} processes per pipeline" if layers // stages_per_rank > 1 else ""
-    if stages_per_rank > 1 and layers >= ranks:
-        works = f"pipeline.schedule GPipe or 1F1B, which need only {ranks} layers" + (f", or {works}" if works else "")
     return (
         f"model: {layers} layers are too few for pipeline.schedule {schedule} on {ranks} processes, which needs "
-        f"{stages} stages ({stages_per_rank} per process); use {works or 'another strategy'}"
+        f"{stages} stages ({stages // ranks} per process); use fewer processes per pipeline, or GPipe or 1F1B, which "
+        "need only one layer per process"
     )
 
 

@@ -53,11 +53,6 @@ LOSS_TERMS = "loss_terms"
 """Name prefix of the loss terms' parameters."""
 SCALE_LOSS = ("single", "ddp")
 """Strategies that can train in fp16."""
-WHY_NOT = {
-    "fp16": "the weights would be in fp16, and the head's gradient, a sum over all tokens, could exceed "
-    "fp16's maximum of 65,504 at any loss scale",
-}
-"""{value of optim.name, precision or compile: why a strategy doesn't support it}, for non-obvious reasons."""
 
 
 def device_type() -> str:
@@ -197,8 +192,8 @@ class Strategy:
             "compile": (config.compile, cls.compilations),
         }
         return problems + [
-            f"{path}: {value} is not supported with {name}{f': {WHY_NOT[value]}' if value in WHY_NOT else ''}; "
-            f"use {' or '.join(allowed)}, or a strategy that supports it, such as ddp"
+            f"{path}: {value} is not supported with {name}; use {' or '.join(allowed)}, or a strategy that supports "
+            "it, such as ddp"
             for path, (value, allowed) in given.items()
             if value not in allowed
         ]
@@ -390,13 +385,18 @@ class Strategy:
         """Returns the tensors from all pipeline stages. mine: the tensors on this rank."""
         return mine
 
-    def model_tensors(self) -> TensorGroup:
-        """Returns the fp32 parameters and the saved buffers by HF name. Tied parameters are included once."""
-        return self.of_all_stages(TensorGroup.of(without_terms(self.weights()) | self.saved_buffers()))
+    def model_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        """Returns the fp32 parameters and the saved buffers by HF name. Tied parameters are included once.
 
-    def term_tensors(self) -> TensorGroup:
-        """Returns the loss terms' parameters. Their names begin with "loss_terms."."""
-        return self.of_all_stages(TensorGroup.of(of_terms(self.weights())))
+        averaged: return the average of the parameters.
+        """
+        weights = self.average.means if averaged else self.weights()
+        return self.of_all_stages(TensorGroup.of(without_terms(weights) | self.saved_buffers()))
+
+    def term_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        """Returns the loss terms' parameters or their average. The names begin with "loss_terms."."""
+        weights = self.average.means if averaged else self.weights()
+        return self.of_all_stages(TensorGroup.of(of_terms(weights)))
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Returns the persistent buffers, which checkpoints contain."""
@@ -424,14 +424,6 @@ class Strategy:
             yield
         finally:
             self.average.exchange(self.weights())
-
-    def average_tensors(self) -> TensorGroup:
-        """Returns the averaged fp32 weights and the saved buffers by HF name."""
-        return self.of_all_stages(TensorGroup.of(without_terms(self.average.means) | self.saved_buffers()))
-
-    def average_term_tensors(self) -> TensorGroup:
-        """Returns the averaged parameters of the loss terms."""
-        return self.of_all_stages(TensorGroup.of(of_terms(self.average.means)))
 
     def load_average(self, average: Mapping[str, torch.Tensor]) -> None:
         """Loads unsharded tensors into the average."""

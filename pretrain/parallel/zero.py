@@ -79,9 +79,7 @@ class Zero(Strategy):
         return problems
 
     def make_accelerator(self) -> Accelerator:
-        folder = prepare_extensions_folder()
-        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
-            print("compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ...", flush=True)
+        prepare_extensions_folder()
         import deepspeed
 
         # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The
@@ -256,17 +254,12 @@ class Zero(Strategy):
             note.remove()
         return [name for name, p in self.parameter_of.items() if p.requires_grad and p not in self.reached]
 
-    def model_tensors(self) -> TensorGroup:
-        return gathered_group(without_terms(self.shapes()), self.get, self.saved_buffers())
+    def model_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        gather = self._average if averaged else self.get
+        return gathered_group(without_terms(self.shapes()), gather, self.saved_buffers())
 
-    def term_tensors(self) -> TensorGroup:
-        return gathered_group(of_terms(self.shapes()), self.get)
-
-    def average_tensors(self) -> TensorGroup:
-        return gathered_group(without_terms(self.shapes()), self._average, self.saved_buffers())
-
-    def average_term_tensors(self) -> TensorGroup:
-        return gathered_group(of_terms(self.shapes()), self._average)
+    def term_tensors(self, *, averaged: bool = False) -> TensorGroup:
+        return gathered_group(of_terms(self.shapes()), self._average if averaged else self.get)
 
     def optimizer_tensors(self) -> TensorGroup:
         if self.spec.state_is_whole:

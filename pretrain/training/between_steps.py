@@ -158,11 +158,11 @@ def _begin_save(run: Run) -> None:
     strategy = run.strategy
     groups = {"model": strategy.model_tensors(), "optimizer": strategy.optimizer_tensors()}
     if run.state.average is not None:
-        groups["average"] = strategy.average_tensors()
+        groups["average"] = strategy.model_tensors(averaged=True)
     if next(strategy.loss_terms.parameters(), None) is not None:
         groups["loss_terms"] = strategy.term_tensors()
         if run.state.average is not None:
-            groups["average_loss_terms"] = strategy.average_term_tensors()
+            groups["average_loss_terms"] = strategy.term_tensors(averaged=True)
     contents = {
         **trainer_state(run.command_line.config, run.whole_plan, run.plan, run.state),
         "strategy": strategy.state(),

@@ -35,7 +35,6 @@ from pretrain.model.build import (
     shape_changes,
 )
 from pretrain.model.compile import checkpointing_problems, compiler_problems
-from pretrain.model.loss import loss_problems
 from pretrain.model.model_config import VOCABULARY_KEY, load_model_config
 from pretrain.model.routers import RouterLosses, router_losses
 from pretrain.optim.averaging import averaging_problems
@@ -300,7 +299,6 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
             stage_configs = problems.attempt(configs_of_stages, model_config, data)
         losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
-        problems += problems.attempt(loss_problems, config.loss, model_config) or []
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
 

@@ -147,6 +147,6 @@ def test_invalid_foreign_files_are_reported(nanogpt, tokenizer, tmp_path):
     for content, problem in bad.items():
         (nanogpt / "m.idx").write_bytes(content)
         with pytest.raises(InputError, match=problem):
-            read_manifest(nanogpt / "m", name)
+            read_manifest(nanogpt / "m.bin", name)
     (nanogpt / "m.idx").write_bytes(GOLDEN_INDEX)
-    assert read_manifest(nanogpt / "m", name).totals("train")[0] == 8
+    assert read_manifest(nanogpt / "m.bin", name).totals("train")[0] == 8

@@ -1,7 +1,5 @@
 """Tests for best-fit packing: whole documents, dropped token counts, and random access with any number of ranks."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -61,9 +59,7 @@ def test_windows_have_whole_documents_and_every_token_is_counted(tmp_path, name)
     sizes = SIZES[name]
     found = packing_of(documents_in(tmp_path / "a", sizes))
     ends = np.cumsum(sizes)
-    begins = ends - sizes
     reads = np.zeros(ends[-1], np.int64)
-    whole = set()
     out = np.empty(LENGTH + 1, np.uint16)
     expected = 1 + np.arange(ends[-1])
     expected[ends - 1] = END
@@ -77,17 +73,10 @@ def test_windows_have_whole_documents_and_every_token_is_counted(tmp_path, name)
             reads[start : start + count] += 1
             document = np.searchsorted(ends, start, side="right")
             assert start + count <= ends[document], "a piece must be within one document"
-            if start == begins[document] and count == sizes[document]:
-                whole.add(int(document))
         # Otherwise, the next piece would continue the text of another document.
         assert all(start + count in ends for start, count in pieces[:-1])
     plans = [found._plan(block) for block in range(found.blocks)]
     assert sum(plan.dropped for plan in plans) == (reads == 0).sum()
-    assert sum(plan.repeated for plan in plans) == (reads - 1).clip(min=0).sum()
-    short = {n for n in whole if sizes[n] < LENGTH}
-    # A document that only fills a gap counts as cropped.
-    assert sum(plan.documents for plan in plans) == (sizes < LENGTH).sum()
-    assert 0 <= len(short) - sum(plan.documents - plan.cropped for plan in plans) <= 0.01 * len(sizes)
     if name in ("short", "exactly a window"):
         assert sum(plan.dropped for plan in plans) < 0.02 * ends[-1]
 
@@ -101,14 +90,14 @@ def test_long_documents_are_split_and_their_remainders_packed():
         for a, b in zip(plan.first_piece[:-1], plan.first_piece[1:], strict=True)
     ]
     assert sorted(windows) == [[(0, 32)], [(32, 32)], [(64, 6), (70, 26)], [(96, 20), (116, 12)], [(128, 32)]]
-    assert (plan.dropped, plan.repeated, plan.documents, plan.cropped) == (0, 0, 3, 0)
+    assert plan.dropped == 0
 
 
 def test_a_document_that_does_not_fit_is_cropped_into_the_largest_gap():
     plan = pack(np.cumsum([0, 20, 20, 20]), LENGTH, 2)
     assert plan.lengths.tolist() == [20, 12, 20, 12] and plan.starts[[0, 1, 2]].tolist() == [0, 40, 20]
     # 12 tokens of the third document are read and 8 dropped. The other gap repeats 12 tokens of the first document.
-    assert (plan.dropped, plan.repeated, plan.documents, plan.cropped) == (8, 12, 3, 1)
+    assert plan.dropped == 8
 
 
 def batches_of(sources, *, stages=None, steps=60, ramp_from=1.0, seed=1):
@@ -175,4 +164,4 @@ def test_shards_without_document_ends_have_consecutive_windows(tmp_path):
     assert [found.pieces(window) for window in range(found.windows)] == [
         [(window * LENGTH, LENGTH)] for window in range(found.windows)
     ]
-    assert json.loads(json.dumps(found.shares()[1:])) == [0, 0]
+    assert found.dropped_share() <= LENGTH / 5000

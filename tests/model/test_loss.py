@@ -6,13 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.config import Loss
-from pretrain.errors import InputError
 from pretrain.model.loss import (
     LOSS_BACKENDS,
     LanguageModelLoss,
     choose_loss,
-    loss_problems,
     next_token_loss,
     recording_losses,
     tokens_of_chunk,
@@ -82,7 +79,7 @@ def test_chunked_equals_plain_with_gradients(with_bias, z_loss, backend, chunk_t
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
-@pytest.mark.parametrize("backend", [backend for backend in LOSS_BACKENDS if backend != "torch"])
+@pytest.mark.parametrize("backend", LOSS_BACKENDS)
 def test_capped_logits_match_the_formula_in_fp64(backend, z_loss):
     """The cap is below half of the largest logits, so that tanh is far from linear."""
     hidden, weight, bias, targets = inputs(with_bias=True)
@@ -95,12 +92,6 @@ def test_capped_logits_match_the_formula_in_fp64(backend, z_loss):
     torch.testing.assert_close(cross_entropy.double(), wanted_cross_entropy.detach(), rtol=1e-6, atol=1e-6)
     for got, want in zip(gradients(3 * loss, hidden, weight, bias), gradients(3 * wanted, *exact), strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
-
-
-def test_the_torch_backend_refuses_capped_logits():
-    hidden, weight, _, targets = inputs()
-    with pytest.raises(InputError, match="torch does not support this model's logit cap"):
-        next_token_loss(hidden, weight, targets, cap=4.0, backend="torch")
 
 
 @pytest.mark.parametrize("backend", LOSS_BACKENDS)
@@ -245,20 +236,6 @@ def test_auto_compiles_the_loss_on_a_gpu_and_few_logits_with_the_model(
 ):
     found = choose_loss(requested, device_type=device_type, compile_mode=compile_mode, logits=logits)
     assert found == chosen
-
-
-def test_z_loss_of_the_torch_backend_is_refused():
-    hidden, weight, _, targets = inputs()
-    with pytest.raises(InputError, match="torch does not support z_loss; use chunked or logits"):
-        next_token_loss(hidden, weight, targets, z_loss=0.1, backend="torch")
-
-
-def test_a_torch_without_the_loss_is_refused_at_the_check(monkeypatch):
-    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions")
-    config = AutoConfig.for_model("llama")
-    (problem,) = loss_problems(Loss(backend="torch"), config)
-    assert "has no torch.nn.LinearCrossEntropyOptions; use chunked, or torch 2.13" in problem
-    assert loss_problems(Loss(backend="chunked"), config) == []
 
 
 PEAK_MEMORY_SCRIPT = """

@@ -222,19 +222,17 @@ def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
 def test_all_problems_of_a_mesh_are_reported_at_once(sizes, recipe):
     sizes(8, cp="2", tp="4")
     found = MeshStrategy.problems(read_run_config(recipe, [("data.sequence_length", "33")]), "mesh")
-    assert any(
-        "sequence_length: 33 cannot be split into 2 equal chunks; nearest: 32 or 34" in problem for problem in found
-    )
-    expected = "must all be divisible by 4, the number of tensor-parallel processes; 2 would work"
+    assert any("sequence_length: 33 cannot be split into 2 equal chunks" in problem for problem in found)
+    expected = "must all be divisible by 4, the number of tensor-parallel processes"
     assert any(expected in problem for problem in found)
 
 
-def test_unsupported_precision_is_rejected_with_the_reason(sizes, recipe, monkeypatch):
+def test_unsupported_precision_is_rejected(sizes, recipe, monkeypatch):
     sizes(4, pp="2")
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     in_fp16 = read_run_config(recipe, [("precision", "fp16")])
     problem, *_ = MeshStrategy.problems(in_fp16, "mesh")
-    assert problem.startswith("precision: fp16 is not supported with mesh: the weights would be in fp16, and")
+    assert problem.startswith("precision: fp16 is not supported with mesh")
     assert problem.endswith("use fp32 or bf16 or fp8, or a strategy that supports it, such as ddp")
 
 

@@ -242,7 +242,7 @@ def test_a_process_that_dies_is_a_failure_and_the_next_check_has_another():
         worker.end()
 
 
-@pytest.mark.parametrize("backend", ["chunked", "torch", "logits"])
+@pytest.mark.parametrize("backend", ["chunked", "logits"])
 def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_detected(backend, monkeypatch):
     assert check_loss(backend, "cpu", SCALES["cpu"].loss_sizes).word == PASSED
     right = loss_module.LOSS_BACKENDS[backend]

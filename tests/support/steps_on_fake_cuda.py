@@ -40,7 +40,7 @@ from support.tiny_models import TINY, TINY_LLAMA
 
 CHOICES = {
     "attention": ("auto", "eager", "sdpa", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"),
-    "loss": ("chunked", "chunked_compiled", "torch", "logits"),
+    "loss": ("chunked", "chunked_compiled", "logits"),
     "precision": ("bf16", "fp16", "fp32"),
     "activation_checkpointing": ("none", "full"),
     "optimizer": ("adamw", "muon", "adafactor", "adafactor in bf16"),

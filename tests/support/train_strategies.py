@@ -95,7 +95,7 @@ def check_load_average(load_average):
 
     def checked(strategy, saved):
         load_average(strategy, saved)
-        compare(strategy, (strategy.average_tensors(), strategy.average_term_tensors()), saved)
+        compare(strategy, (strategy.model_tensors(averaged=True), strategy.term_tensors(averaged=True)), saved)
         print(f"{strategy.name}: average loaded")
 
     return checked

@@ -107,18 +107,16 @@ def test_the_banner_shows_device_and_kernels(recipe, monkeypatch):
     answers = {
         "device_type": lambda: "cuda",
         "device_in_words": lambda device: "a GPU",
-        "kernels_used": lambda requested, attention, compile_mode, **here: f"{attention} in {here['dtype']}",
-        "kernels_not_used": lambda requested, *rest, **here: [f"not {requested}", "nor this"],
+        "kernels_used": lambda requested, attention, **here: f"{attention} in {here['dtype']}",
     }
     for name, answer in answers.items():
         home = "pretrain.model.kernels" if name.startswith("kernels") else "pretrain.training.run_records"
         monkeypatch.setattr(f"{home}.{name}", answer)
     rows = dict(line.split("  ", 1) for line in banner(config, run, {}).splitlines())
-    found = {name: rows[name].strip() for name in ("device", "kernels", "not used")}
+    found = {name: rows[name].strip() for name in ("device", "kernels")}
     assert found == {
         "device": "a GPU",
         "kernels": "groundwork_sdpa in torch.float32",
-        "not used": "not auto; nor this",
     }
 
 

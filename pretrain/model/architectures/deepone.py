@@ -8,8 +8,7 @@ as in Qwen3 (arXiv 2505.09388), and a SwiGLU (arXiv 2002.05202) or squared-ReLU 
 This file only imports transformers and torch, because it is copied to every saved model folder.
 
 Shape suffixes:
-    B  sequences in the batch    T  query positions       S  key positions (including the cache)
-    D  hidden size               H  query heads           K  key and value heads    E  head width
+    B  sequences in the batch    T  positions    D  hidden size    E  head width
 """
 
 # transformers declares these class attributes as plain lists and dicts.
@@ -19,15 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import (
-    LlamaForCausalLM,
-    LlamaModel,
-    LlamaPreTrainedModel,
-    eager_attention_forward,
-)
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel, LlamaPreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 FEED_FORWARDS = ("swiglu", "relu2")
@@ -76,14 +68,8 @@ class DeepOneConfig(PreTrainedConfig):
                     f"{self.num_attention_heads}; change one of them or set head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.num_attention_heads % self.num_key_value_heads:
-            heads = self.num_attention_heads
-            key_heads = self.num_key_value_heads
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
         if self.feed_forward not in FEED_FORWARDS:
             raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} is odd; it must be even for rotary positions")
         super().__post_init__(**kwargs)
 
     @property
@@ -109,18 +95,12 @@ class DeepOneRotaryEmbedding(nn.Module):
         self.config = config
 
     def forward(self, x_BTD: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos and sin, each (B, 1, T, E), computed in fp32 and cast to the dtype of x_BTD."""
+        """Returns cos and sin, each (B, T, E), computed in fp32 and cast to the dtype of x_BTD."""
         width = self.config.head_dim
         exponents = torch.arange(0, width, 2, device=position_ids.device, dtype=torch.float32) / width
-        angles = position_ids[:, None, :, None].float() * self.config.rope_theta**-exponents
-        angles_B1TE = torch.cat((angles, angles), dim=-1)
-        return angles_B1TE.cos().to(x_BTD.dtype), angles_B1TE.sin().to(x_BTD.dtype)
-
-
-def rotate(x_BHTE: torch.Tensor, cos_B1TE: torch.Tensor, sin_B1TE: torch.Tensor) -> torch.Tensor:
-    """Rotates each pair (x_i, x_{i + E/2}) by its angle."""
-    first, second = x_BHTE.chunk(2, dim=-1)
-    return x_BHTE * cos_B1TE + torch.cat((-second, first), dim=-1) * sin_B1TE
+        angles = position_ids[:, :, None].float() * self.config.rope_theta**-exponents
+        angles_BTE = torch.cat((angles, angles), dim=-1)
+        return angles_BTE.cos().to(x_BTD.dtype), angles_BTE.sin().to(x_BTD.dtype)
 
 
 class DeepOneAttention(Qwen3Attention):
@@ -132,29 +112,6 @@ class DeepOneAttention(Qwen3Attention):
         # modules that have no parameters of their own, such as this one.
         self.q_proj.initial_gain = self.k_proj.initial_gain = 1.0
         self.v_proj.initial_gain = self.o_proj.initial_gain = config.initial_gain
-
-    def forward(
-        self,
-        x_BTD: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        heads_shape = (*x_BTD.shape[:-1], -1, self.head_dim)
-        query_BHTE = self.q_norm(self.q_proj(x_BTD).view(heads_shape)).transpose(1, 2)
-        key_BKTE = self.k_norm(self.k_proj(x_BTD).view(heads_shape)).transpose(1, 2)
-        value_BKTE = self.v_proj(x_BTD).view(heads_shape).transpose(1, 2)
-        query_BHTE = rotate(query_BHTE, *position_embeddings)
-        key_BKSE = rotate(key_BKTE, *position_embeddings)
-        value_BKSE = value_BKTE
-        if past_key_values is not None:
-            key_BKSE, value_BKSE = past_key_values.update(key_BKSE, value_BKSE, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        # kwargs also contains backend arguments, such as the document boundaries in packed sequences.
-        kwargs |= {"dropout": self.attention_dropout if self.training else 0.0, "scaling": self.scaling}
-        y_BTHE, weights_BHTS = attend(self, query_BHTE, key_BKSE, value_BKSE, attention_mask, **kwargs)
-        return self.o_proj(y_BTHE.reshape(*x_BTD.shape[:-1], -1).contiguous()), weights_BHTS
 
 
 class DeepOneMLP(nn.Module):
