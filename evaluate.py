@@ -113,7 +113,7 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
         problems.append(f"--document_mask {arguments.document_mask}: must be on or off")
     problems += read_numbers(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
-    if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
+    if arguments.num_fewshot is not None and "core" in arguments.tasks:
         problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
         problems += interactive_problems(arguments)

@@ -31,10 +31,8 @@ ITEMS_AT_ONCE = 2000
 Item = dict[str, Any]
 
 
-def score_core(
-    model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
-) -> list[TaskScore]:
-    """Scores each task as core/LABEL, and CORE itself if it is in `names`. Must be called on all ranks.
+def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float | None) -> list[TaskScore]:
+    """Scores each task as core/LABEL, and CORE itself. Must be called on all ranks.
 
     Args:
         model: model from lm_harness.
@@ -53,13 +51,10 @@ def score_core(
             f"{CENTERED}_stderr": None if error is None else error / (1 - task.baseline),
         }
         name = f"{CORE}/{task.label}"
-        is_part = CORE in names and name not in names
-        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part))
-    if CORE in names:
-        # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
-        samples = sum(score.samples for score in scores)
-        scores.append(TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None))
-    return scores
+        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part=True))
+    # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
+    samples = sum(score.samples for score in scores)
+    return [*scores, TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None)]
 
 
 def read_items(task: BundleTask) -> list[Item]:
@@ -143,7 +138,7 @@ def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tupl
     if start - cut < 1:
         raise InputError(
             f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens is too long for the model's "
-            f"{most:,} positions; omit this task and {CORE}"
+            f"{most:,} positions; omit {CORE}"
         )
     return tokens[cut:], start - cut
 

@@ -181,7 +181,7 @@ def test_without_a_task_the_choices_are_listed():
         (["--limit", "2.5"], "--limit 2.5: must be a whole number of documents, or a fraction below 1"),
         (["--batch_size", "0"], "--batch_size 0: must be a whole number from 1"),
         (["--num_fewshot", "-1"], "--num_fewshot -1: must be a whole number from 0"),
-        (["--num_fewshot", "3", "--tasks", "core/copa"], "--num_fewshot: cannot be used with core"),
+        (["--num_fewshot", "3", "--tasks", "core"], "--num_fewshot: cannot be used with core"),
         (["--precision", "fp23"], "--precision fp23; did you mean fp32?"),
         (["--split", "test"], "--split test; "),
         (["--document_mask", "yes"], "--document_mask yes: must be on or off"),
