@@ -22,6 +22,7 @@ from pretrain.model.pretrained import load_pretrained
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.registry import TASKS, digest_of
+from pretrain.training.background_jobs import numbers_of
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.interactive import interact
@@ -112,7 +113,7 @@ def track(evaluation: ModelResults) -> None:
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
     last = max((event.get("step") or 0 for event in read_end(run, lines=100)), default=0)
     # wandb rejects steps before the run's last one, so log the evaluated step as a value.
-    trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
+    trackers.log(numbers_of(evaluation.as_dict()), step=last)
     trackers.finish()
 
 

@@ -81,16 +81,6 @@ class ModelResults:
         """Returns all scores, except those of tasks in groups."""
         return [score for line in self.lines() for score in scores_of(line)]
 
-    def numbers(self) -> dict[str, float]:
-        """Returns {'evaluation/acc/arc_easy': 0.31, ...} for trackers, except for tasks in groups."""
-        measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
-        return {
-            f"evaluation/{metric}/{name}": value
-            for name, measures in measured.items()
-            for metric, value in measures.items()
-            if isinstance(value, float) and math.isfinite(value)
-        }
-
     def as_dict(self) -> dict[str, Any]:
         """Returns this model's entry in the JSON file."""
         tasks = {}
