@@ -256,19 +256,18 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def talk_to_model(arguments: argparse.Namespace) -> None:
     """Runs `evaluate.py --interactive` until the user quits. Raises InputError."""
-    device = torch.device(device_type())
-
-    def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-        address, *others = find_models(arguments.model[0])
-        if others:
-            raise InputError(f"--interactive: must be used with a single model, not {arguments.model[0]}")
-        if arguments.weights == "average":
-            address = averaged_address(address)
-        job = job_of(address, arguments)
-        add_tokenizer(job, arguments)
-        with weights_of(address) as folder:
-            model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
-        return model, job.tokenizer, address.name
-
     transformers_logging.disable_progress_bar()
-    interact(load, sampling_of(arguments), device, arguments.prompt)
+    address, *others = find_models(arguments.model[0])
+    if others:
+        raise InputError(f"--interactive: must be used with a single model, not {arguments.model[0]}")
+    if arguments.weights == "average":
+        address = averaged_address(address)
+    job = job_of(address, arguments)
+    add_tokenizer(job, arguments)
+    with weights_of(address) as folder:
+        model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
+    device = torch.device(device_type())
+    if emulation_of_bf16(device):
+        model.float()
+    print(address.name)
+    interact(model.eval().to(device), job.tokenizer, sampling_of(arguments), arguments.prompt)
