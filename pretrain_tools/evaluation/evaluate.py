@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import logging as transformers_logging
 
 from pretrain.checkpoint.average_folder import average_folder, require_average
-from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.data.shards import ShardReader
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.model_config import load_model_config
@@ -123,8 +123,6 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     if arguments.weights == "average":
         addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
-    for folder in arguments.data:
-        problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = [job for address in addresses if (job := problems.attempt(job_of, address, arguments))]
     for job in jobs:
         if arguments.data:
