@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.data.data_record import numbers_in
@@ -23,19 +23,8 @@ MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
 """File with sample documents, next to the manifest."""
-EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
 """Maximum number of sources listed in a message."""
-
-
-class Found(NamedTuple):
-    """An entry found in a document, such as a benchmark item."""
-
-    list_name: str
-    number: int
-    """Index in the list."""
-    excerpt: str
-    """Beginning of the entry's text."""
 
 
 @dataclass
@@ -58,8 +47,8 @@ class CleaningAccount:
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """{rule: {hash: sample}}, for the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{list: documents, entries, examples}. documents: number of documents that contain an entry. entries: indices of
-    the entries found, such as "0,4-6". examples: the first EXAMPLES_PER_LIST in input order."""
+    """{list: documents, entries}. documents: number of documents that contain an entry. entries: indices of the
+    entries found, such as "0,4-6"."""
 
     @property
     def rules(self) -> dict[str, dict[str, int]]:
@@ -105,25 +94,12 @@ class CleaningAccount:
         self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
-    def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
-        """Counts the entries found in a document."""
-        by_list: dict[str, list[Found]] = {}
-        for entry in found:
-            by_list.setdefault(entry.list_name, []).append(entry)
-        for name, entries in by_list.items():
-            examples = [
-                {"entry": entry.number, "source": source, "place": place, "excerpt": entry.excerpt}
-                for entry in entries[:EXAMPLES_PER_LIST]
-            ]
-            numbers = ranges_text({entry.number for entry in entries})
-            self._add_list(name, {"documents": 1, "entries": numbers, "examples": examples})
-
-    def _add_list(self, name: str, more: dict[str, Any]) -> None:
-        before = self.found.get(name, {"documents": 0, "entries": "", "examples": []})
+    def add_found(self, name: str, documents: int, entries: set[int]) -> None:
+        """Counts documents that contain entries of a list, such as a benchmark. entries: their indices in the list."""
+        before = self.found.get(name, {"documents": 0, "entries": ""})
         self.found[name] = {
-            "documents": before["documents"] + more["documents"],
-            "entries": ranges_text(numbers_in(before["entries"]) | numbers_in(more["entries"])),
-            "examples": [*before["examples"], *more["examples"]][:EXAMPLES_PER_LIST],
+            "documents": before["documents"] + documents,
+            "entries": ranges_text(numbers_in(before["entries"]) | entries),
         }
 
     def add(self, other: "CleaningAccount") -> None:
@@ -137,7 +113,7 @@ class CleaningAccount:
             # If several documents have the same text, keep the first.
             self.samples[rule] = _smallest(drawn | self.samples.get(rule, {}), SAMPLES_PER_RULE)
         for name, more in other.found.items():
-            self._add_list(name, more)
+            self.add_found(name, more["documents"], numbers_in(more["entries"]))
 
     def removed_whole_lines(self) -> list[str]:
         """Describes sources that lost more than 90% of their bytes, and the rules responsible."""

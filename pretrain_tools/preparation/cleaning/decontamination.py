@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning import lm_eval_items
-from pretrain_tools.preparation.cleaning.account import Found
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 TASK_SUFFIXES = (".yaml", ".yml")
 SHORTEST_RUN_WORDS = 5
-EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
@@ -103,13 +101,10 @@ class Decontamination:
     def _judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         for document, text in self._index.find(batch.texts):
-            benchmark, item, content, _ = self._texts[text]
-            found = verdicts.found.setdefault(document, [])
-            # Matches are sorted by item.
-            if not found or (found[-1].list_name, found[-1].number) != (self.benchmarks[benchmark].name, item):
-                excerpt = content.decode()[:EXCERPT_CHARACTERS].strip()
-                found.append(Found(self.benchmarks[benchmark].name, item, excerpt))
-            verdicts.removed[document] = found[0].list_name
+            benchmark, item, *_ = self._texts[text]
+            name = self.benchmarks[benchmark].name
+            verdicts.found.setdefault(document, {}).setdefault(name, set()).add(item)
+            verdicts.removed.setdefault(document, name)
         return verdicts
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, Found, add_numbers
+from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,8 +77,8 @@ class Verdicts:
     """Additional counters, such as the number of replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{histogram: value of each document}, such as its language. Use few distinct values."""
-    found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: list entries found in it, without duplicates}."""
+    found: dict[int, dict[str, set[int]]] = field(default_factory=dict)
+    """{document: {list, such as a benchmark: indices of the entries found in the document}}."""
 
 
 Judge = Callable[[TextBatch], Verdicts]
@@ -157,8 +157,9 @@ class Cleaning:
             verdicts = judge(batch)
             add_numbers(account.counts, {f"{label}.{name}": number for name, number in verdicts.counts.items()})
             add_numbers(account.histograms, {name: Counter(values) for name, values in verdicts.values.items()})
-            for number, found in verdicts.found.items():
-                account.add_found(found, sources[kept[number]], places[kept[number]])
+            for found in verdicts.found.values():
+                for name, entries in found.items():
+                    account.add_found(name, 1, entries)
             removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
             for number, text in verdicts.changed.items():
                 if number not in removed:
