@@ -155,14 +155,7 @@ def measured_text(sample: Mapping[str, Any]) -> str:
         return ""
     value = sample["value"]
     limit = sample["limit"]
-    return f"{_number(value, limit)}, {'at least' if value < limit else 'at most'} {_number(limit, value)}"
-
-
-def _number(value: float, other: float) -> str:
-    """Formats a value with enough digits to distinguish it from `other`."""
-    if value == int(value):
-        return f"{int(value):,}"
-    return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
+    return f"{value:,.6g}, {'at least' if value < limit else 'at most'} {limit:,.6g}"
 
 
 def domain_of(url: str) -> str:
