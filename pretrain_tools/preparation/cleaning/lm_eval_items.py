@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
@@ -19,7 +19,6 @@ CHOICE = re.compile(
 """Matches the names of fields with answer choices."""
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 """Matches the blank in a question."""
-CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
 UNKNOWN = "no such task, and no such file or folder"
 
@@ -81,22 +80,16 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
     if not questions:
         return choices, []
     question = max(questions, key=len)
-    return question_texts(question, choices, connectors_in(strings)), [text for text in questions if text != question]
+    return question_texts(question, choices), [text for text in questions if text != question]
 
 
-def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question alone, and with each answer appended, joined by a connector, or filled into its blank."""
+def question_texts(question: str, choices: Sequence[str]) -> list[str]:
+    """Returns the question alone, and with each answer appended or filled into its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
-    texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
     if ANSWER_BLANK.search(question):
         texts += [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
     return list(dict.fromkeys(texts))
-
-
-def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists the words that connect a premise to its cause or effect, if the item asks for one."""
-    return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -140,7 +133,7 @@ def record_texts(value: Any) -> tuple[list[str], list[str]]:
     if not texts:
         return [], []
     question, *parts = texts
-    natural = question_texts(question, choices, connectors_in(strings))
+    natural = question_texts(question, choices)
     return natural, [*parts, *(choice for choice in choices if len(choice) > 2)]
 
 

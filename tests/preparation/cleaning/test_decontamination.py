@@ -121,15 +121,6 @@ TASKS = {
         [{"problem": "Ann has two pears and eats one.", "answer": "She has one pear."}],
         {"output_type": "generate_until", "doc_to_text": "Q: {{problem}} A:", "doc_to_target": "{{answer}}"},
     ),
-    "causes": (
-        [{"premise": "I coughed.", "choice1": "The smoke hurt me.", "choice2": "I took a deep breath.", "label": 0,
-          "question": "cause"},
-         {"premise": "The man lost his way in the woods.", "choice1": "He asked.", "choice2": "He slept.", "label": 1,
-          "question": "effect"}],
-        {"output_type": "multiple_choice", "doc_to_target": "label",
-         "doc_to_text": "{{premise.strip()[:-1]}} {{ {'cause': 'because', 'effect': 'therefore'}[question] }}",
-         "doc_to_choice": "{{ [choice1[0]|lower + choice1[1:], choice2[0]|lower + choice2[1:]] }}"},
-    ),
     "blanks": (
         [{"sentence": "Ann saw Mary, but _ was late.", "option1": "Ann", "option2": "Mary", "answer": "2"}],
         {"output_type": "multiple_choice", "doc_to_text": "{{answer|int - 1}}", "doc_to_target": "was late.",
@@ -143,21 +134,12 @@ TASKS = {
     ),
 }  # fmt: skip
 NATURAL = {
-    "causes": [
-        "I coughed because the smoke hurt me.",
-        "I coughed because I took a deep breath.",
-        "The man lost his way in the woods, so he slept.",
-        "The man lost his way in the woods. Therefore he asked.",
-    ],
     "blanks": ["Ann saw Mary, but Ann was late.", "Ann saw Mary, but Mary was late."],
     "edited": ["Removing ice [title] from a car: a man [step] scrapes the window. He stops."],
 }
 UNNATURAL = [
-    "the smoke hurt me and I took a deep breath",
-    "He asked. He slept.",
     "Ann saw Mary",
     "it was late.",
-    "cause",
 ]
 
 
