@@ -31,7 +31,6 @@ from pretrain_tools.evaluation.results import (
     ModelResults,
     TaskScore,
     append_to_run,
-    output_problems,
     print_table,
     write_results,
 )
@@ -44,6 +43,7 @@ from pretrain_tools.evaluation.shard_loss import (
     tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
+from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.history import read_end
 from pretrain_tools.runs.status import is_training
 
@@ -119,7 +119,9 @@ def track(evaluation: ModelResults) -> None:
 
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError listing all problems."""
-    problems = Problems(output_problems("--output", arguments.output))
+    problems = Problems()
+    if arguments.output is not None:
+        problems.attempt(require_writable, arguments.output)
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     if arguments.weights == "average":
         addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -107,19 +106,6 @@ def append_to_run(evaluation: ModelResults) -> None:
         print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
-def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns [problem] if a file can't be written, otherwise []."""
-    if path is None:
-        return []
-    if path.is_dir():
-        return [f"{flag} {path}: must be a file, but is a folder"]
-    # Missing parent folders are created later.
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [f"{flag} {path}: {existing} is not writable; use another path"]
-    return []
-
-
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
     """Writes all results so far to a JSON file."""
     contents = {
@@ -129,7 +115,6 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str for paths
     write_durably(path, text + "\n")
 

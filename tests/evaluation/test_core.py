@@ -158,9 +158,7 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
     copa = broken / "eval_data/some/copa.jsonl"
     copa.unlink()
     copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(
-        InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(gold must be an index from 0 to 1, got 2\)"
-    ):
+    with pytest.raises(InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(no correct answer\)"):
         score_tasks(model_folder, select_tasks(["core"], None, broken), evaluation_strategy())
 
 
