@@ -52,7 +52,7 @@ from pretrain_tools.preparation.workers import Perform, performed
 
 FIRST_PASS = "documents"
 """Subfolder of `.unfinished` with all documents, before near duplicates are removed."""
-PLAN_LAYOUT = 6
+PLAN_LAYOUT = 7
 COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
 """Interval between progress lines in the near-duplicate search."""

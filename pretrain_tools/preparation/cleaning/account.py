@@ -38,8 +38,6 @@ class CleaningAccount:
     """{source: {rule or KEPT: documents, bytes}}. After MOST_SOURCES_COUNTED sources, all others share one entry."""
     changed: dict[str, dict[str, int]] = field(default_factory=dict)
     """{stage: number of changed documents, number of bytes removed}."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """{name of a stage's counter: count}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
     """{histogram: {value: number of documents}}."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class CleaningAccount:
         """Adds statistics from later documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
-        for name in ("changed", "counts", "histograms"):
+        for name in ("changed", "histograms"):
             add_numbers(getattr(self, name), getattr(other, name))
         self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
@@ -141,7 +139,6 @@ class CleaningAccount:
             "bytes_in": sum(amounts["bytes"] for amounts in rules),
             "removed": self.removed,
             "changed": dict(sorted(self.changed.items())),
-            "counts": dict(sorted(self.counts.items())),
             "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
             "domains": self.domains,
             "by_source": {source: dict(sorted(rules.items())) for source, rules in self.by_source.items()},

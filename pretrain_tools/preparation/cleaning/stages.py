@@ -73,8 +73,6 @@ class Verdicts:
     """{removed document: measured value and limit}, for rules with a limit."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: new text}. If it is empty, the document is removed by the rule `nothing_left`."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Additional counters, such as the number of replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{histogram: value of each document}, such as its language. Use few distinct values."""
     found: dict[int, dict[str, set[int]]] = field(default_factory=dict)
@@ -155,7 +153,6 @@ class Cleaning:
             if not kept:
                 break
             verdicts = judge(batch)
-            add_numbers(account.counts, {f"{label}.{name}": number for name, number in verdicts.counts.items()})
             add_numbers(account.histograms, {name: Counter(values) for name, values in verdicts.values.items()})
             for found in verdicts.found.values():
                 for name, entries in found.items():
