@@ -7,7 +7,6 @@ import functools
 import sys
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
@@ -317,9 +316,3 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
                 broken[document] = rule
                 values[document] = repeated / total
                 break
-
-
-def is_compiled() -> bool:
-    """Returns True if compiled kernels are in numba's cache."""
-    folder = Path(_divide.stats.cache_path)
-    return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))

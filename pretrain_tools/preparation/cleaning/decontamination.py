@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
@@ -53,7 +53,6 @@ class Benchmark:
 class Decontamination:
     """Stage that removes documents that share `words` consecutive words with a benchmark item."""
 
-    is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
 

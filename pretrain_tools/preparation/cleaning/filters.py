@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -114,7 +114,6 @@ class UserFunction:
     `url`, it is called with the URL from --url_field. The result must depend only on the arguments.
     """
 
-    is_compiled: ClassVar[bool] = False
     path: str
     function: str
     sha256: str

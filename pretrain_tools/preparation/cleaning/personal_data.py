@@ -52,7 +52,6 @@ class PersonalData(NamedFilter):
     """
 
     name: ClassVar[str] = "personal_data"
-    is_compiled: ClassVar[bool] = False
     mail: tuple[str, ...] | None = ("email@example.com", "firstname.lastname@example.org")
     ip: tuple[str, ...] | None = (
         "22.214.171.124", "126.96.36.199", "188.8.131.52", "184.108.40.206", "220.127.116.11", "18.104.22.168"

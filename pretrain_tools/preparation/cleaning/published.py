@@ -36,14 +36,13 @@ class NamedFilter:
     """Base class for filters in FILTERS. Subclasses define `judge` or override `open`."""
 
     name: ClassVar[str]
-    is_compiled: ClassVar[bool] = True
-    """True if the filter uses numba kernels."""
 
     @property
     def label(self) -> str:
         return self.name
 
     def open(self) -> Judge:
+        self.judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return self.judge
 
     def as_plan(self) -> dict[str, Any]:

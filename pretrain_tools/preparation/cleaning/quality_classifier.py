@@ -38,7 +38,6 @@ class ClassifierFilter(NamedFilter):
     """Keeps documents that a trained classifier scores at `minimum` or higher. `model` is the classifier's folder."""
 
     name: ClassVar[str] = "classifier"
-    is_compiled: ClassVar[bool] = False
     model: str
     minimum: float = 0.5
 

@@ -85,9 +85,6 @@ Judge = Callable[[TextBatch], Verdicts]
 class CleaningStage(Protocol):
     """Interface of a cleaning stage."""
 
-    is_compiled: bool
-    """True if the stage uses numba kernels, which must be compiled before workers are forked."""
-
     @property
     def label(self) -> str:
         """Unique name of the stage in the manifest."""
@@ -96,7 +93,10 @@ class CleaningStage(Protocol):
         """Returns the manifest entry: the name and all parameters that affect decisions (file hashes, not paths)."""
 
     def open(self) -> Judge:
-        """Returns the function that processes batches. Each decision must depend only on the document itself."""
+        """Returns the function that processes batches. Each decision must depend only on the document itself.
+
+        Compiles kernels, because workers are forked later.
+        """
 
 
 class Cleaned(NamedTuple):
@@ -119,12 +119,8 @@ class Cleaning:
 
     @cached_property
     def opened(self) -> list[tuple[str, Judge]]:
-        """(label, function) for each stage, with kernels compiled."""
-        opened = [(stage.label, stage.open()) for stage in self.stages]
-        for stage, (_, judge) in zip(self.stages, opened, strict=True):
-            if stage.is_compiled:
-                judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return opened
+        """(label, function) for each stage."""
+        return [(stage.label, stage.open()) for stage in self.stages]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
