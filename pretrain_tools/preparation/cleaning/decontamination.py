@@ -87,10 +87,8 @@ class Decontamination:
 
     @cached_property
     def _index(self) -> "ItemIndex":
-        try:
-            from pretrain_tools.preparation.cleaning.item_index import build_index
-        except ImportError:
-            raise InputError("--decontaminate: numba is not installed; run pip install numba") from None
+        from pretrain_tools.preparation.cleaning.item_index import build_index
+
         return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
 
     def open(self) -> Judge:

@@ -5,8 +5,6 @@ GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) used similar cla
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain.files import as_json, sha256_of
+from pretrain.files import as_json, sha256_of, write_durably
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 from pretrain_tools.preparation.documents.records import Reading
@@ -99,7 +97,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         good: glob pattern for files with good documents.
         other: glob pattern for files with ordinary documents.
     """
-    if output.exists() and not (output / CLASSIFIER_FILE).is_file() and any(output.iterdir()):
+    if output.is_dir() and {path.name for path in output.iterdir()} - {CLASSIFIER_FILE, WEIGHTS_FILE}:
         raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
     texts = [list(_texts_of(pattern, reading)) for pattern in (good, other)]
     for pattern, found in zip((good, other), texts, strict=True):
@@ -126,14 +124,10 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         "other": {"texts": len(texts[1]), "bytes": sum(map(len, texts[1]))},
         "held_out": measured,
     }
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        np.save(temporary / WEIGHTS_FILE, weights)
-        (temporary / CLASSIFIER_FILE).write_bytes(as_json(record))
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(temporary, output)
+        output.mkdir(parents=True, exist_ok=True)
+        np.save(output / WEIGHTS_FILE, weights)
+        write_durably(output / CLASSIFIER_FILE, as_json(record))
     except OSError as error:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     return record
