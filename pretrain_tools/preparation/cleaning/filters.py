@@ -1,12 +1,11 @@
 """Parses --filter, and loads user-defined filter functions."""
 
 import dataclasses
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.files import sha256_of
+from pretrain.registry import import_file
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
@@ -177,15 +177,9 @@ class UserFunction:
         return answer
 
 
-@cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Loads a function from a Python file. sha256: hash of the file, which is part of the cache key."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
-        raise InputError(f"--filter {path}: {type(error).__name__}: {one_line(error)}") from None
+    """Loads a function from a Python file. sha256: hash of the file. A changed file is loaded again."""
+    module = import_file(Path(path), f"groundwork_filter_{sha256[:8]}")
     found = getattr(module, function, None)
     if not callable(found):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
