@@ -244,9 +244,8 @@ def _gram(hashes, start, n):
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
     """Returns the length in characters of the most frequent n-gram, times its count. In a tie, the first one wins."""
-    keys, stamps, counts, firsts = table
-    best_count = np.int64(0)
-    best_first = start
+    keys, stamps, counts = table
+    best = np.int64(0)
     for position in range(start, end - n + 1):
         value = _gram(hashes, position, n)
         slot, seen = _find(keys, stamps, stamp, value)
@@ -254,12 +253,13 @@ def _top_gram(lengths, hashes, start, end, n, table, stamp):
             keys[slot] = value
             stamps[slot] = stamp
             counts[slot] = 0
-            firsts[slot] = position
         counts[slot] += 1
-        if counts[slot] > best_count or (counts[slot] == best_count and firsts[slot] < best_first):
-            best_count = counts[slot]
-            best_first = firsts[slot]
-    return (lengths[best_first : best_first + n].sum() + n - 1) * best_count
+        best = max(best, counts[slot])
+    for position in range(start, end - n + 1):
+        slot, _ = _find(keys, stamps, stamp, _gram(hashes, position, n))
+        if counts[slot] == best:
+            return (lengths[position : position + n].sum() + n - 1) * best
+    return np.int64(0)
 
 
 @compiled
@@ -295,9 +295,7 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
     """
     size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
     stamps = np.zeros(size, np.int64)
-    counts = np.empty(size, np.int64)
-    firsts = np.empty(size, np.int64)
-    table = np.empty(size, np.uint64), stamps, counts, firsts
+    table = np.empty(size, np.uint64), stamps, np.empty(size, np.int64)
     stamp = 0
     for document in range(len(word_bounds)):
         if skipped[document] or not characters[document]:
