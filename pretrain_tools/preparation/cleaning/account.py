@@ -58,8 +58,8 @@ class CleaningAccount:
 
     @property
     def removed(self) -> dict[str, dict[str, int]]:
-        """{rule: documents, bytes} without KEPT, sorted by name."""
-        return {rule: amounts for rule, amounts in sorted(self.rules.items()) if rule != KEPT}
+        """{rule: documents, bytes} without KEPT."""
+        return {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
 
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
@@ -132,18 +132,16 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest entry, which contains everything except the samples."""
+        """Returns the manifest entry, which contains everything except the samples, sorted by name."""
         rules = self.rules.values()
-        return {
+        fields = ("changed", "histograms", "domains", "by_source", "found")
+        entry = {
             "documents_in": sum(amounts["documents"] for amounts in rules),
             "bytes_in": sum(amounts["bytes"] for amounts in rules),
             "removed": self.removed,
-            "changed": dict(sorted(self.changed.items())),
-            "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
-            "domains": self.domains,
-            "by_source": {source: dict(sorted(rules.items())) for source, rules in self.by_source.items()},
-            **({"found": dict(sorted(self.found.items()))} if self.found else {}),
+            **{name: getattr(self, name) for name in fields},
         }
+        return json.loads(json.dumps(entry, sort_keys=True))
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
