@@ -183,19 +183,14 @@ def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     """Loads lm-eval tasks in a separate process. Raises InputError listing all tasks that can't be loaded."""
     command = [sys.executable, "-P", lm_eval_items.__file__, json.dumps(names)]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InputError(f"--decontaminate {','.join(names)}: lm-eval failed ({last})")
-    problems = [
-        f"--decontaminate {line['name']}: {line['problem']}; data paths in a task file are relative to the current "
-        "folder, and other data is loaded from the Hub"
-        for line in lines
-        if isinstance(line, dict)
-    ]
-    if problems:
-        raise InputError(*problems)
+    printed = json.loads(run.stdout)
+    if printed["problems"]:
+        advice = "data paths in a task file are relative to the current folder, and other data is loaded from the Hub"
+        raise InputError(*(f"--decontaminate {problem}; {advice}" for problem in printed["problems"]))
     items: dict[str, list[BenchmarkItem]] = {}
-    for task, whole, parts in lines:
+    for task, whole, parts in printed["items"]:
         items.setdefault(task, []).append(BenchmarkItem(tuple(whole), tuple(parts)))
     return [Benchmark(task, tuple(found)) for task, found in items.items()]

@@ -1,4 +1,4 @@
-"""Prints the items of lm-evaluation-harness tasks as JSON lines.
+"""Prints the items of lm-evaluation-harness tasks as JSON.
 
 Runs as a separate process, because the harness starts threads, which make forking unsafe. Must not import from this
 project: some tasks import the evaluate library, which evaluate.py would shadow.
@@ -20,23 +20,25 @@ CHOICE = re.compile(
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 """Matches the blank in a question."""
 WORD = re.compile(r"\w+")
-UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Prints the items of all tasks. The argument is a JSON list of task names, patterns, .yaml files or folders."""
+    """Prints {"items": [[task, *item_texts], ...], "problems": [text, ...]}.
+
+    The argument is a JSON list of task names, patterns, .yaml files or folders.
+    """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # send the harness's own output to stderr
+    items = []
+    problems = []
     for name in json.loads(sys.argv[1]):
         try:
-            tasks = load_tasks(name)
-            for task in tasks:
-                lines = [json.dumps([task.task_name, *item_texts(task, document)]) for document in task.eval_docs]
-                output.write("\n".join([*lines, ""]))
+            for task in load_tasks(name):
+                items += [[task.task_name, *item_texts(task, document)] for document in task.eval_docs]
         except Exception as error:  # task code, the datasets library and the network may raise anything
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
-            kind = "" if isinstance(error, LookupError) and reason == UNKNOWN else f"{type(error).__name__}: "
-            output.write(json.dumps({"name": name, "problem": f"{kind}{reason}"}) + "\n")
+            problems.append(f"{name}: {type(error).__name__}: {reason}")
+    json.dump({"items": items, "problems": problems}, output)
     output.close()
 
 
@@ -52,7 +54,7 @@ def load_tasks(name: str) -> list[Any]:
         manager = TaskManager(include_defaults=not is_file)
         names = [os.path.abspath(name)] if is_file else manager.match_tasks([name])
     if not names:
-        raise LookupError(UNKNOWN)
+        raise LookupError("no such task, and no such file or folder")
     found = manager.load(list(names))
     tasks = {task.task_name: task for task in found["tasks"].values()}
     return [tasks[task] for task in sorted(tasks)]

@@ -190,15 +190,15 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"a": 1\n')
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "items.csv").write_text("a,b\n")
-    line = json.dumps({"name": "helaswag", "problem": "no such task, and no such file or folder"})
-    monkeypatch.setattr(
-        "subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=line + "\n", stderr="")
+    printed = json.dumps(
+        {"items": [], "problems": ["helaswag: LookupError: no such task, and no such file or folder"]}
     )
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed, stderr=""))
     with pytest.raises(InputError) as caught:
         read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
     bad, items, task, empty = caught.value.problems
     assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv: must be a .jsonl, .ndjson, .txt" in items
-    assert "--decontaminate helaswag: no such task" in task and "empty.txt: contains no items" in empty
+    assert "--decontaminate helaswag: LookupError: no such task" in task and "empty.txt: contains no items" in empty
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"lm-eval failed \(ImportError: no lm_eval\)"):
