@@ -137,12 +137,8 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters are one byte long, so avoid the call.
-                    code = np.int64(text[np.uintp(position)])
-                    size = np.int64(1)
-                    if code >= 0x80:
-                        code, size = code_at(text, position)
-                    kind = np.int64(classes[np.uintp(code)])
+                    code, size = code_at(text, position)
+                    kind = np.int64(classes[code])
                     if kind & SPACE:
                         break
                 value = mixed(value)
