@@ -172,10 +172,11 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
 
 def ranges_text(numbers: Iterable[int]) -> str:
     """Formats numbers as ranges: {0, 4, 5, 6} becomes '0,4-6'."""
-    ordered = sorted(numbers)
-    begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
-    ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+    import numpy as np
+
+    ordered = np.array(sorted(numbers), np.int64)
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs if len(run))
 
 
 def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -120,8 +120,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     measured = _measures(scores, labels[held_out])
     record = {
         **CLASSIFIER_FORMAT,
-        "good": {"texts": len(texts[0]), "bytes": sum(map(len, texts[0]))},
-        "other": {"texts": len(texts[1]), "bytes": sum(map(len, texts[1]))},
+        "good": {"texts": len(texts[0])},
+        "other": {"texts": len(texts[1])},
         "held_out": measured,
     }
     try:
