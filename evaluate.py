@@ -114,8 +114,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     """Lists options that conflict with --interactive."""
     problems = []
-    if len(arguments.model) > 1:
-        problems.append(f"--interactive: must be used with a single model, got {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
         problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

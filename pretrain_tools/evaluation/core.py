@@ -93,12 +93,10 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
         for number, found in of_items.items():
             answers = list(itertools.islice(likelihoods, len(found)))
             losses = [-answer[0] / (len(ids) - start) for answer, (ids, start) in zip(answers, found, strict=True)]
-            is_likeliest = answers[0][1]
-            mine[number] = (
-                is_likeliest
-                if task.kind == "language_modeling"
-                else losses.index(min(losses)) == items[number]["gold"]
-            )
+            if task.kind == "language_modeling":
+                mine[number] = answers[0][1]
+            else:
+                mine[number] = losses.index(min(losses)) == items[number]["gold"]
     whole = {number: right for part in ranks.gather(mine) for number, right in part.items()}
     return [whole[number] for number in range(len(items))]
 

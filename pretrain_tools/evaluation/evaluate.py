@@ -136,8 +136,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
         tasks = problems.attempt(select_tasks, named, arguments.include_path, arguments.eval_bundle)
-    if problems:
-        raise InputError(*dict.fromkeys(problems))  # several models may have the same problem
+    problems.stop_if_any()
     return jobs, tasks
 
 
@@ -257,9 +256,9 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 def talk_to_model(arguments: argparse.Namespace) -> None:
     """Runs `evaluate.py --interactive` until the user quits. Raises InputError."""
     transformers_logging.disable_progress_bar()
-    address, *others = find_models(arguments.model[0])
+    address, *others = [found for text in arguments.model for found in find_models(text)]
     if others:
-        raise InputError(f"--interactive: must be used with a single model, not {arguments.model[0]}")
+        raise InputError(f"--interactive: must be used with a single model, not {' '.join(arguments.model)}")
     if arguments.weights == "average":
         address = averaged_address(address)
     job = job_of(address, arguments)
