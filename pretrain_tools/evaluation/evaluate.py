@@ -70,8 +70,10 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     strategy = evaluation_strategy()  # precision is set per model in measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
-    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+    # With --precision auto, tasks use the saved dtype.
+    saved_in_bf16 = tasks is not None and any(job.config.dtype == torch.bfloat16 for job in jobs)
+    in_bf16 = arguments.precision == "bf16" or (arguments.precision == "auto" and saved_in_bf16)
+    if strategy.ranks.is_main and in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; use --precision fp32", file=sys.stderr, flush=True)
     evaluations: list[ModelResults] = []
     for job in jobs:
@@ -90,13 +92,6 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     if strategy.ranks.is_main and arguments.output:
         print(f"All results were written to {arguments.output}.")
     return evaluations, strategy
-
-
-def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
-    """Returns True if any evaluation runs in bf16. With --precision auto, tasks use the saved dtype."""
-    on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
-    saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
-    return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
 
 
 def track(evaluation: ModelResults) -> None:
