@@ -108,13 +108,12 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
             )
     together = texts[0] + texts[1]
     labels = np.repeat([1.0, 0.0], [len(found) for found in texts])
-    drawn = [hashlib.sha256(text).digest() for text in together]
-    held_out = np.array([int.from_bytes(digest[:8], "big") < HELD_OUT * 2.0**64 for digest in drawn])
-    order = np.array(sorted(np.flatnonzero(~held_out).tolist(), key=drawn.__getitem__))
+    drawn = [int.from_bytes(hashlib.sha256(text).digest()[:8]) for text in together]
+    held_out = np.array(drawn) < HELD_OUT * 2.0**64
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=INVERSE_REGULARIZATION, class_weight="balanced", max_iter=MOST_STEPS)
-    model.fit(features_of([together[n] for n in order]), labels[order])
+    model.fit(features_of([together[n] for n in np.flatnonzero(~held_out)]), labels[~held_out])
     weights = np.append(model.coef_[0], model.intercept_).astype(np.float32)
     scores = quality_scores([together[n] for n in np.flatnonzero(held_out)], weights)
     measured = _measures(scores, labels[held_out])
