@@ -67,8 +67,6 @@ def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path 
     if CORE in tasks:
         problems.attempt(core_tasks, bundle)
     tasks = [name for name in tasks if name != CORE]
-    if include_path is not None and not include_path.is_dir():
-        return [*problems, f"--include_path {include_path}: no such folder; use a folder with task .yaml files"]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
         problems.append(f"--include_path {include_path}: contains no .yaml file with a task or a group")
     # Skip known tasks, because building the harness's index takes 10 seconds.

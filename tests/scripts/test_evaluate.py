@@ -321,7 +321,7 @@ def test_task_names_are_checked_first(model_folder, tasks, tmp_path):
     text = problems_of(
         evaluate, "--model", model_folder, "--tasks", "tiny_choice", "--include_path", tmp_path / "none",
     )  # fmt: skip
-    assert f"--include_path {tmp_path}/none: no such folder" in text
+    assert f"--include_path {tmp_path}/none: contains no .yaml file" in text
 
 
 def test_a_task_without_its_data(tasks, tmp_path):
