@@ -86,7 +86,7 @@ def manager_of(names: Iterable[str], include_path: Path | None) -> Any:
     """Returns an lm_eval TaskManager, without the harness's tasks if the user's folder contains all of `names`."""
     if include_path is not None:
         local = task_manager(include_path, include_defaults=False)
-        if set(names) <= set(local.all_subtasks):
+        if all(is_complete(name, local) for name in names):
             return local
     return task_manager(include_path, include_defaults=True)
 
@@ -143,6 +143,14 @@ def _tasks_in(bundle: Path) -> dict[str, BundleTask]:
             f"--eval_bundle {bundle}: core.yaml or eval_meta_data.csv cannot be read ({type(error).__name__}: "
             f"{reason}); use the folder of the unpacked DCLM bundle"
         ) from error
+
+
+def is_complete(name: str, manager: Any) -> bool:
+    """Returns True if a manager contains a task, or a group and all its tasks."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task")
+    return isinstance(parts, list) and all(isinstance(part, str) and is_complete(part, manager) for part in parts)
 
 
 def is_file(name: str) -> bool:
