@@ -18,23 +18,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
-from pretrain.errors import InputError, Problems, did_you_mean, run_script
+from pretrain.errors import InputError, did_you_mean, run_script
 from pretrain.files import place_of
 from pretrain.registry import load_extensions
 from pretrain.terminal import announce_loading
-
-CHOICES = {
-    "weights": ("raw", "average"),
-    "precision": ("auto", "bf16", "fp16", "fp32"),
-    "split": ("validation", "train"),
-}
-NUMBERS = {
-    "batch_size": (int, 1), "num_fewshot": (int, 0), "sequences": (int, 1), "sequence_length": (int, 1),
-    "max_new_tokens": (int, 1), "top_k": (int, 0), "top_p": (float, None), "seed": (int, 0),
-    "limit": (float, None), "temperature": (float, 0),
-}  # fmt: skip
-"""{option: (type, minimum)}. With a minimum of None, the value must be above 0."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -106,14 +95,9 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
     problems += [f"{word}: unexpected argument; put prompts with several words in quotes" for word in stray]
     if not arguments.model:
         problems.append("--model is required; use a run, RUN@STEP, a Hugging Face folder or a Hub ID")
-    for name, allowed in CHOICES.items():
-        if (given := getattr(arguments, name)) not in allowed:
-            problems.append(f"--{name} {given}{did_you_mean(given, allowed)}")
-    if arguments.document_mask not in (None, "on", "off"):
-        problems.append(f"--document_mask {arguments.document_mask}: must be on or off")
-    problems += read_numbers(arguments)
+    problems += option_problems(arguments)
     arguments.tasks = [task for text in arguments.tasks for task in text.split(",") if task]
-    if arguments.num_fewshot is not None and any(task.partition("/")[0] == "core" for task in arguments.tasks):
+    if arguments.num_fewshot is not None and "core" in arguments.tasks:
         problems.append("--num_fewshot: cannot be used with core, whose few-shot counts are fixed; omit it")
     if arguments.interactive:
         problems += interactive_problems(arguments)
@@ -130,8 +114,6 @@ def read_arguments(argv: list[str]) -> argparse.Namespace:
 def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     """Lists options that conflict with --interactive."""
     problems = []
-    if len(arguments.model) > 1:
-        problems.append(f"--interactive: must be used with a single model, got {len(arguments.model)}")
     if other := [flag for flag in ("tasks", "data", "output") if getattr(arguments, flag)]:
         problems.append(f"--interactive: cannot be combined with --{', --'.join(other)}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -139,38 +121,40 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
     return problems
 
 
-def read_numbers(arguments: argparse.Namespace) -> list[str]:
-    """Parses the numeric options in place. Returns a list of problems."""
-    problems = Problems()
-    for name in NUMBERS:
-        text = getattr(arguments, name)
-        if text is not None and (name, text) != ("batch_size", "auto"):
-            setattr(arguments, name, problems.attempt(read_number, name, text))
-    limit = arguments.limit
-    if limit is not None and limit >= 1 and not limit.is_integer():
-        problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
-    if arguments.top_p is not None and arguments.top_p > 1:
-        problems.append(f"--top_p {arguments.top_p}: must be a probability above 0 and at most 1")
+def option_problems(arguments: argparse.Namespace) -> list[str]:
+    """Parses the choices and numbers in place. Returns a list of problems."""
+    from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+
+    class Options(BaseModel):
+        weights: Literal["raw", "average"]
+        precision: Literal["auto", "bf16", "fp16", "fp32"]
+        split: Literal["validation", "train"]
+        document_mask: Literal["on", "off"] | None
+        batch_size: PositiveInt | Literal["auto"] | None
+        num_fewshot: NonNegativeInt | None
+        limit: float | None = Field(gt=0, allow_inf_nan=False)
+        sequences: PositiveInt | None
+        sequence_length: PositiveInt | None
+        max_new_tokens: PositiveInt
+        temperature: float = Field(ge=0, allow_inf_nan=False)
+        top_k: NonNegativeInt | None
+        top_p: float | None = Field(gt=0, le=1)
+        seed: int = Field(ge=0, lt=2**63)
+
+    try:
+        options = Options.model_validate(vars(arguments))
+    except ValidationError as error:
+        return [f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors()]
+    vars(arguments).update(options.model_dump())
+    problems = []
+    if arguments.limit is not None and arguments.limit >= 1 and not arguments.limit.is_integer():
+        problems.append(f"--limit {arguments.limit}: must be a whole number of documents, or a fraction below 1")
     given = [f"--{name}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
     if given and arguments.temperature == 0:
         problems.append(
             f"{' and '.join(given)}: cannot be used with --temperature 0, which is greedy decoding; omit one of them"
         )
     return problems
-
-
-def read_number(name: str, text: str) -> float:
-    """Parses a numeric option. Raises InputError."""
-    kind, least = NUMBERS[name]
-    wanted = f"{'a whole number' if kind is int else 'a number'} {'above 0' if least is None else f'from {least}'}"
-    try:
-        number = kind(text)
-    except ValueError:
-        raise InputError(f"--{name} {text}: must be {wanted}") from None
-    # The `not` also rejects NaN.
-    if not (number > 0 if least is None else number >= least) or number > 1e18:
-        raise InputError(f"--{name} {text}: must be {wanted} and at most 1e18")
-    return number
 
 
 def main(argv: list[str]) -> None:

@@ -345,8 +345,6 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     )
     print(f"decontamination: {sum(len(b.items) for b in benchmarks):,} items in {len(benchmarks)} lists")
     print(f"  {len(documents):,} unchanged documents: {len(removed_before)} contained an item")
-    for found_list in before["cleaning"].get("found", {}).values():
-        print("".join(f"    {example['excerpt'][:100]!r}\n" for example in found_list["examples"][:SHOWN]), end="")
     for name, missed in missed_by.items():
         print(f"  planted, {name:<20} {missed} not found")
     print(f"  {lacking} of {len(chosen)} planted items are missing from the lists, which contain {more} false ones")

@@ -163,7 +163,7 @@ def numbers_of(model: dict[str, Any]) -> dict[str, float]:
     """Converts a model's entry in evaluate.py's JSON to tracker metrics, such as {'evaluation/acc/arc_easy': 0.31}."""
     scores = {
         f"evaluation/{metric}/{task}": value
-        for task, measures in model["tasks"].items()
+        for task, measures in {**model["sources"], **model["tasks"]}.items()
         for metric, value in measures.items()
         if isinstance(value, float) and not measures.get("is_part")
     }

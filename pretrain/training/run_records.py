@@ -191,15 +191,11 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
 
 
 def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes, per source, the tokens that best-fit packing drops, repeats or crops; {} for other samplers."""
-    rows = {}
-    for (number, length), packing in batches.packings.items():
-        dropped, repeated, cropped = packing.shares()
-        rows[f"best fit, {batches.folders[number]}, {length:,}"] = (
-            f"{dropped:.2%} of tokens dropped, {repeated:.2%} read twice, {cropped:.1%} of documents that fit in a "
-            "window cropped"
-        )
-    return rows
+    """Describes, per source, how many tokens best-fit packing drops; {} for other samplers."""
+    return {
+        f"best fit, {batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
+        for (number, length), packing in batches.packings.items()
+    }
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
@@ -247,12 +243,10 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         attention += f"; {' and '.join(mixers)} with each document in a separate row"
     kernels = {}
     if device.type == "cuda":
-        from pretrain.model.kernels import kernels_not_used, kernels_used
+        from pretrain.model.kernels import kernels_used
 
         here = {"dtype": DTYPES[precision], "window": config.data.window, "model_config": model.model_config}
-        not_used = kernels_not_used(config.attention, without_rows(model.attention), config.compile, **here)
-        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), config.compile, **here)}
-        kernels |= {"not used": "; ".join(not_used)} if not_used else {}
+        kernels = {"kernels": kernels_used(config.attention, without_rows(model.attention), **here)}
     return {
         "device": device_in_words(device),
         "model": f"{config.model} ({model.model_config.model_type}), {active}{model.parameters:,} parameters",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from pretrain import config
 from pretrain.errors import InputError
@@ -54,14 +54,21 @@ def encode_prompt(
 
 @torch.no_grad()
 def generate_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids_BT: torch.Tensor, sampling: Sampling
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids_BT: torch.Tensor,
+    sampling: Sampling,
+    streamer: TextStreamer | None = None,
 ) -> str:
-    """Returns the prompt and continuation as text. The same seed gives the same text on the same device."""
+    """Returns the prompt and continuation as text. The same seed gives the same text on the same device.
+
+    streamer: prints the text as it is generated.
+    """
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(sampling.seed)
-        output_BT = model.generate(ids_BT, **generation_arguments(model, ids_BT, sampling))
+        output_BT = model.generate(ids_BT, streamer=streamer, **generation_arguments(model, ids_BT, sampling))
     return tokenizer.decode(output_BT[0], skip_special_tokens=True)
 
 

@@ -8,13 +8,12 @@ a warning.
 
 import argparse
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems
+from pretrain.errors import InputError, Problems, run_script
 from pretrain.training.benchmarks import MEASURES, Requests, Task
 from pretrain_tools.evaluation.lm_harness import evaluate_package_importable, questions_of, select_tasks
 
@@ -125,7 +124,7 @@ def answers_of(task: Any, pairs: dict[tuple[str, str], Pair]) -> list[tuple[int,
     return found
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", required=True)
     parser.add_argument("--include_path", type=Path)
@@ -133,14 +132,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    try:
-        found = requests_of(options.tokenizer, options.tasks, options.include_path, options.limit)
-    except InputError as error:
-        print(*error.problems, sep="\n")
-        return EXIT_BAD_INPUT
+    found = requests_of(options.tokenizer, options.tasks, options.include_path, options.limit)
     found.write(options.output)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -18,23 +18,17 @@ from pretrain_tools.evaluation.task_names import CORE, BundleTask
 CENTERED = "centered_acc"
 ORDER_SEED = 1337
 EXAMPLES_SEED = 1234
-FIELDS = {
-    "multiple_choice": ("query", "choices"),
-    "schema": ("continuation", "context_options"),
-    "language_modeling": ("context", "continuation"),
-}
-"""{task type: fields of its items}. The last field must not be empty. Items with choices also have `gold`, the index
-of the correct choice."""
+ANSWERS = {"multiple_choice": "choices", "schema": "context_options", "language_modeling": "continuation"}
+"""{task type: field with the answers, or with the only answer}. Items with choices also have `gold`, the index of the
+correct choice."""
 ITEMS_AT_ONCE = 2000
 """Number of items to tokenize at a time."""
 
 Item = dict[str, Any]
 
 
-def score_core(
-    model: Any, names: list[str], tasks: list[BundleTask], ranks: Ranks, limit: float | None
-) -> list[TaskScore]:
-    """Scores each task as core/LABEL, and CORE itself if it is in `names`. Must be called on all ranks.
+def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float | None) -> list[TaskScore]:
+    """Scores each task as core/LABEL, and CORE itself. Must be called on all ranks.
 
     Args:
         model: model from lm_harness.
@@ -53,13 +47,10 @@ def score_core(
             f"{CENTERED}_stderr": None if error is None else error / (1 - task.baseline),
         }
         name = f"{CORE}/{task.label}"
-        is_part = CORE in names and name not in names
-        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part))
-    if CORE in names:
-        # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
-        samples = sum(score.samples for score in scores)
-        scores.append(TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None))
-    return scores
+        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part=True))
+    # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
+    samples = sum(score.samples for score in scores)
+    return [*scores, TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None)]
 
 
 def read_items(task: BundleTask) -> list[Item]:
@@ -69,7 +60,9 @@ def read_items(task: BundleTask) -> list[Item]:
         for number, line in enumerate(file, 1):
             try:
                 item = json.loads(line)
-                _check(task, item)
+                answers = item[ANSWERS[task.kind]]
+                if not 0 <= item.get("gold", 0) < len(answers):
+                    raise ValueError("no correct answer")
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"--eval_bundle {task.file}:{number}: invalid {task.kind} item ({error}); unpack the bundle again"
@@ -82,14 +75,6 @@ def read_items(task: BundleTask) -> list[Item]:
     # As in nanochat, --limit selects the first items in this order.
     random.Random(ORDER_SEED).shuffle(items)
     return items
-
-
-def _check(task: BundleTask, item: Item) -> None:
-    *_, answers = (item[name] for name in FIELDS[task.kind])
-    if not answers:
-        raise ValueError(f"{FIELDS[task.kind][-1]} is empty")
-    if task.kind != "language_modeling" and not 0 <= item["gold"] < len(answers):
-        raise ValueError(f"gold must be an index from 0 to {len(answers) - 1}, got {item['gold']}")
 
 
 def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
@@ -108,12 +93,10 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
         for number, found in of_items.items():
             answers = list(itertools.islice(likelihoods, len(found)))
             losses = [-answer[0] / (len(ids) - start) for answer, (ids, start) in zip(answers, found, strict=True)]
-            is_likeliest = answers[0][1]
-            mine[number] = (
-                is_likeliest
-                if task.kind == "language_modeling"
-                else losses.index(min(losses)) == items[number]["gold"]
-            )
+            if task.kind == "language_modeling":
+                mine[number] = answers[0][1]
+            else:
+                mine[number] = losses.index(min(losses)) == items[number]["gold"]
     whole = {number: right for part in ranks.gather(mine) for number, right in part.items()}
     return [whole[number] for number in range(len(items))]
 
@@ -143,7 +126,7 @@ def _cropped(tokens: list[int], start: int, most: int, task: BundleTask) -> tupl
     if start - cut < 1:
         raise InputError(
             f"--tasks {CORE}/{task.label}: an answer of {len(tokens) - start:,} tokens is too long for the model's "
-            f"{most:,} positions; omit this task and {CORE}"
+            f"{most:,} positions; omit {CORE}"
         )
     return tokens[cut:], start - cut
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import logging as transformers_logging
 
 from pretrain.checkpoint.average_folder import average_folder, require_average
-from pretrain.data.shards import ShardReader, read_manifest
+from pretrain.data.shards import ShardReader
 from pretrain.errors import InputError, Problems, shortened
 from pretrain.hardware import emulation_of_bf16
 from pretrain.model.model_config import load_model_config
@@ -22,6 +22,7 @@ from pretrain.model.pretrained import load_pretrained
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain.parallel.strategy import Strategy, device_type
 from pretrain.registry import TASKS, digest_of
+from pretrain.training.background_jobs import numbers_of
 from pretrain.training.samples import Sampling, encode_prompt, generate_text
 from pretrain.training.trackers import Trackers
 from pretrain_tools.evaluation.interactive import interact
@@ -30,7 +31,6 @@ from pretrain_tools.evaluation.results import (
     ModelResults,
     TaskScore,
     append_to_run,
-    output_problems,
     print_table,
     write_results,
 )
@@ -43,6 +43,7 @@ from pretrain_tools.evaluation.shard_loss import (
     tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
+from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.history import read_end
 from pretrain_tools.runs.status import is_training
 
@@ -69,8 +70,10 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     strategy = evaluation_strategy()  # precision is set per model in measure_shards
     if not strategy.ranks.is_main or not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    in_bf16 = strategy.ranks.is_main and measures_in_bf16(jobs, tasks, arguments.precision)
-    if in_bf16 and (problem := emulation_of_bf16(strategy.device)):
+    # With --precision auto, tasks use the saved dtype.
+    saved_in_bf16 = tasks is not None and any(job.config.dtype == torch.bfloat16 for job in jobs)
+    in_bf16 = arguments.precision == "bf16" or (arguments.precision == "auto" and saved_in_bf16)
+    if strategy.ranks.is_main and in_bf16 and (problem := emulation_of_bf16(strategy.device)):
         print(f"warning: {problem}; use --precision fp32", file=sys.stderr, flush=True)
     evaluations: list[ModelResults] = []
     for job in jobs:
@@ -91,13 +94,6 @@ def evaluate_models(arguments: argparse.Namespace) -> tuple[list[ModelResults], 
     return evaluations, strategy
 
 
-def measures_in_bf16(jobs: list[Job], tasks: TaskSelection | None, precision: str) -> bool:
-    """Returns True if any evaluation runs in bf16. With --precision auto, tasks use the saved dtype."""
-    on_shards = any(job.settings is not None and job.settings.precision == "bf16" for job in jobs)
-    saved = any(getattr(job.config, "dtype", None) == torch.bfloat16 for job in jobs)
-    return on_shards or (tasks is not None and (precision == "bf16" or (precision == "auto" and saved)))
-
-
 def track(evaluation: ModelResults) -> None:
     """Logs the scores to the trackers of the model's run, unless the run is active and does so itself."""
     run = evaluation.address.run
@@ -112,18 +108,18 @@ def track(evaluation: ModelResults) -> None:
     trackers = Trackers(run, config, lambda text: print(f"warning: {text}", file=sys.stderr), is_late=True)
     last = max((event.get("step") or 0 for event in read_end(run)), default=0)
     # wandb rejects steps before the run's last one, so log the evaluated step as a value.
-    trackers.log({"evaluation/step": evaluation.address.step, **evaluation.numbers()}, step=last)
+    trackers.log(numbers_of(evaluation.as_dict()), step=last)
     trackers.finish()
 
 
 def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelection | None]:
     """Finds models, shards and tasks. Raises InputError listing all problems."""
-    problems = Problems(output_problems("--output", arguments.output))
+    problems = Problems()
+    if arguments.output is not None:
+        problems.attempt(require_writable, arguments.output)
     addresses = [address for text in arguments.model for address in problems.attempt(find_models, text) or []]
     if arguments.weights == "average":
         addresses = [found for address in addresses if (found := problems.attempt(averaged_address, address))]
-    for folder in arguments.data:
-        problems.attempt(read_manifest, folder, arguments.tokenizer)
     jobs = [job for address in addresses if (job := problems.attempt(job_of, address, arguments))]
     for job in jobs:
         if arguments.data:
@@ -135,8 +131,7 @@ def find_everything(arguments: argparse.Namespace) -> tuple[list[Job], TaskSelec
     named = [name for name in arguments.tasks if name not in TASKS]
     if named and not problems:
         tasks = problems.attempt(select_tasks, named, arguments.include_path, arguments.eval_bundle)
-    if problems:
-        raise InputError(*dict.fromkeys(problems))  # several models may have the same problem
+    problems.stop_if_any()
     return jobs, tasks
 
 
@@ -255,19 +250,18 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def talk_to_model(arguments: argparse.Namespace) -> None:
     """Runs `evaluate.py --interactive` until the user quits. Raises InputError."""
-    device = torch.device(device_type())
-
-    def load() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-        address, *others = find_models(arguments.model[0])
-        if others:
-            raise InputError(f"--interactive: must be used with a single model, not {arguments.model[0]}")
-        if arguments.weights == "average":
-            address = averaged_address(address)
-        job = job_of(address, arguments)
-        add_tokenizer(job, arguments)
-        with weights_of(address) as folder:
-            model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
-        return model, job.tokenizer, address.name
-
     transformers_logging.disable_progress_bar()
-    interact(load, sampling_of(arguments), device, arguments.prompt)
+    address, *others = [found for text in arguments.model for found in find_models(text)]
+    if others:
+        raise InputError(f"--interactive: must be used with a single model, not {' '.join(arguments.model)}")
+    if arguments.weights == "average":
+        address = averaged_address(address)
+    job = job_of(address, arguments)
+    add_tokenizer(job, arguments)
+    with weights_of(address) as folder:
+        model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
+    device = torch.device(device_type())
+    if emulation_of_bf16(device):
+        model.float()
+    print(address.name)
+    interact(model.eval().to(device), job.tokenizer, sampling_of(arguments), arguments.prompt)

@@ -20,18 +20,17 @@ from pretrain.parallel.strategy import Strategy
 from pretrain_tools.evaluation.core import score_core
 from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
 from pretrain_tools.evaluation.task_names import (
+    CORE,
     SMALL_TASKS,
     TASK_SETS,
     BundleTask,
-    bundle_tasks,
-    core_names,
+    core_tasks,
     is_file,
     manager_of,
     task_problems,
 )
 from pretrain_tools.runs.history import is_number
 
-TASK_FLAGS = ("--tasks", "--include_path", "--eval_bundle")
 BITS_PER_BYTE = "bits_per_byte"
 HARNESS_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 BOOKKEEPING = ("alias", "name", "sample_len", "sample_count")
@@ -85,13 +84,12 @@ def select_tasks(names: list[str], include_path: Path | None = None, eval_bundle
     Raises InputError listing all problems. Tasks that run model-generated code aren't allowed.
 
     Args:
-        names: tasks, groups, tags, sets (base, small), patterns (blimp_*), .yaml files, and CORE tasks (core,
-            core/LABEL).
+        names: tasks, groups, tags, sets (base, small, core), patterns (blimp_*) and .yaml files.
     """
-    if problems := task_problems(names, include_path, eval_bundle, TASK_FLAGS):
+    if problems := task_problems(names, include_path, eval_bundle):
         raise InputError(*problems)
-    of_bundle, of_harness = core_names(names)
-    core = bundle_tasks(of_bundle, eval_bundle, TASK_FLAGS) if of_bundle else []
+    core = core_tasks(eval_bundle) if CORE in names else []
+    of_harness = [name for name in names if name != CORE]
     if not of_harness:
         return TaskSelection(names, core)
     wanted = dict.fromkeys(member for name in of_harness for member in TASK_SETS.get(name, (name,)))
@@ -188,7 +186,7 @@ def score_tasks(
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
         if tasks.core:
-            scores += score_core(model, tasks.names, tasks.core, strategy.ranks, limit)
+            scores += score_core(model, tasks.core, strategy.ranks, limit)
     return scores
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -13,11 +12,9 @@ from typing import Any
 from pretrain.files import write_durably
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
-from pretrain.units import count_text
+from pretrain.units import count_text, table
 from pretrain_tools.runs.addresses import ModelAddress
 from pretrain_tools.runs.history import Score, append_events, scores_of
-
-SOURCE_MEASURES = {"loss": "{:.4f}", "perplexity": "{:.2f}", "bits_per_byte": "{:.4f}"}
 
 
 @dataclass(frozen=True)
@@ -82,16 +79,6 @@ class ModelResults:
         """Returns all scores, except those of tasks in groups."""
         return [score for line in self.lines() for score in scores_of(line)]
 
-    def numbers(self) -> dict[str, float]:
-        """Returns {'evaluation/acc/arc_easy': 0.31, ...} for trackers, except for tasks in groups."""
-        measured = self.sources | {score.task: score.measures for score in self.tasks if not score.is_part}
-        return {
-            f"evaluation/{metric}/{name}": value
-            for name, measures in measured.items()
-            for metric, value in measures.items()
-            if isinstance(value, float) and math.isfinite(value)
-        }
-
     def as_dict(self) -> dict[str, Any]:
         """Returns this model's entry in the JSON file."""
         tasks = {}
@@ -120,19 +107,6 @@ def append_to_run(evaluation: ModelResults) -> None:
         print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
 
 
-def output_problems(flag: str, path: Path | None) -> list[str]:
-    """Returns [problem] if a file can't be written, otherwise []."""
-    if path is None:
-        return []
-    if path.is_dir():
-        return [f"{flag} {path}: must be a file, but is a folder"]
-    # Missing parent folders are created later.
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [f"{flag} {path}: {existing} is not writable; use another path"]
-    return []
-
-
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
     """Writes all results so far to a JSON file."""
     contents = {
@@ -142,58 +116,39 @@ def write_results(path: Path, evaluations: list[ModelResults], settings: dict[st
         "versions": {**package_versions([*RECORDED_PACKAGES, "lm_eval"]), "commit": commit_of(Path(__file__).parent)},
         "models": [evaluation.as_dict() for evaluation in evaluations],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False, default=str)  # str for paths
     write_durably(path, text + "\n")
 
 
 def print_table(evaluations: list[ModelResults]) -> None:
-    """Prints a table with one row per metric and one column per model. Omits tasks in groups."""
-    from rich.console import Console
-    from rich.table import Table
+    """Prints a list of the models, and a table with one row per metric and one column per model.
 
+    Omits tasks in groups.
+    """
+    for number, evaluation in enumerate(evaluations, 1):
+        print(f"model {number}: {_heading(evaluation)}")
     columns = [_cells(evaluation) for evaluation in evaluations]
-    items = {_task_text(score): score.samples for evaluation in evaluations for score in evaluation.tasks}
-    table = Table("source or task", "measure", *(["items"] if items else []))
-    for evaluation in evaluations:
-        table.add_column(_heading(evaluation), justify="right", overflow="fold")
-    previous = None
+    rows = [["source or task", "measure", *(f"model {number}" for number in range(1, len(columns) + 1))]]
     for name, measure in dict.fromkeys(row for column in columns for row in column):
-        cells = [column.get((name, measure), "") for column in columns]
-        if items:
-            cells.insert(0, f"{items[name]:,}" if name != previous and items.get(name) else "")
-        table.add_row(name if name != previous else "", measure, *cells)
-        previous = name
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(120, 40 + 30 * len(evaluations)))
-    console.print(table)
+        rows.append([name, measure, *(column.get((name, measure), "") for column in columns)])
+    print(table(rows, right=set(range(2, len(rows[0])))))
     if parts := sum(score.is_part for score in evaluations[0].tasks):
-        console.print(f"{parts} tasks in groups are not shown; use --output FILE.json to save all scores.")
+        print(f"{parts} tasks in groups are not shown; use --output FILE.json to save all scores.")
+    sys.stdout.flush()
 
 
 def _heading(evaluation: ModelResults) -> str:
     address = evaluation.address
     step = "" if address.step is None else f", step {address.step:,}"
     tokens = "" if address.tokens is None else f", {count_text(address.tokens)} tokens"
-    return f"{address.name}\n{count_text(evaluation.parameters)} parameters{step}{tokens}"
+    return f"{address.name}, {count_text(evaluation.parameters)} parameters{step}{tokens}"
 
 
 def _cells(evaluation: ModelResults) -> dict[tuple[str, str], str]:
     """Formats the table cells of a model: {(source or task, metric): value ± standard error}."""
     cells = {}
     for score in evaluation.scores():
-        if score.metric in SOURCE_MEASURES and score.task in evaluation.sources:
-            cells[score.task, score.metric.replace("_", " ")] = SOURCE_MEASURES[score.metric].format(score.value)
-        else:
-            error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
-            cells[_task_text(score), score.metric] = f"{score.value:.4f}{error}"
-    for source, measures in evaluation.sources.items():
-        by_position = measures.get("loss_by_position", {})
-        for positions, loss in by_position.items() if len(by_position) > 1 else ():
-            cells[source, f"loss at positions {positions}"] = "nan" if loss is None else f"{loss:.4f}"
+        shots = f" ({score.few_shots}-shot)" if score.few_shots else ""
+        error = "" if score.standard_error is None else f" ± {score.standard_error:.4f}"
+        cells[score.task + shots, score.metric] = f"{score.value:.4f}{error}"
     return cells
-
-
-def _task_text(score: Score | TaskScore) -> str:
-    return score.task + (f" ({score.few_shots}-shot)" if score.few_shots else "")

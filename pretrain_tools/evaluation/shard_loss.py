@@ -197,29 +197,19 @@ def measure_shards(
     use_attention(causal_lm, settings.attention)
     model = LanguageModelLoss(causal_lm, backend=settings.loss_backend).to(strategy.device)
     dtype = AUTOCAST_DTYPES.get(settings.precision)
-    results = {}
-    for name, reader in readers.items():
-        # A window contains a sequence and the token after it.
-        windows = settings.window.count_in(reader.tokens)
-        sequences = min(settings.sequences or windows, windows)
-        autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
-        per_pass = settings.sequences_per_micro_batch * strategy.ranks.count * settings.window.sequence_length
-        total = sequences * settings.window.sequence_length
-        look = {"desc": f"loss on {name}", "unit": "tok", "unit_scale": True, "dynamic_ncols": True}
-        with autocast, tqdm(total=total, disable=not strategy.ranks.is_main, **look) as bar:
-
-            def advance(*_: Any, bar: tqdm = bar, per_pass: int = per_pass) -> None:
-                bar.update(min(per_pass, bar.total - bar.n))
-
-            hook = model.register_forward_hook(advance)
-            results |= measure(
-                model,
-                {name: reader},
-                strategy,
-                window=settings.window,
-                sequences=sequences,
-                sequences_per_micro_batch=settings.sequences_per_micro_batch,
-                attention=settings.attention,
-            )
-            hook.remove()
-    return results
+    windows = [settings.window.count_in(reader.tokens) for reader in readers.values()]
+    sequences = settings.sequences or max(windows)
+    at_once = settings.sequences_per_micro_batch * strategy.ranks.count
+    batches = sum(-(-min(sequences, count) // at_once) for count in windows)
+    autocast = torch.autocast(strategy.device.type, dtype=dtype, enabled=dtype is not None)
+    with autocast, tqdm(total=batches, desc="loss", unit="batch", disable=not strategy.ranks.is_main) as bar:
+        return measure(
+            model,
+            readers,
+            strategy,
+            window=settings.window,
+            sequences=sequences,
+            sequences_per_micro_batch=settings.sequences_per_micro_batch,
+            attention=settings.attention,
+            after_batch=bar.update,
+        )

@@ -9,7 +9,7 @@ Prints one problem per line. train.py runs this script before training.
 import argparse
 import csv
 import functools
-import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,27 +54,21 @@ class BundleTask:
     baseline: float
     """Accuracy of random guessing, from 0 to 1."""
 
+    def is_usable(self, few_shots: int) -> bool:
+        """Returns True if the task has this number of few-shot examples, a known type, a baseline and a file."""
+        is_known = self.few_shots == few_shots and self.kind in CORE_KINDS
+        return is_known and 0 <= self.baseline < 1 and self.file.is_file()
 
-def task_problems(
-    tasks: Iterable[str],
-    include_path: Path | None,
-    bundle: Path | None = None,
-    settings: tuple[str, str, str] = ("benchmarks.tasks:", "benchmarks.include_path:", "benchmarks.eval_bundle:"),
-) -> list[str]:
-    """Lists problems with task names and task folders. settings: names of the three settings, for error messages."""
-    tasks_are, folder_is, _ = settings
+
+def task_problems(tasks: Iterable[str], include_path: Path | None, bundle: Path | None = None) -> list[str]:
+    """Lists problems with task names and task folders."""
     problems = Problems()
-    core, tasks = core_names(tasks)
-    if core or bundle is not None:
-        problems.attempt(bundle_tasks, core, bundle, settings)
-    if core and not tasks:
-        return list(problems)
-    if importlib.util.find_spec("lm_eval") is None:
-        return [*problems, f"{tasks_are} lm_eval is not installed; run pip install lm_eval, or omit the tasks"]
-    if include_path is not None and not include_path.is_dir():
-        return [*problems, f"{folder_is} {include_path}: no such folder; use a folder with task .yaml files"]
+    tasks = list(tasks)
+    if CORE in tasks:
+        problems.attempt(core_tasks, bundle)
+    tasks = [name for name in tasks if name != CORE]
     if include_path is not None and not task_manager(include_path, include_defaults=False).all_tasks:
-        problems.append(f"{folder_is} {include_path} contains no .yaml file with a task or a group")
+        problems.append(f"--include_path {include_path}: contains no .yaml file with a task or a group")
     # Skip known tasks, because building the harness's index takes 10 seconds.
     questioned = [name for name in tasks if name not in {*TASK_SETS, *BASE_TASKS, *SMALL_TASKS}]
     names = [name for name in questioned if not is_file(name)]
@@ -84,7 +78,7 @@ def task_problems(
             near = did_you_mean(name, [*manager.all_tasks, *TASK_SETS] if manager else ())
             # The harness has 14,000 names, which are too many to list.
             near = near if near.startswith("; did") else "; run `lm_eval ls tasks` to list all"
-            problems.append(f"{tasks_are} {name}: no such task, group, set or .yaml file{near}")
+            problems.append(f"--tasks {name}: no such task, group, set or .yaml file{near}")
     return list(problems)
 
 
@@ -106,72 +100,33 @@ def task_manager(include_path: Path | None, include_defaults: bool) -> Any:
     return TaskManager(include_path=folder, include_defaults=include_defaults)
 
 
-def is_complete(name: str, manager: Any) -> bool:
-    """Returns True if a manager contains a task, or a group and all its tasks."""
-    if name not in manager.all_groups:
-        return name in manager.all_subtasks
-    parts = (manager.task_index[name].cfg or {}).get("task")
-    return isinstance(parts, list) and all(isinstance(part, str) and is_complete(part, manager) for part in parts)
-
-
-def core_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Splits names into (CORE tasks, all others)."""
-    tasks = list(tasks)
-    core = [name for name in tasks if name == CORE or name.startswith(f"{CORE}/")]
-    return core, [name for name in tasks if name not in core]
-
-
-def bundle_tasks(
-    names: Iterable[str], bundle: Path | None, settings: tuple[str, str, str] = ("--tasks", "", "--eval_bundle")
-) -> list[BundleTask]:
-    """Returns a bundle's tasks by name: all 22 for `core`, one for `core/LABEL`.
-
-    Raises InputError if any of them are missing, because CORE is only defined over all tasks.
-    """
-    tasks_are, _, bundle_is = settings
+def core_tasks(bundle: Path | None) -> list[BundleTask]:
+    """Returns the 22 tasks of CORE. Raises InputError if the bundle doesn't contain all of them as published."""
     if bundle is None:
         raise InputError(
-            f"{tasks_are} {CORE}: requires DCLM's evaluation bundle; set {bundle_is} to the folder with core.yaml, "
+            f"--tasks {CORE}: requires DCLM's evaluation bundle; set --eval_bundle to the folder with core.yaml, "
             "eval_meta_data.csv and eval_data/ (see CORE in docs/benchmarks.md)"
         )
-    absent = [name for name in ("core.yaml", "eval_meta_data.csv", "eval_data") if not (bundle / name).exists()]
-    if absent:
+    known = _tasks_in(bundle)
+    unusable = [
+        label for label, shots in CORE_SHOTS.items() if label not in known or not known[label].is_usable(shots)
+    ]
+    if unusable:
         raise InputError(
-            f"{bundle_is} {bundle}: does not contain {', '.join(absent)}; use the folder of the unpacked DCLM bundle"
+            f"--eval_bundle {bundle}: lacks {len(unusable)} of the {len(CORE_SHOTS)} tasks of CORE, or their type, "
+            f"number of few-shot examples, random baseline or file differs ({', '.join(unusable)}); use the published "
+            "bundle"
         )
-    known, problems, wanted = _tasks_in(bundle, bundle_is), Problems(), {}
-    for name in names:
-        labels = list(CORE_SHOTS) if name == CORE else [name.removeprefix(f"{CORE}/")]
-        missing = [label for label in labels if label not in known]
-        found = {label: known[label] for label in labels if label in known}
-        wanted |= found
-        if missing and name == CORE:
-            problems.append(
-                f"{tasks_are} {CORE}: {bundle} lacks {len(missing)} of its {len(CORE_SHOTS)} tasks "
-                f"({', '.join(missing)}), but CORE is only defined over all tasks; use {CORE}/LABEL for a single task"
-            )
-        elif missing:
-            problems.append(f"{tasks_are} {name}: no such task in {bundle}{did_you_mean(labels[0], known)}")
-        changed = [label for label, task in found.items() if name == CORE and task.few_shots != CORE_SHOTS[label]]
-        if changed:
-            problems.append(
-                f"{bundle_is} {bundle}/core.yaml: the number of few-shot examples differs from CORE "
-                f"({', '.join(changed)}); use the published bundle"
-            )
-    for label, task in wanted.items():
-        if not task.file.is_file():
-            problems.append(f"{bundle_is} {task.file}: no such file, but {label} requires it")
-    problems.stop_if_any()
-    return list(wanted.values())
+    return [known[label] for label in CORE_SHOTS]
 
 
-def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
+def _tasks_in(bundle: Path) -> dict[str, BundleTask]:
     """Reads all tasks in a bundle: {label: task}. Raises InputError."""
     try:
         with open(bundle / "eval_meta_data.csv", encoding="utf-8", newline="") as file:
             percent = {row["Eval Task"]: float(row["Random baseline"] or "nan") for row in csv.DictReader(file)}
         rows = yaml.safe_load((bundle / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
-        tasks = {
+        return {
             row["label"]: BundleTask(
                 label=row["label"],
                 kind=row["icl_task_type"],
@@ -185,20 +140,17 @@ def _tasks_in(bundle: Path, bundle_is: str) -> dict[str, BundleTask]:
     except (OSError, ValueError, KeyError, TypeError, IndexError, yaml.YAMLError) as error:
         reason = str(error).split("\n")[0]
         raise InputError(
-            f"{bundle_is} {bundle}: core.yaml or eval_meta_data.csv cannot be read ({type(error).__name__}: {reason})"
+            f"--eval_bundle {bundle}: core.yaml or eval_meta_data.csv cannot be read ({type(error).__name__}: "
+            f"{reason}); use the folder of the unpacked DCLM bundle"
         ) from error
-    problems = Problems()
-    for task in tasks.values():
-        if task.kind not in CORE_KINDS:
-            near = did_you_mean(str(task.kind), CORE_KINDS)
-            problems.append(f"{bundle_is} {bundle}/core.yaml: {task.label} has unknown type {task.kind}{near}")
-        if not 0 <= task.baseline < 1:
-            problems.append(
-                f"{bundle_is} {bundle}/eval_meta_data.csv: Random baseline of {task.label} must be at least 0 and "
-                "below 100"
-            )
-    problems.stop_if_any()
-    return tasks
+
+
+def is_complete(name: str, manager: Any) -> bool:
+    """Returns True if a manager contains a task, or a group and all its tasks."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task")
+    return isinstance(parts, list) and all(isinstance(part, str) and is_complete(part, manager) for part in parts)
 
 
 def is_file(name: str) -> bool:
@@ -214,8 +166,10 @@ def main() -> None:
     arguments = parser.parse_args()
     load_extensions(arguments.extensions)
     tasks = [name for name in arguments.tasks if name not in TASKS]
-    for problem in task_problems(tasks, arguments.include_path, arguments.eval_bundle) if tasks else ():
-        print(problem)
+    for problem in task_problems(tasks, arguments.include_path, arguments.eval_bundle):
+        # A recipe's settings have the same names as the options.
+        setting = re.sub(r"^--(\w+)", r"benchmarks.\1:", problem)
+        print(setting.replace("--eval_bundle", "benchmarks.eval_bundle"))
 
 
 if __name__ == "__main__":

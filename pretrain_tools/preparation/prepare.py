@@ -50,8 +50,6 @@ PLAN_LAYOUT = 7
 COMMIT_SECONDS = 2.0
 LINE_SECONDS = 10.0
 """Interval between progress lines in the near-duplicate search."""
-COMPILING_SECONDS = 10
-"""Approximate time in seconds to compile the --clean filters, on two older CPU cores."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,6 @@ class _Run:
             self._find_near_duplicates()
         encoder = None
         if not self.slices:  # documents in slices are already tokenized
-            self._say_what_is_compiled()
             encoder, reason = make_encoder(tokenizer, engine)
             if reason:
                 self.say(f"using the tokenizers library: {reason}")
@@ -206,16 +203,6 @@ class _Run:
             report = report_of(search, duplicates, manifests)
             write_durably(self.output / NEAR_DUPLICATES_FILE, as_json(report))
         self.removed = duplicates["document"]
-
-    def _say_what_is_compiled(self) -> None:
-        """Prints a message if the filters must be compiled, which is slow on first use."""
-        cleaning = self.options.cleaning
-        if cleaning is None or not any(stage.is_compiled for stage in cleaning.stages):
-            return
-        from pretrain_tools.preparation.cleaning.compiled import is_compiled
-
-        if not is_compiled():
-            self.say(f"compiling the filters (once per machine, about {COMPILING_SECONDS} s)")
 
     def _load_progress(self) -> dict[str, Any]:
         if not self.plan_path.is_file():

@@ -49,8 +49,8 @@ def test_task_names_in_a_recipe(tmp_path):
     (tmp_path / "mine.yaml").write_text("task: mine\ntag: [ours, theirs]\ndataset_path: json\n")
     assert task_problems(["base", "mine", "ours", "blimp_*", "mmlu", "mmlu_anatomy"], tmp_path) == []
     (problem,) = task_problems(["helaswag"], tmp_path)
-    assert problem.startswith("benchmarks.tasks: helaswag: no such task") and "did you mean hellaswag?" in problem
+    assert problem.startswith("--tasks helaswag: no such task") and "did you mean hellaswag?" in problem
     assert "no such task" in task_problems([f"{tmp_path}/gone.yaml"], None)[0]
-    assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("benchmarks.include_path: ")
+    assert task_problems(["base"], tmp_path / "nowhere")[0].startswith("--include_path ")
     (tmp_path / "empty").mkdir()
     assert "contains no .yaml file with a task" in task_problems(["base"], tmp_path / "empty")[0]

@@ -58,7 +58,7 @@ def test_evaluations_and_samples_during_a_sharded_run(recipe, task, tmp_path):
 def test_scores_of_a_finished_evaluation_are_printed(tmp_path, capsys):
     evaluations = Evaluations(tmp_path, Metrics(tmp_path, is_main=True))
     folder = tmp_path / "step-00000006"
-    model = {"step": 6, "tasks": {"one": {"acc": 0.5}, "two": {"bits_per_byte": 1.25}}}
+    model = {"step": 6, "sources": {}, "tasks": {"one": {"acc": 0.5}, "two": {"bits_per_byte": 1.25}}}
     folder.with_suffix(".json").write_text(json.dumps({"models": [model]}))
     evaluations._running[folder] = SimpleNamespace(poll=lambda: 0, returncode=0)
     evaluations.fetch()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.data.data_record import numbers_in
@@ -23,19 +23,8 @@ MOST_SOURCES_COUNTED = 1000
 OTHER_SOURCES = "other sources"
 SAMPLES_FILE = "cleaning_samples.json"
 """File with sample documents, next to the manifest."""
-EXAMPLES_PER_LIST = 20
 MOST_NAMED = 5
 """Maximum number of sources listed in a message."""
-
-
-class Found(NamedTuple):
-    """An entry found in a document, such as a benchmark item."""
-
-    list_name: str
-    number: int
-    """Index in the list."""
-    excerpt: str
-    """Beginning of the entry's text."""
 
 
 @dataclass
@@ -49,8 +38,6 @@ class CleaningAccount:
     """{source: {rule or KEPT: documents, bytes}}. After MOST_SOURCES_COUNTED sources, all others share one entry."""
     changed: dict[str, dict[str, int]] = field(default_factory=dict)
     """{stage: number of changed documents, number of bytes removed}."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """{name of a stage's counter: count}."""
     histograms: dict[str, dict[str, int]] = field(default_factory=dict)
     """{histogram: {value: number of documents}}."""
     domains: dict[str, str] = field(default_factory=dict)
@@ -58,8 +45,8 @@ class CleaningAccount:
     samples: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     """{rule: {hash: sample}}, for the SAMPLES_PER_RULE documents with the smallest hashes."""
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{list: documents, entries, examples}. documents: number of documents that contain an entry. entries: indices of
-    the entries found, such as "0,4-6". examples: the first EXAMPLES_PER_LIST in input order."""
+    """{list: documents, entries}. documents: number of documents that contain an entry. entries: indices of the
+    entries found, such as "0,4-6"."""
 
     @property
     def rules(self) -> dict[str, dict[str, int]]:
@@ -71,8 +58,8 @@ class CleaningAccount:
 
     @property
     def removed(self) -> dict[str, dict[str, int]]:
-        """{rule: documents, bytes} without KEPT, sorted by name."""
-        return {rule: amounts for rule, amounts in sorted(self.rules.items()) if rule != KEPT}
+        """{rule: documents, bytes} without KEPT."""
+        return {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
 
     def add_document(
         self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
@@ -105,39 +92,26 @@ class CleaningAccount:
         self.domains |= {_digest_of(text): domain_of(url) for text, url in found if url is not None}
         self.domains = _smallest(self.domains, DOMAIN_SAMPLE)
 
-    def add_found(self, found: Iterable[Found], source: str, place: int) -> None:
-        """Counts the entries found in a document."""
-        by_list: dict[str, list[Found]] = {}
-        for entry in found:
-            by_list.setdefault(entry.list_name, []).append(entry)
-        for name, entries in by_list.items():
-            examples = [
-                {"entry": entry.number, "source": source, "place": place, "excerpt": entry.excerpt}
-                for entry in entries[:EXAMPLES_PER_LIST]
-            ]
-            numbers = ranges_text({entry.number for entry in entries})
-            self._add_list(name, {"documents": 1, "entries": numbers, "examples": examples})
-
-    def _add_list(self, name: str, more: dict[str, Any]) -> None:
-        before = self.found.get(name, {"documents": 0, "entries": "", "examples": []})
+    def add_found(self, name: str, documents: int, entries: set[int]) -> None:
+        """Counts documents that contain entries of a list, such as a benchmark. entries: their indices in the list."""
+        before = self.found.get(name, {"documents": 0, "entries": ""})
         self.found[name] = {
-            "documents": before["documents"] + more["documents"],
-            "entries": ranges_text(numbers_in(before["entries"]) | numbers_in(more["entries"])),
-            "examples": [*before["examples"], *more["examples"]][:EXAMPLES_PER_LIST],
+            "documents": before["documents"] + documents,
+            "entries": ranges_text(numbers_in(before["entries"]) | entries),
         }
 
     def add(self, other: "CleaningAccount") -> None:
         """Adds statistics from later documents."""
         for source, rules in other.by_source.items():
             self._add_rules(source, rules)
-        for name in ("changed", "counts", "histograms"):
+        for name in ("changed", "histograms"):
             add_numbers(getattr(self, name), getattr(other, name))
         self.domains = _smallest(other.domains | self.domains, DOMAIN_SAMPLE)
         for rule, drawn in other.samples.items():
             # If several documents have the same text, keep the first.
             self.samples[rule] = _smallest(drawn | self.samples.get(rule, {}), SAMPLES_PER_RULE)
         for name, more in other.found.items():
-            self._add_list(name, more)
+            self.add_found(name, more["documents"], numbers_in(more["entries"]))
 
     def removed_whole_lines(self) -> list[str]:
         """Describes sources that lost more than 90% of their bytes, and the rules responsible."""
@@ -158,19 +132,16 @@ class CleaningAccount:
         return f"{rule}{measured and f' ({measured})'}" + (f" and {documents - 1:,} more" if documents > 1 else "")
 
     def as_manifest(self) -> dict[str, Any]:
-        """Returns the manifest entry, which contains everything except the samples."""
+        """Returns the manifest entry, which contains everything except the samples, sorted by name."""
         rules = self.rules.values()
-        return {
+        fields = ("changed", "histograms", "domains", "by_source", "found")
+        entry = {
             "documents_in": sum(amounts["documents"] for amounts in rules),
             "bytes_in": sum(amounts["bytes"] for amounts in rules),
             "removed": self.removed,
-            "changed": dict(sorted(self.changed.items())),
-            "counts": dict(sorted(self.counts.items())),
-            "histograms": {name: dict(sorted(self.histograms[name].items())) for name in sorted(self.histograms)},
-            "domains": self.domains,
-            "by_source": {source: dict(sorted(rules.items())) for source, rules in self.by_source.items()},
-            **({"found": dict(sorted(self.found.items()))} if self.found else {}),
+            **{name: getattr(self, name) for name in fields},
         }
+        return json.loads(json.dumps(entry, sort_keys=True))
 
 
 def measured_text(sample: Mapping[str, Any]) -> str:
@@ -179,14 +150,7 @@ def measured_text(sample: Mapping[str, Any]) -> str:
         return ""
     value = sample["value"]
     limit = sample["limit"]
-    return f"{_number(value, limit)}, {'at least' if value < limit else 'at most'} {_number(limit, value)}"
-
-
-def _number(value: float, other: float) -> str:
-    """Formats a value with enough digits to distinguish it from `other`."""
-    if value == int(value):
-        return f"{int(value):,}"
-    return next((text for digits in range(3, 16) if float(text := f"{value:.{digits}g}") != other), repr(value))
+    return f"{value:,.6g}, {'at least' if value < limit else 'at most'} {limit:,.6g}"
 
 
 def domain_of(url: str) -> str:
@@ -208,10 +172,11 @@ def recorded_account(folder: Path, manifest: dict[str, Any]) -> CleaningAccount:
 
 def ranges_text(numbers: Iterable[int]) -> str:
     """Formats numbers as ranges: {0, 4, 5, 6} becomes '0,4-6'."""
-    ordered = sorted(numbers)
-    begins = [n for k, n in enumerate(ordered) if k == 0 or ordered[k - 1] != n - 1]
-    ends = [n for k, n in enumerate(ordered) if k + 1 == len(ordered) or ordered[k + 1] != n + 1]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+    import numpy as np
+
+    ordered = np.array(sorted(numbers), np.int64)
+    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) > 1) + 1)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs if len(run))
 
 
 def add_numbers(numbers: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ import functools
 import sys
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
@@ -138,12 +137,8 @@ def _divide(text, bounds, classes, lengths, hashes, word_bounds, totals, lines):
                     position += size
                     if position >= end:
                         break
-                    # Most characters are one byte long, so avoid the call.
-                    code = np.int64(text[np.uintp(position)])
-                    size = np.int64(1)
-                    if code >= 0x80:
-                        code, size = code_at(text, position)
-                    kind = np.int64(classes[np.uintp(code)])
+                    code, size = code_at(text, position)
+                    kind = np.int64(classes[code])
                     if kind & SPACE:
                         break
                 value = mixed(value)
@@ -245,9 +240,8 @@ def _gram(hashes, start, n):
 @compiled
 def _top_gram(lengths, hashes, start, end, n, table, stamp):
     """Returns the length in characters of the most frequent n-gram, times its count. In a tie, the first one wins."""
-    keys, stamps, counts, firsts = table
-    best_count = np.int64(0)
-    best_first = start
+    keys, stamps, counts = table
+    best = np.int64(0)
     for position in range(start, end - n + 1):
         value = _gram(hashes, position, n)
         slot, seen = _find(keys, stamps, stamp, value)
@@ -255,12 +249,13 @@ def _top_gram(lengths, hashes, start, end, n, table, stamp):
             keys[slot] = value
             stamps[slot] = stamp
             counts[slot] = 0
-            firsts[slot] = position
         counts[slot] += 1
-        if counts[slot] > best_count or (counts[slot] == best_count and firsts[slot] < best_first):
-            best_count = counts[slot]
-            best_first = firsts[slot]
-    return (lengths[best_first : best_first + n].sum() + n - 1) * best_count
+        best = max(best, counts[slot])
+    for position in range(start, end - n + 1):
+        slot, _ = _find(keys, stamps, stamp, _gram(hashes, position, n))
+        if counts[slot] == best:
+            return (lengths[position : position + n].sum() + n - 1) * best
+    return np.int64(0)
 
 
 @compiled
@@ -296,9 +291,7 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
     """
     size = _table_size((word_bounds[:, 1] - word_bounds[:, 0]).max())
     stamps = np.zeros(size, np.int64)
-    counts = np.empty(size, np.int64)
-    firsts = np.empty(size, np.int64)
-    table = np.empty(size, np.uint64), stamps, counts, firsts
+    table = np.empty(size, np.uint64), stamps, np.empty(size, np.int64)
     stamp = 0
     for document in range(len(word_bounds)):
         if skipped[document] or not characters[document]:
@@ -317,9 +310,3 @@ def repetitions(lengths, hashes, word_bounds, characters, limits, skipped, broke
                 broken[document] = rule
                 values[document] = repeated / total
                 break
-
-
-def is_compiled() -> bool:
-    """Returns True if compiled kernels are in numba's cache."""
-    folder = Path(_divide.stats.cache_path)
-    return any(folder.glob(f"{Path(__file__).stem}.*.nbi"))

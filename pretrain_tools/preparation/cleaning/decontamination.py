@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
 from pretrain_tools.preparation.cleaning import lm_eval_items
-from pretrain_tools.preparation.cleaning.account import Found
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 TASK_SUFFIXES = (".yaml", ".yml")
 SHORTEST_RUN_WORDS = 5
-EXCERPT_CHARACTERS = 200
 
 
 class BenchmarkItem(NamedTuple):
@@ -55,7 +53,6 @@ class Benchmark:
 class Decontamination:
     """Stage that removes documents that share `words` consecutive words with a benchmark item."""
 
-    is_compiled: ClassVar[bool] = True
     benchmarks: tuple[Benchmark, ...]
     words: int = 13
 
@@ -90,10 +87,8 @@ class Decontamination:
 
     @cached_property
     def _index(self) -> "ItemIndex":
-        try:
-            from pretrain_tools.preparation.cleaning.item_index import build_index
-        except ImportError:
-            raise InputError("--decontaminate: numba is not installed; run pip install numba") from None
+        from pretrain_tools.preparation.cleaning.item_index import build_index
+
         return build_index([text[2] for text in self._texts], [text[3] for text in self._texts], self.words)
 
     def open(self) -> Judge:
@@ -103,13 +98,10 @@ class Decontamination:
     def _judge(self, batch: TextBatch) -> Verdicts:
         verdicts = Verdicts()
         for document, text in self._index.find(batch.texts):
-            benchmark, item, content, _ = self._texts[text]
-            found = verdicts.found.setdefault(document, [])
-            # Matches are sorted by item.
-            if not found or (found[-1].list_name, found[-1].number) != (self.benchmarks[benchmark].name, item):
-                excerpt = content.decode()[:EXCERPT_CHARACTERS].strip()
-                found.append(Found(self.benchmarks[benchmark].name, item, excerpt))
-            verdicts.removed[document] = found[0].list_name
+            benchmark, item, *_ = self._texts[text]
+            name = self.benchmarks[benchmark].name
+            verdicts.found.setdefault(document, {}).setdefault(name, set()).add(item)
+            verdicts.removed.setdefault(document, name)
         return verdicts
 
 
@@ -165,11 +157,6 @@ def _files_of(name: str) -> list[Path]:
 
 def _file_benchmark(path: Path) -> Benchmark:
     """Reads a file with one item per line, as plain text or JSON."""
-    if path.suffix not in FILE_SUFFIXES:
-        raise InputError(
-            f"--decontaminate {path}: must be a {', '.join(FILE_SUFFIXES)} file with one item per line, or an lm-eval "
-            ".yaml file"
-        )
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
@@ -181,7 +168,9 @@ def _file_benchmark(path: Path) -> Benchmark:
         try:
             value = line if path.suffix == ".txt" else json.loads(line)
         except ValueError as error:
-            raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
+            raise InputError(
+                f"--decontaminate {path}, line {number:,}: invalid JSON ({error}); use a .txt file for plain text"
+            ) from None
         whole, parts = lm_eval_items.record_texts(value)
         items.append(BenchmarkItem(tuple(whole), tuple(parts)))
     return Benchmark(path.name, tuple(items))
@@ -191,19 +180,14 @@ def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     """Loads lm-eval tasks in a separate process. Raises InputError listing all tasks that can't be loaded."""
     command = [sys.executable, "-P", lm_eval_items.__file__, json.dumps(names)]
     run = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    lines = [json.loads(line) for line in run.stdout.splitlines()] if run.returncode == 0 else []
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise InputError(f"--decontaminate {','.join(names)}: lm-eval failed ({last})")
-    problems = [
-        f"--decontaminate {line['name']}: {line['problem']}; data paths in a task file are relative to the current "
-        "folder, and other data is loaded from the Hub"
-        for line in lines
-        if isinstance(line, dict)
-    ]
-    if problems:
-        raise InputError(*problems)
+    printed = json.loads(run.stdout)
+    if printed["problems"]:
+        advice = "data paths in a task file are relative to the current folder, and other data is loaded from the Hub"
+        raise InputError(*(f"--decontaminate {problem}; {advice}" for problem in printed["problems"]))
     items: dict[str, list[BenchmarkItem]] = {}
-    for task, whole, parts in lines:
+    for task, whole, parts in printed["items"]:
         items.setdefault(task, []).append(BenchmarkItem(tuple(whole), tuple(parts)))
     return [Benchmark(task, tuple(found)) for task, found in items.items()]

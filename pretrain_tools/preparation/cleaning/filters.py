@@ -1,17 +1,19 @@
 """Parses --filter, and loads user-defined filter functions."""
 
 import dataclasses
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from pretrain.errors import InputError, Problems, did_you_mean, one_line
 from pretrain.files import sha256_of
+from pretrain.registry import import_file
 from pretrain_tools.preparation.cleaning.language import LanguageFilter
 from pretrain_tools.preparation.cleaning.personal_data import PersonalData
 from pretrain_tools.preparation.cleaning.published import C4Quality, FineWebQuality, GopherQuality, GopherRepetition
@@ -81,7 +83,7 @@ def parse_filter(text: str) -> CleaningStage:
     name, inside = match.groups()
     if name not in FILTERS:
         raise InputError(f"--filter {text}: no such filter{did_you_mean(name, FILTERS)}")
-    fields = {field.name: field for field in dataclasses.fields(FILTERS[name])}
+    fields = {field.name: field.type for field in dataclasses.fields(FILTERS[name])}
     values = {}
     problems = Problems()
     for part in filter(None, map(str.strip, (inside or "").split(","))):
@@ -92,36 +94,16 @@ def parse_filter(text: str) -> CleaningStage:
             problems.append(f"--filter {text}: {name} has no parameter {parameter!r}{did_you_mean(parameter, fields)}")
         elif parameter in values:
             problems.append(f"--filter {text}: {parameter} is specified twice; remove one of them")
+        elif value == OFF and fields[parameter] is not bool:
+            values[parameter] = None
         else:
-            values[parameter] = problems.attempt(
-                _value, f"--filter {text}: {parameter}", value, fields[parameter].type
-            )
-    missing = [f.name for f in fields.values() if f.default is dataclasses.MISSING and f.name not in values]
-    problems += [f"--filter {text}: {name} requires {parameter}=..." for parameter in missing]
+            values[parameter] = tuple(value.split("+")) if "tuple" in str(fields[parameter]) else value
     problems.stop_if_any()
-    return FILTERS[name](**values)
-
-
-def _value(what: str, given: str, allowed: Any) -> Any:
-    """Parses a parameter value. `allowed` is the field's type; `| None` allows off."""
-    if allowed is bool:
-        if given not in ("on", OFF):
-            raise InputError(f"{what}={given}: must be on or {OFF}")
-        return given != OFF
-    if given == OFF:
-        if type(None) not in getattr(allowed, "__args__", ()):
-            raise InputError(f"{what}={given}: cannot be turned off")
-        return None
-    if allowed in (tuple[str, ...], tuple[str, ...] | None):
-        return tuple(given.split("+"))
-    for kind, noun in ((int, "a whole number"), (float, "a number")):
-        if allowed in (kind, kind | None):
-            try:
-                return kind(given)
-            except ValueError:
-                off = "" if allowed is kind else f" or {OFF}"
-                raise InputError(f"{what}={given}: must be {noun}{off}") from None
-    return given
+    try:
+        return TypeAdapter(FILTERS[name]).validate_python(values)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise InputError(*(f"--filter {text}: {problem}" for problem in wrong)) from None
 
 
 @dataclass(frozen=True)
@@ -132,7 +114,6 @@ class UserFunction:
     `url`, it is called with the URL from --url_field. The result must depend only on the arguments.
     """
 
-    is_compiled: ClassVar[bool] = False
     path: str
     function: str
     sha256: str
@@ -196,15 +177,9 @@ class UserFunction:
         return answer
 
 
-@cache
 def _load_function(path: str, function: str, sha256: str) -> Callable[..., Any]:
-    """Loads a function from a Python file. sha256: hash of the file, which is part of the cache key."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # user code may raise anything
-        raise InputError(f"--filter {path}: {type(error).__name__}: {one_line(error)}") from None
+    """Loads a function from a Python file. sha256: hash of the file. A changed file is loaded again."""
+    module = import_file(Path(path), f"groundwork_filter_{sha256[:8]}")
     found = getattr(module, function, None)
     if not callable(found):
         functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]

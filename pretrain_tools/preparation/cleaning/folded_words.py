@@ -26,9 +26,6 @@ APOSTROPHES = "'\u2018\u2019\u02bc\uff07"
 HYPHENS = "-\u2010\u2011\ufe63\uff0d"
 LINE_ENDS = "\r\n"
 TATWEEL = "\u0640"
-COMMON_SIGNS = {"\u2018\u2019": "'", "\u201c\u201d\u2013\u2014\u2026": " "}
-"""{common punctuation in English text: equivalent ASCII character}"""
-NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 HYPHEN_WITHIN_A_WORD = re.compile(r"-(?<=[^\s-]-)(?:\n[\n ]*)?(?=[^\s-])")
 """Matches a hyphen inside a word, including at a line break."""
 
@@ -75,13 +72,7 @@ def folded_texts(texts: Sequence[bytes], least_words: int = 0) -> DividedTexts:
 
 
 def _folded(text: bytes, least_words: int) -> str:
-    characters = text.decode()
-    for signs, alike in COMMON_SIGNS.items():
-        for sign in signs:
-            characters = characters.replace(sign, alike)
-    if not characters.isascii():  # `str.translate` is ten times as fast on pure ASCII
-        characters = NOT_ASCII.sub(lambda match: match[0].translate(_FOLDED), characters)
-    words = HYPHEN_WITHIN_A_WORD.sub("", characters.translate(_FOLDED)).replace("-", " ")
+    words = HYPHEN_WITHIN_A_WORD.sub("", text.decode().translate(_FOLDED)).replace("-", " ")
     if least_words and len(first := words.split(None, least_words - 1)) < least_words:
         whole = "-".join(first) or "".join(text.decode().split())
         return " ".join([f"-{whole}"] * least_words)

@@ -13,8 +13,6 @@ from pretrain_tools.preparation.cleaning.folded_words import folded_texts
 
 LEAST_LETTERS = 20
 """Minimum number of letters in a run. Runs with fewer letters are extended, or ignored if that isn't possible."""
-ENTRIES_PER_SEED = 16
-FEWEST_BITS = 16
 
 
 def _hashes(words: np.ndarray, places: np.ndarray | slice, factors: np.ndarray) -> np.ndarray:
@@ -35,10 +33,7 @@ class ItemIndex:
     seed_words: int
     """Number of words in the shortest run."""
     seeds: np.ndarray
-    """Sorted hashes of the first `seed_words` words in each run."""
-    entries: np.ndarray
-    """(2^n,) bool, True for the highest n bits of each seed. This quickly rules out most positions in documents."""
-    shift: np.uint64
+    """Sorted hashes of the first `seed_words` words in each run, which rule out most positions in documents."""
 
     def find(self, documents: Sequence[bytes]) -> list[tuple[int, int]]:
         """Finds documents that contain a run of words from a text. Returns sorted (document, text) pairs."""
@@ -47,8 +42,8 @@ class ItemIndex:
         words = np.append(divided.hashes, np.zeros_like(self.factors))
         ends = divided.word_bounds[:, 1]
         ours = _hashes(words, slice(len(divided.hashes)), self.factors[: self.seed_words])
-        candidates = np.flatnonzero(self.entries[ours >> self.shift])
-        candidates = candidates[_is_among(ours[candidates], self.seeds)]
+        seeds = self.seeds.take(np.searchsorted(self.seeds, ours), mode="clip")
+        candidates = np.flatnonzero(seeds == ours)
         # A run must not extend into the next document.
         document_of = np.searchsorted(ends, candidates, "right")
         left = ends[document_of] - candidates
@@ -62,12 +57,6 @@ class ItemIndex:
                 document = int(document_of[fits][number])
                 found.update((document, text) for text in texts[first[number] : stop[number]].tolist())
         return sorted(found)
-
-
-def _is_among(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """Returns (hashes,) bool: True for hashes found in the sorted array."""
-    places = np.searchsorted(ascending, hashes)
-    return ascending.take(places, mode="clip") == hashes
 
 
 def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> ItemIndex:
@@ -96,9 +85,5 @@ def build_index(texts: Sequence[bytes], whole: Sequence[bool], words: int) -> It
         order = np.argsort(hashes)
         runs[length] = hashes[order], text_of[of_length[order]]
     seed_words = min(runs, default=1)
-    seeds = np.unique(_hashes(own, starts, factors[:seed_words])) if runs else np.empty(0, np.uint64)
-    bits = max(FEWEST_BITS, (ENTRIES_PER_SEED * len(seeds)).bit_length())
-    shift = np.uint64(64 - bits)
-    entries = np.zeros(1 << bits, bool)
-    entries[seeds >> shift] = True
-    return ItemIndex(np.bincount(text_of, minlength=len(texts)) > 0, runs, factors, seed_words, seeds, entries, shift)
+    seeds = np.unique(_hashes(own, starts, factors[:seed_words])) if runs else np.zeros(1, np.uint64)
+    return ItemIndex(np.bincount(text_of, minlength=len(texts)) > 0, runs, factors, seed_words, seeds)

@@ -167,8 +167,6 @@ def _lingua_detector() -> Any:
 
 def lingua_languages() -> set[str]:
     """Returns the language codes that lingua supports."""
-    try:
-        from lingua import Language
-    except ImportError:
-        raise InputError("--filter language: requires lingua; run pip install lingua-language-detector") from None
+    from lingua import Language
+
     return {language.iso_code_639_1.name.lower() for language in Language.all()}

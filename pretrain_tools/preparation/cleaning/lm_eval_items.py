@@ -1,4 +1,4 @@
-"""Prints the items of lm-evaluation-harness tasks as JSON lines.
+"""Prints the items of lm-evaluation-harness tasks as JSON.
 
 Runs as a separate process, because the harness starts threads, which make forking unsafe. Must not import from this
 project: some tasks import the evaluate library, which evaluate.py would shadow.
@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 SOURCE_TEXTS = ("passage", "context", "article", "support", "paragraph", "story", "background")
@@ -19,25 +19,26 @@ CHOICE = re.compile(
 """Matches the names of fields with answer choices."""
 ANSWER_BLANK = re.compile(r"(?<!\w)_+(?!\w)")
 """Matches the blank in a question."""
-CONNECTORS = {"cause": ("because",), "effect": ("so", "therefore")}
 WORD = re.compile(r"\w+")
-UNKNOWN = "no such task, and no such file or folder"
 
 
 def main() -> None:
-    """Prints the items of all tasks. The argument is a JSON list of task names, patterns, .yaml files or folders."""
+    """Prints {"items": [[task, *item_texts], ...], "problems": [text, ...]}.
+
+    The argument is a JSON list of task names, patterns, .yaml files or folders.
+    """
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # send the harness's own output to stderr
+    items = []
+    problems = []
     for name in json.loads(sys.argv[1]):
         try:
-            tasks = load_tasks(name)
-            for task in tasks:
-                lines = [json.dumps([task.task_name, *item_texts(task, document)]) for document in task.eval_docs]
-                output.write("\n".join([*lines, ""]))
+            for task in load_tasks(name):
+                items += [[task.task_name, *item_texts(task, document)] for document in task.eval_docs]
         except Exception as error:  # task code, the datasets library and the network may raise anything
             reason = str(error).strip().partition("\n")[0][:300] or "no reason given"
-            kind = "" if isinstance(error, LookupError) and reason == UNKNOWN else f"{type(error).__name__}: "
-            output.write(json.dumps({"name": name, "problem": f"{kind}{reason}"}) + "\n")
+            problems.append(f"{name}: {type(error).__name__}: {reason}")
+    json.dump({"items": items, "problems": problems}, output)
     output.close()
 
 
@@ -53,7 +54,7 @@ def load_tasks(name: str) -> list[Any]:
         manager = TaskManager(include_defaults=not is_file)
         names = [os.path.abspath(name)] if is_file else manager.match_tasks([name])
     if not names:
-        raise LookupError(UNKNOWN)
+        raise LookupError("no such task, and no such file or folder")
     found = manager.load(list(names))
     tasks = {task.task_name: task for task in found["tasks"].values()}
     return [tasks[task] for task in sorted(tasks)]
@@ -81,22 +82,16 @@ def item_texts(task: Any, document: dict[str, Any]) -> tuple[list[str], list[str
     if not questions:
         return choices, []
     question = max(questions, key=len)
-    return question_texts(question, choices, connectors_in(strings)), [text for text in questions if text != question]
+    return question_texts(question, choices), [text for text in questions if text != question]
 
 
-def question_texts(question: str, choices: Sequence[str], connectors: Sequence[str]) -> list[str]:
-    """Returns the question alone, and with each answer appended, joined by a connector, or filled into its blank."""
+def question_texts(question: str, choices: Sequence[str]) -> list[str]:
+    """Returns the question alone, and with each answer appended or filled into its blank."""
     end = " ".join(question.split()[-12:])
     texts = [question, *(f"{end} {choice}" for choice in choices)]
-    texts += [f"{end} {connector} {choice}" for connector in connectors for choice in choices]
     if ANSWER_BLANK.search(question):
         texts += [ANSWER_BLANK.sub(lambda _, choice=choice: choice, question) for choice in choices]
     return list(dict.fromkeys(texts))
-
-
-def connectors_in(strings: Iterable[tuple[str, str]]) -> list[str]:
-    """Lists the words that connect a premise to its cause or effect, if the item asks for one."""
-    return [word for _, text in strings for word in CONNECTORS.get(text.lower(), ())]
 
 
 def shown_in(prompt: str, strings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -140,7 +135,7 @@ def record_texts(value: Any) -> tuple[list[str], list[str]]:
     if not texts:
         return [], []
     question, *parts = texts
-    natural = question_texts(question, choices, connectors_in(strings))
+    natural = question_texts(question, choices)
     return natural, [*parts, *(choice for choice in choices if len(choice) > 2)]
 
 

@@ -8,7 +8,6 @@ The rules were designed for web pages. If `by_form` is True, each rule applies o
 """
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -37,14 +36,13 @@ class NamedFilter:
     """Base class for filters in FILTERS. Subclasses define `judge` or override `open`."""
 
     name: ClassVar[str]
-    is_compiled: ClassVar[bool] = True
-    """True if the filter uses numba kernels."""
 
     @property
     def label(self) -> str:
         return self.name
 
     def open(self) -> Judge:
+        self.judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return self.judge
 
     def as_plan(self) -> dict[str, Any]:
@@ -277,24 +275,15 @@ class C4Quality(NamedFilter):
         document = table["document"]
         found = phrases_in(lines, prose[document])
         most = np.inf if self.max_word_characters is None else self.max_word_characters
-        goes_by_rule = {
-            "long_word": table["longest_word"] > most,
-            "no_end": self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots),
-            "few_words": table["words"] < (self.min_words_per_line or 0),
-            "javascript": self.javascript & (found[b"javascript"] > 0),
-            "policy": self.policies & (sum(found[phrase] for phrase in POLICIES) > 0),
-        }
-        stays = np.ones(len(table), bool)
-        before = {}
-        counts = Counter()
-        for rule, goes in goes_by_rule.items():
-            before[rule] = stays.copy()
-            goes = goes & stays & forms.page[document]
-            stays &= ~goes
-            counts[f"lines.{rule}"] = int(np.count_nonzero(goes))
-        # As in C4, count these before the rules `javascript` and `policy`, respectively, remove lines.
-        lorem = lines.totals(found[b"lorem ipsum"] * before["javascript"])
-        curly = _share(lines.totals(found[b"{"] * before["policy"]), lines.totals("words"))
+        no_end = self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots)
+        few_words = table["words"] < (self.min_words_per_line or 0)
+        page = forms.page[document]
+        stays = ~(page & ((table["longest_word"] > most) | no_end | few_words))
+        # As in C4, count these before the rules `javascript` and `policies`, respectively, remove lines.
+        lorem = lines.totals(found[b"lorem ipsum"] * stays)
+        stays &= ~(page & self.javascript & (found[b"javascript"] > 0))
+        curly = _share(lines.totals(found[b"{"] * stays), lines.totals("words"))
+        stays &= ~(page & self.policies & (sum(found[phrase] for phrase in POLICIES) > 0))
         sentences = lines.totals(table["sentences"] * stays)
         verdicts = verdicts_of(
             [
@@ -303,7 +292,6 @@ class C4Quality(NamedFilter):
                 Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
             ]
         )
-        verdicts.counts = +counts
         joined = lines.joined(stays)
         for number, text in enumerate(batch.texts):
             new = joined[number] if forms.page[number] else texts[number]

@@ -5,8 +5,6 @@ GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) used similar cla
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain.files import as_json, sha256_of
+from pretrain.files import as_json, sha256_of, write_durably
 from pretrain_tools.preparation.cleaning.published import NamedFilter
 from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 from pretrain_tools.preparation.documents.records import Reading
@@ -38,7 +36,6 @@ class ClassifierFilter(NamedFilter):
     """Keeps documents that a trained classifier scores at `minimum` or higher. `model` is the classifier's folder."""
 
     name: ClassVar[str] = "classifier"
-    is_compiled: ClassVar[bool] = False
     model: str
     minimum: float = 0.5
 
@@ -100,7 +97,7 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         good: glob pattern for files with good documents.
         other: glob pattern for files with ordinary documents.
     """
-    if output.exists() and not (output / CLASSIFIER_FILE).is_file() and any(output.iterdir()):
+    if output.is_dir() and {path.name for path in output.iterdir()} - {CLASSIFIER_FILE, WEIGHTS_FILE}:
         raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
     texts = [list(_texts_of(pattern, reading)) for pattern in (good, other)]
     for pattern, found in zip((good, other), texts, strict=True):
@@ -111,30 +108,25 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
             )
     together = texts[0] + texts[1]
     labels = np.repeat([1.0, 0.0], [len(found) for found in texts])
-    drawn = [hashlib.sha256(text).digest() for text in together]
-    held_out = np.array([int.from_bytes(digest[:8], "big") < HELD_OUT * 2.0**64 for digest in drawn])
-    order = np.array(sorted(np.flatnonzero(~held_out).tolist(), key=drawn.__getitem__))
+    drawn = [int.from_bytes(hashlib.sha256(text).digest()[:8]) for text in together]
+    held_out = np.array(drawn) < HELD_OUT * 2.0**64
     from sklearn.linear_model import LogisticRegression
 
     model = LogisticRegression(C=INVERSE_REGULARIZATION, class_weight="balanced", max_iter=MOST_STEPS)
-    model.fit(features_of([together[n] for n in order]), labels[order])
+    model.fit(features_of([together[n] for n in np.flatnonzero(~held_out)]), labels[~held_out])
     weights = np.append(model.coef_[0], model.intercept_).astype(np.float32)
     scores = quality_scores([together[n] for n in np.flatnonzero(held_out)], weights)
     measured = _measures(scores, labels[held_out])
     record = {
         **CLASSIFIER_FORMAT,
-        "good": {"texts": len(texts[0]), "bytes": sum(map(len, texts[0]))},
-        "other": {"texts": len(texts[1]), "bytes": sum(map(len, texts[1]))},
+        "good": {"texts": len(texts[0])},
+        "other": {"texts": len(texts[1])},
         "held_out": measured,
     }
-    temporary = output.with_name(output.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        np.save(temporary / WEIGHTS_FILE, weights)
-        (temporary / CLASSIFIER_FILE).write_bytes(as_json(record))
-        shutil.rmtree(output, ignore_errors=True)
-        os.replace(temporary, output)
+        output.mkdir(parents=True, exist_ok=True)
+        np.save(output / WEIGHTS_FILE, weights)
+        write_durably(output / CLASSIFIER_FILE, as_json(record))
     except OSError as error:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None
     return record

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, Found, add_numbers
+from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,12 +73,10 @@ class Verdicts:
     """{removed document: measured value and limit}, for rules with a limit."""
     changed: dict[int, bytes] = field(default_factory=dict)
     """{document: new text}. If it is empty, the document is removed by the rule `nothing_left`."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """Additional counters, such as the number of replaced e-mail addresses."""
     values: dict[str, Sequence[str]] = field(default_factory=dict)
     """{histogram: value of each document}, such as its language. Use few distinct values."""
-    found: dict[int, list[Found]] = field(default_factory=dict)
-    """{document: list entries found in it, without duplicates}."""
+    found: dict[int, dict[str, set[int]]] = field(default_factory=dict)
+    """{document: {list, such as a benchmark: indices of the entries found in the document}}."""
 
 
 Judge = Callable[[TextBatch], Verdicts]
@@ -86,9 +84,6 @@ Judge = Callable[[TextBatch], Verdicts]
 
 class CleaningStage(Protocol):
     """Interface of a cleaning stage."""
-
-    is_compiled: bool
-    """True if the stage uses numba kernels, which must be compiled before workers are forked."""
 
     @property
     def label(self) -> str:
@@ -98,7 +93,10 @@ class CleaningStage(Protocol):
         """Returns the manifest entry: the name and all parameters that affect decisions (file hashes, not paths)."""
 
     def open(self) -> Judge:
-        """Returns the function that processes batches. Each decision must depend only on the document itself."""
+        """Returns the function that processes batches. Each decision must depend only on the document itself.
+
+        Compiles kernels, because workers are forked later.
+        """
 
 
 class Cleaned(NamedTuple):
@@ -121,12 +119,8 @@ class Cleaning:
 
     @cached_property
     def opened(self) -> list[tuple[str, Judge]]:
-        """(label, function) for each stage, with kernels compiled."""
-        opened = [(stage.label, stage.open()) for stage in self.stages]
-        for stage, (_, judge) in zip(self.stages, opened, strict=True):
-            if stage.is_compiled:
-                judge(TextBatch([b"compiled once, before workers are forked"], [None]))
-        return opened
+        """(label, function) for each stage."""
+        return [(stage.label, stage.open()) for stage in self.stages]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
@@ -155,10 +149,10 @@ class Cleaning:
             if not kept:
                 break
             verdicts = judge(batch)
-            add_numbers(account.counts, {f"{label}.{name}": number for name, number in verdicts.counts.items()})
             add_numbers(account.histograms, {name: Counter(values) for name, values in verdicts.values.items()})
-            for number, found in verdicts.found.items():
-                account.add_found(found, sources[kept[number]], places[kept[number]])
+            for found in verdicts.found.values():
+                for name, entries in found.items():
+                    account.add_found(name, 1, entries)
             removed = {number: f"{label}.{rule}" if rule else label for number, rule in verdicts.removed.items()}
             for number, text in verdicts.changed.items():
                 if number not in removed:

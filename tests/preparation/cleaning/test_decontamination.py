@@ -13,7 +13,7 @@ from pretrain.data.data_record import contamination_of, numbers_in
 from pretrain.data.shards import open_shards
 from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
-from pretrain_tools.preparation.cleaning.account import CleaningAccount, Found, ranges_text
+from pretrain_tools.preparation.cleaning.account import CleaningAccount, ranges_text
 from pretrain_tools.preparation.cleaning.decontamination import (
     BenchmarkItem,
     Decontamination,
@@ -79,9 +79,6 @@ def test_every_planted_item_is_found_and_nothing_else(planted, tmp_path, run):
     found = manifest["cleaning"]["found"]
     assert found["long.jsonl"]["entries"] == "0-8" and found["long.jsonl"]["documents"] == 12
     assert found["short.txt"]["entries"] == "0-11" and found["short.txt"]["documents"] == 12
-    example = found["long.jsonl"]["examples"][1]
-    assert (example["entry"], example["source"], example["place"]) == (1, "a.jsonl", 5)
-    assert example["excerpt"] == LONG[1]
     assert manifest["cleaning"]["removed"]["decontamination.short.txt"]["documents"] == 12
     assert "long.jsonl: found 9 of 12 items in 12 documents; removed the documents" in told
     assert "short.txt: found 12 of 13 items (1 too short to search for) in 12 documents" in told
@@ -124,15 +121,6 @@ TASKS = {
         [{"problem": "Ann has two pears and eats one.", "answer": "She has one pear."}],
         {"output_type": "generate_until", "doc_to_text": "Q: {{problem}} A:", "doc_to_target": "{{answer}}"},
     ),
-    "causes": (
-        [{"premise": "I coughed.", "choice1": "The smoke hurt me.", "choice2": "I took a deep breath.", "label": 0,
-          "question": "cause"},
-         {"premise": "The man lost his way in the woods.", "choice1": "He asked.", "choice2": "He slept.", "label": 1,
-          "question": "effect"}],
-        {"output_type": "multiple_choice", "doc_to_target": "label",
-         "doc_to_text": "{{premise.strip()[:-1]}} {{ {'cause': 'because', 'effect': 'therefore'}[question] }}",
-         "doc_to_choice": "{{ [choice1[0]|lower + choice1[1:], choice2[0]|lower + choice2[1:]] }}"},
-    ),
     "blanks": (
         [{"sentence": "Ann saw Mary, but _ was late.", "option1": "Ann", "option2": "Mary", "answer": "2"}],
         {"output_type": "multiple_choice", "doc_to_text": "{{answer|int - 1}}", "doc_to_target": "was late.",
@@ -146,21 +134,12 @@ TASKS = {
     ),
 }  # fmt: skip
 NATURAL = {
-    "causes": [
-        "I coughed because the smoke hurt me.",
-        "I coughed because I took a deep breath.",
-        "The man lost his way in the woods, so he slept.",
-        "The man lost his way in the woods. Therefore he asked.",
-    ],
     "blanks": ["Ann saw Mary, but Ann was late.", "Ann saw Mary, but Mary was late."],
     "edited": ["Removing ice [title] from a car: a man [step] scrapes the window. He stops."],
 }
 UNNATURAL = [
-    "the smoke hurt me and I took a deep breath",
-    "He asked. He slept.",
     "Ann saw Mary",
     "it was late.",
-    "cause",
 ]
 
 
@@ -211,15 +190,15 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text('{"a": 1\n')
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "items.csv").write_text("a,b\n")
-    line = json.dumps({"name": "helaswag", "problem": "no such task, and no such file or folder"})
-    monkeypatch.setattr(
-        "subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=line + "\n", stderr="")
+    printed = json.dumps(
+        {"items": [], "problems": ["helaswag: LookupError: no such task, and no such file or folder"]}
     )
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0, stdout=printed, stderr=""))
     with pytest.raises(InputError) as caught:
         read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
     bad, items, task, empty = caught.value.problems
-    assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv: must be a .jsonl, .ndjson, .txt" in items
-    assert "--decontaminate helaswag: no such task" in task and "empty.txt: contains no items" in empty
+    assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv, line 1: invalid JSON" in items
+    assert "--decontaminate helaswag: LookupError: no such task" in task and "empty.txt: contains no items" in empty
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)
     with pytest.raises(InputError, match=r"lm-eval failed \(ImportError: no lm_eval\)"):
@@ -228,20 +207,20 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
 
 def test_findings_of_parts_add_up_in_any_division():
     rng = np.random.default_rng(0)
-    findings = [[Found("ab"[n % 2], int(k), f"{n}") for k in rng.integers(0, 40, n % 3)] for n in range(60)]
+    findings = [("ab"[n % 2], set(rng.integers(0, 40, n % 3).tolist())) for n in range(60)]
 
     def account_of(cuts):
         whole = CleaningAccount()
         for first, stop in zip((0, *cuts), (*cuts, len(findings)), strict=True):
             part = CleaningAccount()
-            for number in range(first, stop):
-                part.add_found(findings[number], "a.txt", number)
+            for name, entries in findings[first:stop]:
+                part.add_found(name, 1, entries)
             whole.add(part)
         return whole
 
     whole = account_of(())
     assert account_of((7, 8, 31)) == whole == account_of(range(1, 60))
-    assert numbers_in(whole.found["a"]["entries"]) == {f.number for found in findings[::2] for f in found}
+    assert numbers_in(whole.found["a"]["entries"]) == set().union(*(found for _, found in findings[::2]))
     assert ranges_text([7, 1, 2, 3, 9]) == "1-3,7,9" and numbers_in("") == set()
 
 

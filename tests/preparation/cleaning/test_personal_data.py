@@ -20,7 +20,6 @@ def test_replacements_alternate_within_a_document():
         b"10.0.0.1, version 1.2.3, 1.2.3.4.5"
     )
     assert verdicts.changed == {0: changed, 2: changed}
-    assert verdicts.counts == {"mail_addresses": 6, "ip_addresses": 2}
     assert verdicts_of("personal_data(ip=off, mail=x@y.org)", ["a@b.org 8.8.8.8"]).changed == {0: b"x@y.org 8.8.8.8"}
 
 

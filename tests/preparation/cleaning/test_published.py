@@ -193,7 +193,7 @@ def test_repetition_limits_can_be_changed_and_turned_off():
     assert judged(GopherRepetition(**off, **grams, duplicate_10_gram=0.6), [twice])[0] == {}
 
 
-def test_c4_drops_lines_by_rule_and_counts_them():
+def test_c4_drops_lines_by_rule():
     good = [f"Sentence number {n} is here." for n in range(5)]
     bad = [
         "no end",
@@ -204,9 +204,6 @@ def test_c4_drops_lines_by_rule_and_counts_them():
     ]
     verdicts = C4Quality().open()(TextBatch(["\n".join(good + bad).encode()], [None]))
     assert verdicts.changed == {0: "\n".join(good).encode()}
-    assert dict(verdicts.counts) == {
-        "lines.no_end": 1, "lines.javascript": 1, "lines.policy": 1, "lines.few_words": 1, "lines.long_word": 1
-    }  # fmt: skip
 
 
 def test_a_batch_gives_the_same_verdicts_as_single_documents():
