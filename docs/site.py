@@ -87,7 +87,8 @@ RUN_FILES = {
 }
 """{file or folder in a run folder: contents}."""
 TABLES_OF_NAMES = (
-    "OPTIMIZERS", "SCHEDULES", "LOSS_TERMS", "TRANSFORMATIONS", "SAMPLERS", "FORMATS", "TASKS", "TRACKERS",
+    "OPTIMIZERS", "SCHEDULES", "LOSS_TERMS", "TRANSFORMATIONS", "SAMPLERS", "FORMATS", "TASKS", "ARCHITECTURES",
+    "TRACKERS",
 )  # fmt: skip
 NAMES = (
     OptimizerSpec, ModelShapes, Schedule, LossTerm, TermOptions, Seen, Transformation, Stream, records.Record,

@@ -96,6 +96,8 @@ SAMPLERS = Table(
 """Functions (draws, stream) -> first tokens of windows; see `data.sampling`."""
 TRANSFORMATIONS = Table("a data transformation", {})
 """Subclasses of `data.transformations.Transformation`."""
+ARCHITECTURES = Table("an architecture", {})
+"""{model_type: causal language model}. pretrain.model.architectures registers them with transformers."""
 FORMATS = Table("a document format", {})
 """Functions (stream, reading) -> records. pretrain_tools.preparation.documents.formats adds the built-in ones."""
 TASKS = Table("a task", {})

@@ -39,7 +39,9 @@ from accelerate.tracking import GeneralTracker
 
 from pretrain.model.loss_terms import LossTerm
 from pretrain.optim.optimizers import OptimizerSpec
-from pretrain.registry import LOSS_TERMS, OPTIMIZERS, SCHEDULES, TRACKERS
+from pretrain.registry import ARCHITECTURES, LOSS_TERMS, OPTIMIZERS, SCHEDULES, TRACKERS
+
+from .modeling_mine import MineBesideForCausalLM
 
 
 @SCHEDULES.register("staircase")
@@ -60,6 +62,9 @@ class SGDSpec(OptimizerSpec):
 class Hidden(LossTerm):
     def __call__(self, seen):
         return seen.hidden_BTD.square().mean(-1)
+
+
+ARCHITECTURES.register("mine_beside")(MineBesideForCausalLM)
 
 
 @TRACKERS.register("list")
@@ -125,7 +130,8 @@ EDITS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         ],
         "accelerate_configs/mine.yaml": LAUNCHER_FILE,
     },
-    "an optimizer, schedule, loss term, data transformation, sampler, document format, task or tracker": {},
+    "an optimizer, schedule, loss term, data transformation, sampler, document format, task, "
+    "architecture or tracker": {},
 }
 """{row: {file: text of a new file, or (old text, replacement) pairs}}"""
 
@@ -170,6 +176,7 @@ def extended(tmp_path_factory) -> Path:
                 text = text.replace(there, instead)
             (copy / path).write_text(text)
     (copy / "own_ideas.py").write_text(EXTENSION)
+    (copy / "modeling_mine.py").write_text(ARCHITECTURE.replace("mine", "mine_beside").replace("Mine", "MineBeside"))
     (copy / "from_the_page.py").write_text("\n\n".join(registrations()))
     return copy
 
@@ -236,10 +243,14 @@ def test_a_custom_tracker_gets_the_metrics(runs):
 def test_extensions_on_the_page_train(extended, runs, shards, tmp_path):
     recipe = runs[1].with_suffix(".yaml")
     words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
-    given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run")
+    given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
+    keys = TINY_LLAMA | {"model_type": "mine_beside", "architectures": ["MineBesideForCausalLM"]}
+    (tmp_path / "mine_beside.json").write_text(json.dumps(keys))
     run(extended, "train.py", "--config", recipe, *words, *given)
     first, before = (events(folder, "train")[0] for folder in (tmp_path / "run", runs[1]))
     assert first["loss"] != before["loss"], "the custom sampler must choose different windows"
+    final = tmp_path / "run/final"
+    assert (final / "modeling_mine.py").exists()
     evaluate = ("evaluate.py", "--model", tmp_path / "run", "--tasks", "counting", "--output", tmp_path / "found.json")
     run(extended, *evaluate, "--extensions", "own_ideas.py", "from_the_page.py")
     (model,) = json.loads((tmp_path / "found.json").read_text())["models"]

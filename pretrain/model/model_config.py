@@ -25,7 +25,7 @@ from pretrain.config import ModelSource
 from pretrain.errors import InputError, did_you_mean, read_small_file, shortened
 from pretrain.files import ROOT, or_shipped
 from pretrain.model.architectures import MODEL_TYPES
-from pretrain.registry import place_of
+from pretrain.registry import ARCHITECTURES, place_of
 
 # Keys that transformers accepts although they aren't dataclass fields.
 READ_BY_EVERY_CLASS = {"model_type", "auto_map", "torch_dtype", "num_labels", "name_or_path", "_name_or_path"}
@@ -90,6 +90,10 @@ def load_model_config(
             determines vocab_size (see `follows_the_data`), vocab_size is this number, padded by `padded_vocabulary`.
             Without shards, it's the file's value or the class's default.
     """
+    if ARCHITECTURES:
+        from pretrain.model.own_code import register_extensions
+
+        register_extensions()
     changes = changes or {}
     where = str(ModelSource(config=name_or_path, **changes))
     if name_or_path.endswith(".json"):

@@ -1,6 +1,7 @@
 """Registers models that aren't in transformers, from files in `architectures` or model folders with custom code."""
 
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,7 +12,7 @@ from transformers.utils import cached_file
 
 from pretrain.errors import InputError, Problems
 from pretrain.model import architectures
-from pretrain.registry import LOADED_CODE, digest_of, error_in_file, import_file
+from pretrain.registry import ARCHITECTURES, LOADED_CODE, digest_of, error_in_file, import_file
 
 USUAL_NAMES = {
     "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "depth", "n_blocks"),
@@ -44,7 +45,20 @@ def register(module: ModuleType) -> str:
             "config_class, a configuration class with its own model_type"
         )
     register_classes(module.__file__, config_class, causal_class, model_class)
+    ARCHITECTURES.register(config_class.model_type)(causal_class)
     return config_class.model_type
+
+
+def register_extensions() -> None:
+    """Registers architectures that extensions have added to ARCHITECTURES. Raises the same errors as `register`."""
+    for name, causal_class in ARCHITECTURES.items():
+        if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is causal_class.config_class:
+            continue
+        module = sys.modules[causal_class.__module__]
+        if (model_type := causal_class.config_class.model_type) != name:
+            raise InputError(f"{module.__file__}: registered as {name}, but its model_type is {model_type}")
+        register(module)
+        LOADED_CODE["code of the model"] = digest_of([Path(module.__file__)])
 
 
 def register_classes(
