@@ -440,13 +440,18 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
     key_heads = count.get("num_key_value_heads")
     head_width = count.get("head_dim")
     if width and heads and head_width is None:
-        if width % heads:
+        if rest := width % heads:
             problems.append(
-                f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}"
+                f"{own_name['hidden_size']} {width} is not a multiple of {own_name['num_attention_heads']} {heads}; "
+                f"nearest: {width - rest or heads} or {width - rest + heads}"
             )
         head_width = width // heads
     if heads and key_heads and heads % key_heads:
-        problems.append(f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}")
+        divisors = [str(number) for number in range(1, heads + 1) if heads % number == 0]
+        problems.append(
+            f"num_key_value_heads {key_heads} does not divide num_attention_heads {heads}; allowed: "
+            f"{', '.join(divisors)}"
+        )
     has_rope = "rope_parameters" in values or "rope_theta" in values
     if has_rope and head_width and head_width % 2 and not problems:
         problems.append(f"head_dim must be even for rotary positions, got {head_width}")

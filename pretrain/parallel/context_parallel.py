@@ -57,8 +57,11 @@ class ContextParallel(Dimension):
         length = config.data.sequence_length
         if length % sizes.cp == 0:
             return []
-        chunks = f"cannot be split into {sizes.cp} equal chunks; use a multiple of {sizes.cp}"
-        return [f"data.sequence_length: {length:,} {chunks}"]
+        below = length // sizes.cp * sizes.cp
+        return [
+            f"data.sequence_length: {length:,} cannot be split into {sizes.cp} equal chunks; "
+            f"nearest: {f'{below:,} or ' if below else ''}{below + sizes.cp:,}"
+        ]
 
     @classmethod
     def model_problem(cls, model_config: PreTrainedConfig, sizes: Sizes, schedule: str) -> str | None:
@@ -92,9 +95,12 @@ def heads_problem(model_config: PreTrainedConfig, parts: int, tp: int = 1) -> st
     heads, key_heads = heads // tp, key_heads // tp
     if divides(heads, key_heads, parts):
         return None
+    works = [str(n) for n in range(2, heads + 1) if divides(heads, key_heads, n)]
+    remedy = f"valid values for {setting('cp')}: {', '.join(works)}" if works else "use fsdp2"
+    left = " per tp rank" if tp > 1 else ""
     return (
-        f"model: {heads} query heads and {key_heads} key-value heads (per tp rank) cannot be split across {parts} "
-        f"context-parallel processes; use a divisor of both for {setting('cp')}, or fsdp2"
+        f"model: {heads} query heads and {key_heads} key-value heads{left} cannot be split across {parts} "
+        f"context-parallel processes; {remedy}"
     )
 
 

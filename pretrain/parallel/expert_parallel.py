@@ -66,9 +66,10 @@ def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:
         return f"model: some experts in {kind} don't use transformers' experts interface; use fsdp2 or zero3"
     if not any(count % size for count in counts):
         return None
+    works = [str(n) for n in range(2, max(counts) + 1) if not any(count % n for count in counts)]
     return (
         f"model: {' or '.join(map(str, sorted(counts)))} experts per layer cannot be split across {size} "
-        f"expert-parallel processes; use a divisor for {setting('ep')}"
+        f"expert-parallel processes; valid values for {setting('ep')}: {', '.join(works)}"
     )
 
 

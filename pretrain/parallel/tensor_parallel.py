@@ -168,10 +168,11 @@ def plan_problem(model_config: PreTrainedConfig, size: int, *, splits_experts: b
             f"{' and '.join(unfit)}; use pp or fsdp2"
         )
     if any(value % size for value in dimensions.values()):
+        works = [str(n) for n in range(2, heads + 1) if all(value % n == 0 for value in dimensions.values())]
         shape = ", ".join(f"{name} {value}" for name, value in dimensions.items())
         return (
-            f"model: {shape} must all be divisible by {size}, the number of tensor-parallel processes; use a common "
-            "divisor, or another strategy"
+            f"model: {shape} must all be divisible by {size}, the number of tensor-parallel processes; "
+            f"{', '.join(works) + ' would work' if works else 'no number would work; use another strategy'}"
         )
     return None
 

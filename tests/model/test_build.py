@@ -374,14 +374,14 @@ def test_all_problems_come_at_once(tmp_path):
         "vocab_size: must be int, got '32k' (str)",
         "tie_word_embeddings: must be bool, got 'yes' (str)",
         "rope_parameters.rope_tehta is not a rotary parameter; did you mean rope_theta?",
-        "num_key_value_heads 3 does not divide num_attention_heads 4",
+        "num_key_value_heads 3 does not divide num_attention_heads 4; allowed: 1, 2, 4",
     ]
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4"),
+        ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4; nearest: 32 or 36"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ({"hidden_size": 36}, "head_dim must be even for rotary positions, got 9"),
         ({"rope_theta": "1e4"}, "rope_theta: must be a number, got '1e4'"),
@@ -400,7 +400,7 @@ def test_an_impossible_value_is_refused(tmp_path, change, expected):
 
 def test_impossible_shapes_are_named_by_the_keys_of_the_class(tmp_path):
     (problem,) = problems_of(tmp_path, {**TINY["gpt2"], "n_embd": 33})
-    assert problem.endswith("n_embd 33 is not a multiple of n_head 4")
+    assert problem.endswith("n_embd 33 is not a multiple of n_head 4; nearest: 32 or 36")
 
 
 def test_errors_of_the_config_class_are_input_errors(tmp_path):

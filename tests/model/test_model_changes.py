@@ -52,7 +52,7 @@ def test_the_rope_base_is_set_where_the_model_reads_it(changes):
     [
         ({"num_hiden_layers": 8}, "num_hiden_layers is not a key of LlamaConfig; did you mean num_hidden_layers?"),
         ({"num_hidden_layers": "many"}, "num_hidden_layers: must be int, got 'many' (str)"),
-        ({"num_attention_heads": 5}, "is not a multiple of num_attention_heads 5"),
+        ({"num_attention_heads": 5}, "num_attention_heads 5; nearest: 255 or 260"),
         ({"num_hidden_layers": 5000}, "allowed: at most 1,024 layers"),
         ({"model_type": "lama"}, "unknown model_type 'lama'; did you mean llama?"),
     ],

@@ -117,11 +117,12 @@ def test_models_without_one_number_of_heads_are_refused(heads, words):
 def test_refusals_before_the_start(launched, recipe):
     launched(2)
     assert problems(recipe) == ""
-    assert "use a multiple of 2" in problems(recipe, **{"data.sequence_length": "33"})
+    assert "nearest: 32 or 34" in problems(recipe, **{"data.sequence_length": "33"})
     launched(8)
-    assert (
-        "4 query heads and 2 key-value heads (per tp rank) cannot be split across 8 context-parallel processes; "
-    ) in problems(recipe)
+    assert "4 query heads and 2 key-value heads cannot be split across 8 context-parallel processes; " in problems(
+        recipe
+    )
+    assert problems(recipe).endswith("valid values for parallelism_config_cp_size: 2, 4")
     launched(4, "3")
     assert problems(recipe) == (
         "launcher: parallelism_config_cp_size 3 does not fit the number of processes (4); use 0 (all remaining) "

@@ -43,7 +43,7 @@ def problems(recipe, tmp_path, monkeypatch):
         ({}, 8, "4", ""),
         (TINY_OLMOE, 4, "2", ""),
         (TINY_LLAMA, 2, "all", "model: llama has no experts; use ddp or fsdp2"),
-        ({}, 3, "all", "use a divisor for parallelism_config_ep_size"),
+        ({}, 3, "all", "valid values for parallelism_config_ep_size: 2, 4, 8"),
         (
             {},
             1,
@@ -65,7 +65,7 @@ def problems(recipe, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_indivisible_experts_are_rejected(problems, model, processes, size, message):
+def test_indivisible_experts_are_rejected_with_alternatives(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
 

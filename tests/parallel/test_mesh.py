@@ -222,8 +222,10 @@ def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):
 def test_all_problems_of_a_mesh_are_reported_at_once(sizes, recipe):
     sizes(8, cp="2", tp="4")
     found = MeshStrategy.problems(read_run_config(recipe, [("data.sequence_length", "33")]), "mesh")
-    assert any("sequence_length: 33 cannot be split into 2 equal chunks" in problem for problem in found)
-    expected = "must all be divisible by 4, the number of tensor-parallel processes"
+    assert any(
+        "sequence_length: 33 cannot be split into 2 equal chunks; nearest: 32 or 34" in problem for problem in found
+    )
+    expected = "must all be divisible by 4, the number of tensor-parallel processes; 2 would work"
     assert any(expected in problem for problem in found)
 
 

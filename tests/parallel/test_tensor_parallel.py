@@ -1,5 +1,6 @@
 """Tensor-parallel plans must cover every matrix of a layer, and unsupported models must be rejected at startup."""
 
+import json
 import time
 from unittest import mock
 
@@ -28,7 +29,7 @@ from pretrain.parallel.tensor_parallel import (
     tensor_plan_of,
 )
 from pretrain.recipe import read_run_config
-from support.tiny_models import LLAMA
+from support.tiny_models import LLAMA, TINY_LLAMA
 
 register_all()
 
@@ -79,7 +80,7 @@ def test_deepone_has_a_plan_for_every_matrix_of_a_layer():
             "llama",
             8,
             "num_attention_heads 8, num_key_value_heads 4, intermediate_size 64 must all be divisible by 8, "
-            "the number of tensor-parallel processes; use a common divisor",
+            "the number of tensor-parallel processes; 2, 4 would work",
         ),
     ],
 )
@@ -163,19 +164,22 @@ def test_layers_need_at_most_half_the_cpu_time_of_dtensors(two_ranks_in_name):
     assert local_parts < 0.5 * dtensors, f"{local_parts:.3f} s against {dtensors:.3f} s"
 
 
-def test_refusals_before_the_start(launched, recipe):
+def test_refusals_before_the_start(launched, recipe, tmp_path):
     launched(2)
     assert problems(recipe) == ""
     found = problems(recipe, **{"optim.name": "adamw_8bit"})
     assert found.startswith("optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns")
     assert "use adamw, or adamw_8bit with dp_shard" in found
     launched(4)
-    assert "must all be divisible by 4, the number of tensor-parallel processes; use a common" in problems(recipe)
+    assert "must all be divisible by 4, the number of tensor-parallel processes; 2 would work" in problems(recipe)
     launched(4, "3")
     assert (
         "launcher: parallelism_config_tp_size 3 does not fit the number of processes (4); use 0 (all remaining) "
         "or 2, 4, or --num_processes 3"
     ) in problems(recipe)
+    launched(2)
+    (tmp_path / "one_head.json").write_text(json.dumps(TINY_LLAMA | {"num_key_value_heads": 1}))
+    assert "no number would work; use another strategy" in problems(recipe, model=str(tmp_path / "one_head.json"))
 
 
 def test_partial_losses_add_up_to_the_loss(monkeypatch):
