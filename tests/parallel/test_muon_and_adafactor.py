@@ -47,7 +47,7 @@ def runs(shards, tmp_path_factory):
     """Returns a folder with a subfolder of runs for each optimizer."""
     folder = tmp_path_factory.mktemp("optimizers")
     (folder / "model.json").write_text(json.dumps(MODEL))
-    muon = {"coefficients": "polar_express"}
+    muon = {"ns_coefficients": "polar_express"}
     recipe = {
         "model": str(folder / "model.json"),
         "output": str(folder / "run"),
