@@ -157,6 +157,11 @@ def _files_of(name: str) -> list[Path]:
 
 def _file_benchmark(path: Path) -> Benchmark:
     """Reads a file with one item per line, as plain text or JSON."""
+    if path.suffix not in FILE_SUFFIXES:
+        raise InputError(
+            f"--decontaminate {path}: must be a {', '.join(FILE_SUFFIXES)} file with one item per line, or an lm-eval "
+            ".yaml file"
+        )
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
@@ -168,9 +173,7 @@ def _file_benchmark(path: Path) -> Benchmark:
         try:
             value = line if path.suffix == ".txt" else json.loads(line)
         except ValueError as error:
-            raise InputError(
-                f"--decontaminate {path}, line {number:,}: invalid JSON ({error}); use a .txt file for plain text"
-            ) from None
+            raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
         whole, parts = lm_eval_items.record_texts(value)
         items.append(BenchmarkItem(tuple(whole), tuple(parts)))
     return Benchmark(path.name, tuple(items))

@@ -123,6 +123,8 @@ class UserFunction:
     def load(cls, given: str) -> Self:
         """Loads 'FILE.py:FUNCTION'. Raises InputError if the function doesn't exist."""
         path, _, function = given.rpartition(":")
+        if "." in Path(path).stem:
+            raise InputError(f"--filter {given}: the name of a Python module must not contain dots; rename {path}")
         try:
             sha256 = sha256_of(Path(path))
         except OSError as error:

@@ -93,6 +93,8 @@ class LanguageFilter(NamedFilter):
                     verdicts.measured[number] = round(confidence, 4), self.minimum
             return verdicts
 
+        # Load lingua's models (190 MB) and compile the kernels now, so that forked workers share them.
+        judge(TextBatch([b"compiled once, before workers are forked"], [None]))
         return judge
 
 

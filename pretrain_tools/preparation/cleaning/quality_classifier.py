@@ -4,6 +4,7 @@ GPT-3 (Brown et al. 2020, appendix A) and DCLM (Li et al. 2024) used similar cla
 """
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
         good: glob pattern for files with good documents.
         other: glob pattern for files with ordinary documents.
     """
-    if output.is_dir() and {path.name for path in output.iterdir()} - {CLASSIFIER_FILE, WEIGHTS_FILE}:
+    ours = {CLASSIFIER_FILE, WEIGHTS_FILE, f".{CLASSIFIER_FILE}.new", f".{WEIGHTS_FILE}.new"}
+    if output.is_dir() and {path.name for path in output.iterdir()} - ours:
         raise InputError(f"--output {output}: already contains other files; use a new or empty folder")
     texts = [list(_texts_of(pattern, reading)) for pattern in (good, other)]
     for pattern, found in zip((good, other), texts, strict=True):
@@ -125,7 +127,9 @@ def train_classifier(good: str, other: str, reading: Reading, output: Path) -> d
     }
     try:
         output.mkdir(parents=True, exist_ok=True)
-        np.save(output / WEIGHTS_FILE, weights)
+        content = io.BytesIO()
+        np.save(content, weights)
+        write_durably(output / WEIGHTS_FILE, content.getvalue())
         write_durably(output / CLASSIFIER_FILE, as_json(record))
     except OSError as error:
         raise InputError(f"--output {output}: {error.strerror}; use a writable folder with free space") from None

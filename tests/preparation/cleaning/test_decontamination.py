@@ -197,7 +197,7 @@ def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):
     with pytest.raises(InputError) as caught:
         read_benchmarks([str(tmp_path / name) for name in ("bad.jsonl", "empty.txt", "items.csv")] + ["helaswag"])
     bad, items, task, empty = caught.value.problems
-    assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv, line 1: invalid JSON" in items
+    assert "bad.jsonl, line 1: invalid JSON" in bad and "items.csv: must be a .jsonl, .ndjson, .txt" in items
     assert "--decontaminate helaswag: LookupError: no such task" in task and "empty.txt: contains no items" in empty
     failed = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no lm_eval\n")
     monkeypatch.setattr("subprocess.run", lambda *_, **__: failed)

@@ -35,6 +35,7 @@ def test_parameters_are_named_or_set_the_first_one(given, expected):
         ("classifier(no/such)", "is not a classifier from this version of Groundwork; train one"),
         ("gopher quality", "must be NAME, NAME"),
         ("no_such.py:keep", "No such file"),
+        ("bench/my.filter.py:keep", "must not contain dots; rename"),
     ],
 )
 def test_invalid_filters_are_rejected_with_the_allowed_values(given, said):

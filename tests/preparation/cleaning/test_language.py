@@ -3,7 +3,7 @@
 import pytest
 
 from pretrain_tools.preparation.cleaning.filters import parse_filter
-from pretrain_tools.preparation.cleaning.language import certain_language
+from pretrain_tools.preparation.cleaning.language import _lingua_detector, certain_language
 from pretrain_tools.preparation.cleaning.stages import TextBatch
 
 ENGLISH = "The ship was to leave for the north at noon, and all of the men that were on it had said their farewells. "
@@ -60,3 +60,9 @@ def test_other_languages_and_doubtful_texts_are_removed_and_counted():
     assert verdicts.removed == {2: "fi", 3: "unknown", 5: "ja"}
     strict = parse_filter("language(en, minimum=1.01)").open()(batch)
     assert strict.removed[0] == "uncertain"
+
+
+def test_the_models_are_loaded_before_workers_are_forked():
+    _lingua_detector.cache_clear()
+    parse_filter("language(en)").open()
+    assert _lingua_detector.cache_info().currsize == 1, "each worker would load its own copy"
