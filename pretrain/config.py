@@ -590,7 +590,7 @@ class Tracking(Section):
     """The run's project and names in trackers; docs/trackers.md lists each tracker's options."""
 
     project: str | None = None
-    """Project or experiment. null: the tracker's own environment variable, otherwise WANDB_PROJECT, otherwise
+    """Project or experiment. null: for mlflow MLFLOW_EXPERIMENT_NAME, otherwise WANDB_PROJECT, otherwise
     groundwork."""
     entity: str | None = None
     """Team, user or workspace that owns the project. null: your own account."""

@@ -102,8 +102,8 @@ class MirrorCopier:
             "is_over": False,
             "damaged": self.damaged,
         }
-        self.notices: deque[tuple[str, dict[str, Any]]] = deque()
-        """Events for the run's log as (name, values), which the training thread removes."""
+        self.notices: deque[dict[str, Any]] = deque()
+        """Events for the run's log, which the training thread removes."""
         self.is_settled = False
         """True if everything that existed when `settle` was called has been copied."""
         self._settles = False
@@ -163,7 +163,8 @@ class MirrorCopier:
         return not more
 
     def _warn(self, message: str) -> None:
-        self.notices.append(("warning", {"message": f"{message} {self.last_copy} Training does not wait."}))
+        message = f"{message} {self.last_copy} Training does not wait."
+        self.notices.append({"event": "warning", "message": message})
 
     @property
     def last_copy(self) -> str:
@@ -338,7 +339,8 @@ class MirrorCopier:
         seconds = round(time.perf_counter() - started, 3)
         self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
         latest = latest_step(self.run) or 0
-        self.notices.append(("mirror", {"step": step, "bytes": size, "seconds": seconds, "latest_step": latest}))
+        copied = {"event": "mirror", "step": step, "bytes": size, "seconds": seconds, "latest_step": latest}
+        self.notices.append(copied)
         self.beat(now=True)
         damaged = {step_named(name.removeprefix("checkpoints/")): None for name in self.damaged}
         damaged.pop(None, None)

@@ -1,6 +1,7 @@
 """Checks a run's Hub settings, and starts publish.py in the background."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def publish_in_background(config: "RunConfig", step: int | None) -> str | None:
     command += ["--private"] if config.hub.private else []
     command += ["--trust_remote_code"] if config.trust_remote_code else []
     revision = "main" if step is None else revision_of(step)
-    command = ["nice", "-n", "10", *command]
+    command = ["nice", "-n", "10", *command] if shutil.which("nice") else command
     environment = environment_alone()
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:

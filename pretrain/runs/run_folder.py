@@ -1,5 +1,6 @@
 """Defines the paths in a run folder, and reads its small files (even after a crash)."""
 
+import errno
 import json
 import math
 import os
@@ -8,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, shortened
 from pretrain.files import damage
 
 if TYPE_CHECKING:
@@ -175,6 +176,11 @@ def output_problem(run: Path) -> str | None:
     """Returns why a run can't be written to this folder, or None. Doesn't write anything."""
     if "\0" in str(run):
         return f"output: {str(run)!r}: a name cannot contain a NUL character"
+    try:
+        os.lstat(run)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"output: {shortened(run, 60)}: is too long; use at most 255 bytes per name and 4,095 in total"
     for place in (run, *run.parents):
         if os.path.isdir(place):
             may_write = os.access(place, os.W_OK | os.X_OK)

@@ -220,8 +220,7 @@ class MirrorCopies:
             return
         self._warn_of_damage(dict(copier.damaged))
         while copier.notices:
-            event, values = copier.notices.popleft()
-            self.metrics.write(event, **values)
+            self.metrics.write(**copier.notices.popleft())
         seconds = time.monotonic() - copier.beaten
         was = self._is_silent
         self._is_silent = seconds > STALLED_SECONDS and self._thread.is_alive()

@@ -275,7 +275,7 @@ def _measure_benchmarks(run: Run) -> None:
             )
             run.log.say_scores(step, task.name, measures)
             tasks[task.name] = measures | {"is_part": task.is_part}
-        run.log.track(numbers_of({"step": step, "tasks": tasks}))
+        run.log.track(numbers_of({"step": step, "sources": {}, "tasks": tasks}))
 
 
 def sample(run: Run) -> None:

@@ -1,6 +1,6 @@
 """Sends metrics to trackers such as wandb, using accelerate's tracker classes.
 
-After a restart, the trackers in SETTING_NAMES continue the same run. If a tracker fails, it is disabled with a
+After a restart, trackers continue the same run, except those in STARTS_ANEW. If a tracker fails, it is disabled with a
 warning.
 """
 
@@ -27,6 +27,8 @@ SETTING_NAMES: dict[str, dict[str, str]] = {
 """{tracker: {`tracking` setting or id: argument of accelerate's class}}. id is the run ID. Other trackers get only a
 project.
 """
+STARTS_ANEW = ("aim", "clearml", "comet_ml", "swanlab")
+"""accelerate's trackers that start another run after a restart."""
 IDS: dict[str, Callable[[Any], str]] = {
     "mlflow": lambda tracker: tracker.active_run.info.run_id,
     "wandb": lambda tracker: tracker.run.id,
@@ -63,7 +65,7 @@ class Trackers:
         config: sent to each tracker. Contains no secrets.
         warn: called with a message when a tracker fails and is disabled.
         facts: sent with the config, as `run.NAME`.
-        is_late: True after the end of the run. The config isn't sent again.
+        is_late: True after the end of the run. The config isn't sent again, and no tracker starts another run.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Trackers:
             settings = ", ".join(f"tracking.{setting}" for setting in sorted(given - taken))
             warn(f"{settings}: not supported by {' and '.join(config.trackers)}")
         for name in dict.fromkeys(config.trackers):
+            if is_late and name in STARTS_ANEW:
+                continue
             self._call(name, self._start, name, run, config.tracking)
             if name in self._running and not is_late:
                 settings = flatten_for_trackers({**config.model_dump(mode="json"), "run": facts or {}})
@@ -99,6 +103,8 @@ class Trackers:
         project = tracking.project or before.get("project") or project_of_environment(name)
         known_id = before.get("id") if before.get("project") == project else None
         tracker = make_tracker(name, run, tracking, project, known_id)
+        if before and name in STARTS_ANEW:
+            self._warn(f"the tracker {name} cannot continue its run, so it starts another one")
         tracker.start()
         recorded[name] = {"project": project, "id": IDS[name](tracker) if name in IDS else None}
         self._running[name] = tracker
@@ -144,6 +150,10 @@ def make_tracker(name: str, run: Path, tracking: Tracking, project: str, known_i
         known_id: ID of the run to resume; None for a new run.
     """
     made = _classes()[name]
+    if name == "dvclive":  # deletes earlier values unless it resumes
+        return made(project, dir=str(run / "dvclive"), dvcyaml=str(run / "dvclive" / "dvc.yaml"), resume=True)
+    if name == "clearml":  # overwrites the last task, which may be another run's
+        return made(project, reuse_last_task_id=False)
     if name not in SETTING_NAMES:  # created as in accelerate
         return made(project, run) if made.requires_logging_directory else made(project)
     given = {

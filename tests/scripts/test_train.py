@@ -327,6 +327,7 @@ def test_check_tests_the_paths_that_a_run_uses(recipe, tmp_path):
         recipe, ("output", f"{tmp_path}/file")
     )
     assert "is not a folder but a file" in check_problems(recipe, ("output", f"{tmp_path}/file/run"))
+    assert "use at most 255 bytes" in check_problems(recipe, ("output", f"{tmp_path}/{'x' * 500}"))
     assert "a name cannot contain a NUL character" in check_problems(recipe, ("output", '"a\\0b"'))
     evaluates = ("benchmarks.every_steps", "4")
     found = check_problems(

@@ -82,11 +82,13 @@ def test_all_of_accelerates_trackers_are_known_and_others_rejected(own, monkeypa
         ("wandb", {"run_name": "p", "entity": "team", "name": "n", "tags": ["a", "b"], "group": "g", "id": "7"}),
         ("trackio", {"run_name": "p", "name": "n", "group": "g", "resume": "allow"}),
         ("mlflow", {"experiment_name": "p", "run_name": "n", "tags": {"a": "", "b": "", "group": "g"}, "run_id": "7"}),
+        ("clearml", {"reuse_last_task_id": False}),
+        ("dvclive", {"resume": True}),
     ],
 )  # fmt: skip
 def test_each_tracker_gets_settings_under_its_own_names(name, expected, tmp_path, monkeypatch):
     told = {}
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, lambda **settings: told.update(settings))
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, lambda *project, **settings: told.update(settings))
     make_tracker(name, tmp_path, config_of(name, **TRACKING).tracking, "p", "7")
     assert expected.items() <= told.items()
 
@@ -152,6 +154,16 @@ def test_a_restart_continues_the_run_unless_the_project_changes(tmp_path, monkey
     assert warnings == ["the tracker mlflow rejected the settings: ValueError: Changing param values is not allowed"]
     assert list(trackers._running) == ["mlflow"]
     assert json.loads((tmp_path / ".trackers.json").read_text()) == {"mlflow": {"project": "b", "id": "id of b"}}
+
+
+def test_a_restart_tells_if_a_tracker_starts_another_run(own, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "comet_ml", own)
+    for _ in range(2):
+        Trackers(tmp_path, config_of("comet_ml"), warnings.append)
+    assert warnings == ["the tracker comet_ml cannot continue its run, so it starts another one"]
+    late = Trackers(tmp_path, config_of("comet_ml"), pytest.fail, is_late=True)
+    assert not late._running, "an evaluation must not start another run"
 
 
 def test_a_tracker_that_fails_is_switched_off_with_a_warning(own, tmp_path, monkeypatch):
