@@ -472,6 +472,8 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
             problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
+        if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
+            problems.append(f"{key}: {_shown(value)} is not a label mapping; omit it for a language model")
     return problems
 
 

@@ -38,6 +38,7 @@ def problems_of(folder: Path, **changes) -> list[str]:
         ("rope_theta", float("inf"), "must be a finite number"),
         ("torch_dtype", "nonsense", "'nonsense' is not a dtype; allowed: bfloat16"),
         ("model_type", ["llama"], "unknown model_type ['llama']"),
+        ("id2label", 5, "5 is not a label mapping"),
         ("hidden_size", 2**40, "1,099,511,627,776 is too large; allowed: at most 1,048,576"),
         ("num_hidden_layers", 10**9, "1,000,000,000 is too large; allowed: at most 1,024 layers"),
         ("num_attention_heads", 2**63, "allowed: at most 16,384 heads"),
