@@ -93,9 +93,10 @@ def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
 def _store(path: Path, content: bytes) -> None:
     """Writes a file atomically, because other ranks may do the same, even on other machines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as fresh:
-        fresh.write(content)
-    os.replace(fresh.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".copying-") as place:
+        fresh = Path(place) / path.name
+        fresh.write_bytes(content)  # unlike a temporary file, readable for other users who share the cache
+        fresh.replace(path)
 
 
 class RemoteIds:

@@ -53,19 +53,18 @@ LARGEST = (
 The limits are far above the largest known models, which have about 130 layers, 128 heads, 16,384 experts, 300,000
 tokens, vectors with 110,000 dimensions and 10 million positions.
 """
+ROTARY_NUMBER = r"^(?:factor$|rope_theta|partial_rotary|original_max|attention_factor|beta_|low_freq|high_freq)"
+"""Regex for the keys of rotary parameters that must be numbers."""
 NUMBER_RULES = (
     (r"drop", lambda value: 0 <= value < 1, "a probability (at least 0 and below 1)"),
     (r"eps(?:ilon)?(?:_|$)", lambda value: 0 < value < 1, "a small number between 0 and 1 (such as 1e-6)"),
     (r"initializer_range|init_std|_std$", lambda value: value >= 0, "a non-negative number (such as 0.02)"),
-    # Rotary parameters.
     (r"^factor$", lambda value: value >= 1, "a number of at least 1 (such as 8.0)"),
-    (
-        r"^(rope_theta|partial_rotary|original_max|attention_factor|beta_|low_freq|high_freq)",
-        lambda v: v > 0,
-        "a number above 0",
-    ),
+    (ROTARY_NUMBER, lambda value: value > 0, "a number above 0"),
 )
 """(regex for key names, function that checks a value, description of the allowed values)"""
+MAX_DEPTH = 20
+"""Maximum nesting depth of lists and objects."""
 MAY_BE_NEGATIVE = re.compile(r"(?:_id|_index|_bound|_min|clamp_len|_ids)$")
 CONFIG_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
@@ -244,7 +243,7 @@ def _checked_config(
     try:
         problems = _value_problems(stated, defaults)
     except RecursionError:
-        raise InputError(f"{where}: lists or objects are nested too deeply") from None
+        raise InputError(f"{where}: lists or objects are nested more than {MAX_DEPTH} levels deep") from None
     # A class's attribute_map maps standard names to its own, such as hidden_size to GPT-2's n_embd.
     names = {key: config_class.attribute_map.get(key, key) for key in keys}
     problems += _unknown_keys(config_class, fields, stated)
@@ -461,7 +460,8 @@ def _shape_problems(config_class: type[PreTrainedConfig], values: dict[str, Any]
 def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """Returns error messages for values in a model's JSON, except for rotary parameters.
 
-    defaults: the class's default values, which show which keys are activations or may be negative.
+    Raises RecursionError if a value is nested too deeply. defaults: the class's default values, which show which keys
+    are activations or may be negative.
     """
     problems = []
     for path, value in _numbers(keys):
@@ -472,6 +472,8 @@ def _value_problems(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
             problems.append(f"{key}: {_shown(value)} is not an activation{did_you_mean(str(value), ACT2FN)}")
         if key in ("dtype", "torch_dtype") and value is not None and value not in CONFIG_DTYPES:
             problems.append(f"{key}: {_shown(value)} is not a dtype{did_you_mean(str(value), CONFIG_DTYPES)}")
+        if key in ("id2label", "label2id") and value is not None and not isinstance(value, dict):
+            problems.append(f"{key}: {_shown(value)} is not a label mapping; omit it for a language model")
     return problems
 
 
@@ -525,19 +527,22 @@ def _rope_problems(keys: Mapping[str, Any], *, has_keys: bool) -> list[str]:
             if is_type and value is not None and value not in ROPE_TYPES:
                 hint = did_you_mean(str(value), ROPE_TYPES)
                 problems.append(f"{prefix}{key}: {_shown(value)} is not a rope_type{hint}")
-            if not is_type and isinstance(value, str):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if re.search(ROTARY_NUMBER, key) and value is not None and not is_number:
                 problems.append(f"{prefix}{key}: must be a number, got {_shown(value)}")
     return problems
 
 
-def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, float]]:
+def _numbers(values: Any, path: str = "", depth: int = 1) -> Iterator[tuple[str, float]]:
     """Yields (dotted path, number) for every number in nested objects and lists. Paths omit list indices."""
+    if isinstance(values, Mapping | list) and depth > MAX_DEPTH:
+        raise RecursionError
     if isinstance(values, Mapping):
         for key, value in values.items():
-            yield from _numbers(value, f"{path}.{key}" if path else str(key))
+            yield from _numbers(value, f"{path}.{key}" if path else str(key), depth + 1)
     elif isinstance(values, list):
         for value in values:
-            yield from _numbers(value, path)
+            yield from _numbers(value, path, depth + 1)
     elif isinstance(values, int | float) and not isinstance(values, bool):
         yield path, values
 

@@ -156,7 +156,7 @@ def load_pretrained(name_or_path: str, *, trust_remote_code: bool = False) -> Pr
     except (ImportError, ValueError, SafetensorError, OSError) as error:
         raise InputError(
             f"{name_or_path}: cannot load safetensors weights ({first_line(error)}); use a folder or Hub ID with an "
-            "undamaged model.safetensors"
+            "undamaged model.safetensors, of a model that transformers can build here"
         ) from error
     missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:

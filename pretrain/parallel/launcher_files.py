@@ -39,6 +39,7 @@ ALLOWED_IN_DEEPSPEED_JSON = (
 )
 RUN_HERE = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 """Supported values of distributed_type."""
+AIO_KEYS = ("block_size", "queue_depth", "intra_op_parallelism", "single_submit", "overlap_events", "use_gds")
 
 
 def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -> str:
@@ -152,6 +153,11 @@ def deepspeed_problems(path: str | None, in_launcher: dict[str, Any], config: Ru
                 problems.append(conflict(name, key, json.dumps(value), config, FROM_RECIPE[key]))
         elif key not in ALLOWED_IN_DEEPSPEED_JSON:
             problems.append(f"{name}: {key} is not a supported key{did_you_mean(key, ALLOWED_IN_DEEPSPEED_JSON)}")
+    problems += [
+        f"{name}: aio.{key} is unknown{did_you_mean(key, AIO_KEYS)}"
+        for key in settings.get("aio", {})
+        if key not in AIO_KEYS
+    ]
     return problems + zero_problems(name, settings.get("zero_optimization"))
 
 

@@ -79,7 +79,9 @@ class Zero(Strategy):
         return problems
 
     def make_accelerator(self) -> Accelerator:
-        prepare_extensions_folder()
+        folder = prepare_extensions_folder()
+        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
+            print("compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ...", flush=True)
         import deepspeed
 
         # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The

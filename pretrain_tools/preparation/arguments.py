@@ -65,7 +65,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "tokenizer_sample_bytes": {"default": "200M", "help": "maximum bytes of text to train the tokenizer on"},
         "train_classifier": {"nargs": 2, "metavar": "GLOB",
                              "help": "train a quality filter on good and ordinary documents"},
-        "verify": {"metavar": "FOLDER", "help": "verify all hashes and counts in a prepared folder"},
+        "verify": {"metavar": "FOLDER", "help": "verify the sizes and hashes of all files in a prepared folder"},
         "inspect": {"metavar": "FOLDER", "help": "show a prepared folder's contents and samples of removed documents"},
     },
 }  # fmt: skip

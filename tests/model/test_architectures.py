@@ -183,9 +183,19 @@ def test_the_loss_shifts_the_labels_once(model, ids):
     torch.testing.assert_close(model(ids, logits_to_keep=2).logits, logits[:, -2:])
 
 
-def test_an_impossible_shape_is_refused():
-    with pytest.raises(ValueError, match="hidden_size 33 is not a multiple of num_attention_heads 4"):
-        tiny(hidden_size=33)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 33}, "hidden_size 33 is not a multiple of num_attention_heads 4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 0}, "num_attention_heads 4 is not a multiple of num_key_value_heads 0"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+    ],
+)
+def test_an_impossible_shape_is_refused(changes, message):
+    """transformers doesn't check a folder's config.json, and with head_dim 1 the model would even run."""
+    with pytest.raises(ValueError, match=message):
+        tiny(**changes)
 
 
 def test_a_saved_folder_loads_without_groundwork(tmp_path, ids):

@@ -159,6 +159,7 @@ def test_all_problems_of_a_deepspeed_file_are_reported_at_once(tmp_path, config)
         "bf16": {"enabled": True},
         "train_batch_size": "auto",
         "zero_optimisation": {},
+        "aio": {"queue_dept": 8},
     }
     path.write_text(json.dumps(settings))
     problems = "\n".join(deepspeed_problems(str(path), {}, config))
@@ -168,6 +169,7 @@ def test_all_problems_of_a_deepspeed_file_are_reported_at_once(tmp_path, config)
         "zero_optimisation is not a supported key; did you mean zero_optimization?",
         "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
         "zero_optimization.offload_param.pin is unknown",
+        "aio.queue_dept is unknown; did you mean queue_depth?",
         "offload_param.device: nvme is not supported; use cpu",
     ):
         assert message in problems

@@ -68,6 +68,12 @@ class DeepOneConfig(PreTrainedConfig):
                     f"{self.num_attention_heads}; change one of them or set head_dim"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            heads = self.num_attention_heads
+            key_heads = self.num_key_value_heads
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd; it must be even for rotary positions")
         if self.feed_forward not in FEED_FORWARDS:
             raise ValueError(f"feed_forward {self.feed_forward!r} must be {' or '.join(FEED_FORWARDS)}")
         super().__post_init__(**kwargs)
