@@ -279,14 +279,11 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 def own_name(key: str) -> str:
     """Returns the setting for a flag. Prints a notice for another project's flag.
 
-    Raises InputError for an old name, and if the section is missing or unknown.
+    Raises InputError if the section is missing or unknown.
     """
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
-    for old, new in RENAMED.items():
-        if key == old or key.startswith(f"{old}."):
-            raise InputError(f"--{key}: is now --{new}{key.removeprefix(old)}")
     if theirs in SETTINGS_ELSEWHERE:
         if os.environ.get("RANK", "0") == "0":
             say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
@@ -382,8 +379,6 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
         where = ".".join(str(part) for part in loc[:-1])
         message += ", or auto" if loc[-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
-    if problem["type"] == "extra_forbidden" and where in RENAMED:
-        return f"{source}: is now {RENAMED[where]}"
     if problem["type"] == "extra_forbidden":
         return f"{source}: unknown key{did_you_mean(str(loc[-1]), known or [])}"
     if problem["type"] == "missing":
@@ -430,37 +425,6 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
     return rows
 
 
-RENAMED = {
-    "batch.reduce_once": "batch.no_sync",
-    "cadence": "interval_scale",
-    "checkpoint.at_end": "checkpoint.save_final",
-    "checkpoint.in_background": "checkpoint.async_save",
-    "checkpoint.milestones_every": "checkpoint.keep_every",
-    "checkpoint.pause_at": "checkpoint.stop_at_step",
-    "energy.grid_grams_per_kwh": "energy.carbon_grams_per_kwh",
-    "evaluation": "benchmarks",
-    "group": "tracking.group",
-    "guard.alert_above": "guard.spike_warn_factor",
-    "guard.compare_copies_every_steps": "guard.replica_check_every_steps",
-    "guard.distance": "guard.rollback_steps",
-    "guard.divergence": "guard.divergence_threshold",
-    "guard.roll_back": "guard.on_spike",
-    "guard.roll_back_above": "guard.spike_factor",
-    "guard.roll_back_sigmas": "guard.spike_sigma",
-    "guard.speed_drop": "guard.throughput_drop",
-    "guard.window": "guard.loss_window",
-    "optim.base_learning_rate": "optim.learning_rate_per_sequence",
-    "optim.base_width": "optim.mup_base_width",
-    "optim.decay_shape": "optim.decay_type",
-    "optim.final_ratio": "optim.min_lr_ratio",
-    "optim.muon.adamw_learning_rate": "optim.group_learning_rates",
-    "optim.muon.blocks": "optim.muon.split_matrices",
-    "optim.muon.coefficients": "optim.muon.ns_coefficients",
-    "optim.muon.iterations": "optim.muon.ns_steps",
-    "optim.width_transfer": "optim.parametrization",
-    "pipeline.microbatch_scale": "pipeline.microbatches_per_stage",
-}
-"""{old path of a setting or section: new path}, for error messages and for checkpoints from earlier versions."""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
 """Sections that are null by default. Their settings' defaults apply only if the section is set."""
 

@@ -10,7 +10,6 @@ import yaml
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.recipe import (
-    RENAMED,
     SECTIONS_LEFT_OUT,
     as_yaml,
     explain,
@@ -267,27 +266,6 @@ def test_help_has_headings_choices_and_every_option(capsys):
 
 def test_every_setting_is_described():
     assert [path for path, field in fields_of_config() if not (field.description or "").strip()] == []
-
-
-def test_every_new_name_is_a_setting_and_no_old_one_is():
-    settings = {path for path, _ in fields_of_config()}
-    sections = {path.rpartition(".")[0] for path in settings}
-    assert set(RENAMED.values()) <= settings | sections and not set(RENAMED) & settings
-
-
-def test_an_old_name_is_refused_with_the_new_one(recipe):
-    values = yaml.safe_load(recipe.read_text()) | {"evaluation": {"where": "same"}, "guard": {"roll_back": "off"}}
-    recipe.write_text(yaml.safe_dump(values))
-    assert sorted(problems_of(recipe)) == [
-        f"{recipe}: evaluation: is now benchmarks",
-        f"{recipe}: guard.roll_back: is now guard.on_spike",
-    ]
-    with pytest.raises(InputError) as caught:
-        read_command_line([str(recipe), "--evaluation.where", "same", "--group", "a"], "usage")
-    assert caught.value.problems[:2] == [
-        "--evaluation.where: is now --benchmarks.where",
-        "--group: is now --tracking.group",
-    ]
 
 
 def test_help_shows_defaults_that_need_their_section(capsys):

@@ -20,7 +20,7 @@ from pretrain.model.build import shape_changes
 from pretrain.model.model_config import config_differences, load_model_config
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.optim.learning_rate import Schedule
-from pretrain.recipe import RENAMED, CommandLine
+from pretrain.recipe import CommandLine
 from pretrain.runs.run_folder import checkpoint_folders, read_state, step_of, trunk_checkpoint
 from pretrain.training.run_plan import BUDGET, CLOCK, SHAPE, RunPlan, schedule_of, settings_of, target_sequences
 from pretrain.units import counted, duration_text
@@ -68,7 +68,7 @@ def changes_since(
     asked: the recipe, with `auto` unresolved.
     """
     now = settings_of(asked)
-    before = {RENAMED.get(path, path): value for path, value in contents.get("settings", now).items()}
+    before = contents.get("settings", now)
     changed = {p: (before[p], now[p]) for p in now if p in before and now[p] != before[p]}
     named = [path for path in now if begins_branch and is_named(path, overridden)]
     return Changes(changed, frozenset([*changed, *named]), begins_branch)

@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from pretrain.checkpoint.run_state import RunState
-from pretrain.recipe import read_command_line, read_run_config
+from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
 from pretrain.training.between_steps import trainer_state
-from pretrain.training.continued_plan import changes_since, continue_from, rollback_entry
+from pretrain.training.continued_plan import continue_from, rollback_entry
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 
@@ -400,13 +400,6 @@ EVENTS = {
     "add_a_stage": 1,
     "branch": 1,
 }
-
-
-def test_changes_since_a_checkpoint_with_old_names_are_found(folder):
-    config = read_run_config(folder / "recipe.yaml")
-    contents = {"settings": {"optim.final_ratio": 0.5, "optim.decay_shape": "linear"}}
-    changes = changes_since(contents, config, frozenset(), begins_branch=False)
-    assert changes.changed == {"optim.min_lr_ratio": (0.5, FINAL_RATIO)} and changes.shape
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("HISTORIES", "12"))))
