@@ -5,6 +5,7 @@ order is: the files listed here, model, optim, data, parallel, runs, checkpoint,
 from earlier ones (tests/test_structure.py checks this).
 
     config, recipe: all settings, and how they are read from YAML and the command line
+    old_names: old names of settings
     registry: tables of optimizers, schedules etc., which your own files can extend
     hardware, gpus: this machine's capabilities, and the GPU table for plan.py
     energy: measured or estimated energy use and CO2

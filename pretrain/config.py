@@ -724,6 +724,21 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def group_was_beside_trackers(cls, values: Any) -> Any:
+        """Converts the old setting `group` to `tracking.group`."""
+        if not isinstance(values, dict) or "group" not in values:
+            return values
+        group = values["group"]
+        tracking = values.get("tracking") or {}
+        rest = {key: value for key, value in values.items() if key != "group"}
+        if group is None or not isinstance(tracking, dict):
+            return rest
+        if tracking.get("group", group) != group:
+            raise ValueError("group is now tracking.group, but both are set; remove group")
+        return {**rest, "tracking": {**tracking, "group": group}}
+
+    @model_validator(mode="before")
+    @classmethod
     def lives_at_url(cls, values: Any) -> Any:
         """Converts a URL in `output` to a mirror and a local folder with the run's name."""
         output = values.get("output") if isinstance(values, dict) else None

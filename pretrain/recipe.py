@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from pretrain.config import RunConfig, Section
 from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, read_small_file, shortened
 from pretrain.files import is_url, or_shipped
+from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
 from pretrain.terminal import say
 from pretrain.units import table
@@ -277,18 +278,22 @@ def pair_up(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def own_name(key: str) -> str:
-    """Returns the setting for a flag. Prints a notice for another project's flag.
+    """Returns the setting for a flag. Prints a notice for an old name or another project's flag.
 
     Raises InputError if the section is missing or unknown.
     """
     settings = [path for path, _ in fields_of_config()]
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
+    if (now := current_path(key)) != key:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"--{key}: is now --{now}", sys.stderr)
+        return now
     if theirs in SETTINGS_ELSEWHERE:
         if os.environ.get("RANK", "0") == "0":
             say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
         return SETTINGS_ELSEWHERE[theirs]
-    if key.partition(".")[0] in {*sections, "config", "profile"}:
+    if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
         return key
     if homes := [f"--{path}" for path in settings if path.rpartition(".")[2] == theirs]:
         raise InputError(f"--{key}: must include its section; use {' or '.join(homes)}")
@@ -324,6 +329,9 @@ def read_run_config(
         raise InputError(f"{where}{error}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
+    values, notices = with_current_names(values)
+    if notices and os.environ.get("RANK", "0") == "0":
+        say(f"{path}: {', '.join(notices)} (converted)", sys.stderr)
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}
         values["data"] = {**values.get("data", {}), "sampling": "epochs", "transformations": {}}
@@ -332,6 +340,7 @@ def read_run_config(
     # --model FILE must be applied before --model.KEY VALUE.
     overrides = sorted(overrides, key=lambda override: override[0].count("."))
     problems = Problems(problem for key, text in overrides if (problem := set_dotted(values, key, text)))
+    values, _ = with_current_names(values)  # values on the command line
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
@@ -379,6 +388,8 @@ def describe(problem: dict, path: str | Path, overridden: set[str]) -> str:
         where = ".".join(str(part) for part in loc[:-1])
         message += ", or auto" if loc[-1:] == ("number",) else ""
     source = f"--{where}" if where in overridden else f"{path}: {where or 'recipe'}"
+    if problem["type"] == "extra_forbidden" and where in MOVED:
+        return f"{source}: is now {MOVED[where]}"
     if problem["type"] == "extra_forbidden":
         return f"{source}: unknown key{did_you_mean(str(loc[-1]), known or [])}"
     if problem["type"] == "missing":
@@ -425,6 +436,11 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
     return rows
 
 
+MOVED = {
+    "optim.muon.adamw_learning_rate": "optim.group_learning_rates: {embedding: RATE, head: RATE, scalars: RATE} "
+    "(omit head if it is tied)"
+}
+"""{removed setting: replacement}"""
 SECTIONS_LEFT_OUT = {"batch.ramp", "data.cache"}
 """Sections that are null by default. Their settings' defaults apply only if the section is set."""
 

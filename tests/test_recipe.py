@@ -184,6 +184,12 @@ def test_the_origin_of_a_changed_model_is_printed(recipe):
     assert rows["model.num_hidden_layers"] == ["8", "command line"]
 
 
+def test_a_group_in_two_places_is_refused(recipe):
+    """The problem concerns the recipe as a whole, so the message doesn't start with a setting's path."""
+    (problem,) = problems_of(recipe, ("group", "x"), ("tracking.group", "y"))
+    assert problem == f"{recipe}: recipe: group is now tracking.group, but both are set; remove group"
+
+
 @pytest.mark.parametrize("key", ["optim.learning_rate", "optim.warmup_steps", "batch.tokens_per_step"])
 def test_a_mistake_in_a_number_or_auto_is_reported_once(recipe, key):
     (problem,) = problems_of(recipe, (key, "often"))
@@ -266,6 +272,11 @@ def test_help_has_headings_choices_and_every_option(capsys):
 
 def test_every_setting_is_described():
     assert [path for path, field in fields_of_config() if not (field.description or "").strip()] == []
+
+
+def test_a_setting_that_moved_is_refused_with_its_new_place(recipe):
+    (problem,) = problems_of(recipe, ("optim.muon.adamw_learning_rate", "1e-3"))
+    assert problem.startswith("--optim.muon.adamw_learning_rate: is now optim.group_learning_rates: {embedding")
 
 
 def test_help_shows_defaults_that_need_their_section(capsys):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError, shortened
 from pretrain.files import damage
+from pretrain.old_names import with_current_names
 
 if TYPE_CHECKING:
     from pretrain.config import Checkpoint
@@ -42,7 +43,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Reads config.yaml without validation. Returns {} if it is unreadable."""
+    """Reads config.yaml without validation, and updates old setting names. Returns {} if it is unreadable."""
     import yaml
 
     from pretrain.recipe import Loader
@@ -51,7 +52,7 @@ def read_config(run: Path) -> dict[str, Any]:
         values = yaml.load((run / "config.yaml").read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
-    return values if isinstance(values, dict) else {}
+    return with_current_names(values)[0] if isinstance(values, dict) else {}
 
 
 def setting(config: Mapping[str, Any], name: str) -> Any:

@@ -2,7 +2,7 @@
 
 It contains shards with 64 token IDs, the folder of a 12-step run that was killed after the checkpoint of step 6, and
 the continued run's log (continued.jsonl). A new format version needs an additional golden run; this one must not
-change. recipe.yaml is the run's recipe with the current names of the settings.
+change.
 """
 
 import json
@@ -23,7 +23,7 @@ def continued(tmp_path_factory):
     """Resumes a copy of the run and trains it to the end. Its recipe has shard paths relative to the project root."""
     run = tmp_path_factory.mktemp("golden") / "run"
     shutil.copytree(GOLDEN / "run", run)
-    run_script("train.py", "--config", GOLDEN / "recipe.yaml", "--output", run)
+    run_script("train.py", "--config", GOLDEN / "run/config.yaml", "--output", run)
     return run
 
 

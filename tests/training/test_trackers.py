@@ -8,6 +8,7 @@ import pytest
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from pretrain.errors import InputError
 from pretrain.recipe import read_run_config
 from pretrain.training.metrics import Metrics
 from pretrain.training.trackers import (
@@ -205,3 +206,13 @@ def test_trackers_get_curves_and_settings_only(own, tmp_path):
 
 def test_settings_are_flat_and_complete():
     assert flatten_for_trackers({"a": {"b": 1}, "c": [2, {"d": None}]}) == {"a.b": 1, "c.0": 2, "c.1.d": "null"}
+
+
+def test_group_is_still_read_at_the_top_level():
+    """Older recipes set `group` at the top level instead of in `tracking`."""
+    recipe = ROOT / "recipes/demo.yaml"
+    assert read_run_config(recipe, [("group", "g")]).tracking.group == "g"
+    assert read_run_config(recipe, [("group", "null")]).tracking.group is None
+    assert read_run_config(recipe, [("group", "g"), ("tracking.tags", "a")]).tracking.tags == ["a"]
+    with pytest.raises(InputError, match=r"group is now tracking\.group, but both are set"):
+        read_run_config(recipe, [("group", "g"), ("tracking.group", "h")])
