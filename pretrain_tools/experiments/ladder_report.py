@@ -47,9 +47,9 @@ def report_ladder(folders: Sequence[Path], *, predict: Sequence[str], output: Pa
     if problem := output_problem(base.parent):
         problems.append(f"--{problem}")
     problems.stop_if_any()
-    base.parent.mkdir(parents=True, exist_ok=True)
     runs, left_out = found
     ladder = make_ladder(rungs_of(runs), asked)
+    base.parent.mkdir(parents=True, exist_ok=True)
     print(ladder_text(ladder, left_out))
     values, picture = (base.with_name(f"{base.name}{ending}") for ending in (".json", ".png"))
     write_durably(values, json.dumps(ladder_values(ladder), indent=1) + "\n")

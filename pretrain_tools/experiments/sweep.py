@@ -23,6 +23,7 @@ from pretrain_tools.experiments.small_runs import (
     train_runs,
 )
 from pretrain_tools.experiments.sweep_plan import (
+    TRIALS_FILE,
     Axis,
     SweepPoint,
     SweepRequest,
@@ -34,7 +35,6 @@ from pretrain_tools.experiments.sweep_plan import (
 from pretrain_tools.experiments.sweep_report import PointResult, report_sweep
 
 LOCK_OF_SWEEP = ".sweep.lock"
-TRIALS_FILE = "trials.json"
 
 
 def run_sweep(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.config import Hub, RunConfig
 from pretrain.errors import InputError, Problems, shortened
-from pretrain.recipe import parse_yaml, read_run_config
+from pretrain.recipe import as_plain, fields_of_config, parse_yaml, read_run_config
 from pretrain.runs.run_folder import output_problem, read_json
 from pretrain.terminal import say_stage
 from pretrain.units import count_text, counted
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 OPTUNA = "optuna==5.0.0"
 LONGEST_VALUE_IN_NAME = 40
 MOST_DIFFERENCES = 8
+TRIALS_FILE = "trials.json"
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,15 @@ def request_problems(request: SweepRequest) -> Problems:
             problems.append(f"--search requires optuna, which isn't installed; run pip install {OPTUNA}")
     if output := output_problem(request.output):
         problems.append(output.replace("output:", "--output:", 1))
+    elif holds_other_files(request.output):
+        problems.append(f"--output {request.output}: contains other files; use another folder")
     return problems
+
+
+def holds_other_files(folder: Path) -> bool:
+    """Returns True if a folder contains files, but no sweep."""
+    has_sweep = any((folder / "recipes").glob("*.json")) or read_json(folder / TRIALS_FILE)
+    return folder.is_dir() and not has_sweep and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def run_name(request: SweepRequest, settings: Mapping[str, str], seed: int) -> str:
@@ -251,10 +260,18 @@ def name_problems(request: SweepRequest, points: Sequence[Mapping[str, str]]) ->
 
 def refuse_changes(points: Sequence[SweepPoint]) -> None:
     """Raises InputError if a run was started with other settings, another model or other shards."""
+    defaults = {name: as_plain(field.default) for name, field in fields_of_config()}
     for run in itertools.chain.from_iterable(point.runs for point in points):
+        before = read_json(run.record)
+        # Settings added in a newer version are ignored if they have their default value.
+        now = {
+            name: value
+            for name, value in run.settings.items()
+            if name in before or (name, value) not in defaults.items()
+        }
         lines = [
             f"{run.output}: {name} was {shortened(json.dumps(was))}, but is now {shortened(json.dumps(given))}"
-            for name, (was, given) in setting_differences([read_json(run.record), run.settings]).items()
+            for name, (was, given) in setting_differences([before, now]).items()
         ]
         if run.recipe.is_file() and lines:
             raise InputError(*lines[:MOST_DIFFERENCES], "run the original command, or use a different --output")

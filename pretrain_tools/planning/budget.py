@@ -35,6 +35,8 @@ COMPARED = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "hsdp", "tp", "
 """Strategies to compare. Offloading is a last resort and depends on the machine's memory and disk."""
 COMPUTE_OPTIMAL = 20.0
 """Tokens per parameter (Hoffmann et al., arXiv 2203.15556)."""
+FAR_FROM_ASKED = 2.5
+"""A warning appears if the tokens per parameter differ from the requested ratio by more than this factor."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,30 @@ def shapes_within(budget: RunBudget) -> list[Shape]:
     shapes = budget.shapes
     tokens = {shape: budget.tokens_at_mfu(shape) for shape in shapes}
     return shapes[: shapes.index(budget.best(tokens)) + 1]
+
+
+def unusual_ratio(sized: Sized) -> str | None:
+    """Returns a warning if no model has about the requested number of tokens per parameter."""
+    budget = sized.budget
+    asked = budget.tokens_per_parameter or COMPUTE_OPTIMAL
+    ratio = sized.tokens / sized.shape.active
+    shapes = budget.shapes
+    if ratio > FAR_FROM_ASKED * asked:
+        which = f"this is the largest {budget.family.name} model"
+        remedy = "use a smaller budget"
+        if sized.shape != shapes[-1]:
+            which = "larger models don't fit in memory"
+            remedy = "use more GPUs or GPUs with more memory"
+        return (
+            f"{ratio:,.0f} tokens per parameter are far more than {asked:g}, because {which}; {remedy}, or pass "
+            f"--tokens_per_parameter {ratio:.0f} if you want to train this model for so long"
+        )
+    if ratio < asked / FAR_FROM_ASKED and sized.shape == shapes[0]:
+        return (
+            f"{ratio:.3g} tokens per parameter are far fewer than {asked:g}, because this is the smallest "
+            f"{budget.family.name} model; use a larger budget, more data or a smaller vocabulary"
+        )
+    return None
 
 
 def refuse_few_steps(sized: Sized) -> None:

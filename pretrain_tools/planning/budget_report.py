@@ -18,6 +18,7 @@ from pretrain_tools.planning.budget import (
     RunBudget,
     Sized,
     choose_run,
+    unusual_ratio,
 )
 from pretrain_tools.planning.budget_request import BudgetRequest
 from pretrain_tools.planning.candidates import command_of, reason_of
@@ -66,6 +67,7 @@ def recipe_of_budget(
     )
     run = choose_run(budget)
     rows = choices(run, expect(run.work.non_embedding, run.tokens) if expect else None)
+    warnings = [f"warning: {warning}"] if (warning := unusual_ratio(run)) else []
     place = request.place
     # Enough data for one epoch and validation.
     preparation = (
@@ -76,14 +78,14 @@ def recipe_of_budget(
     lines = ["To write the recipe and the model's JSON, pass --write recipes/mine.yaml."]
     if options.write:
         commands = {"command": command, "preparation": preparation, "launch": launch}
-        place.write(run.shape.json_text, recipe_text(run, rows, place, **commands))
+        place.write(run.shape.json_text, recipe_text(run, rows, warnings, place, **commands))
         lines = [
             f"Wrote {place.model} and {place.recipe}",
             *([] if place.is_prepared else [f"Prepare the data:\n  {preparation}"]),
             f"Check the recipe:\n  python train.py --config {place.recipe} --check",
             f"Start the run:\n  {launch}",
         ]
-    print_choices(rows, lines)
+    print_choices(rows, [*warnings, *lines])
 
 
 def choices(run: Sized, expected: Expected | None) -> list[list[str]]:
@@ -125,12 +127,12 @@ def print_choices(rows: list[list[str]], lines: list[str]) -> None:
         console.print(line, soft_wrap=True)
 
 
-def recipe_text(run: Sized, rows: list[list[str]], place: RecipePlace, **commands: str) -> str:
+def recipe_text(run: Sized, rows: list[list[str]], warnings: list[str], place: RecipePlace, **commands: str) -> str:
     """Formats the recipe with a comment for each choice."""
     # In long runs, a crash should cost at most half an hour.
     every = max(1, min(run.steps // SAVES, round(SECONDS_BETWEEN_SAVES / run.best.step_seconds)))
     sequences = SHARE_FOR_VALIDATION * every * run.batch * 3 / run.shape.sequence_length
-    lines = [f"{name:<14} {value}: {reason}" for name, value, reason in rows]
+    lines = [*(f"{name:<14} {value}: {reason}" for name, value, reason in rows), *warnings]
     return render(
         "budget.yaml.j2",
         made_by=MADE_BY,

@@ -28,7 +28,7 @@ from pretrain.errors import (
     Problems,
     leave,
 )
-from pretrain.files import ROOT
+from pretrain.files import ROOT, shown
 from pretrain.recipe import read_command_line
 from pretrain.units import bytes_text, counted
 from pretrain_tools.planning.sizing import OF_THE_DEMO, choose_sizing, padded, vocabulary_for
@@ -126,6 +126,14 @@ def read_own_text(arguments: Sequence[str]) -> OwnText:
         raise InputError(f"--text creates a new recipe, so omit --config {given.config}")
     if not 0 < given.minutes < 1e6:
         raise InputError(f"--minutes {given.minutes:g}: must be a positive number of minutes")
+    # The recipe records the command, and recipes are encoded in UTF-8.
+    Problems(
+        f"--{option} {shown(word)}: the name isn't encoded in UTF-8; rename it, or pass its folder or a pattern, such "
+        "as '*.txt'"
+        for option, words in (("text", given.text), ("exclude", given.exclude))
+        for word in words
+        if os.fsencode(word).decode(errors="ignore") != word
+    ).stop_if_any()
     output = given.output or Path("runs", run_name_of(given.text[0]))
     # The name is used in file paths and shell commands.
     if not re.fullmatch(r"\w[\w.-]*", output.name):

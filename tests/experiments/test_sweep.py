@@ -154,6 +154,25 @@ def test_a_search_trains_what_it_picks_and_is_reported(recipe, tmp_path, monkeyp
     assert "use the same --vary" in refusal(replace(asked, axes=tuple(read_axes(["optim.learning_rate=1e-4..1e-2"]))))
 
 
+def test_only_its_own_folder_continues_a_sweep(recipe, tmp_path, monkeypatch):
+    trained = record_instead_of_training(monkeypatch, lambda config: {"x": config.optim.learning_rate})
+    output = tmp_path / "sweep"
+    asked = request("optim.learning_rate=1e-3,2e-3", recipe=recipe, output=output)
+    assert sweeps.run_sweep(asked, None) == 0
+    record = output / "recipes/learning_rate=1e-3.json"
+    settings = json.loads(record.read_text())
+    del settings["guard.loss_window"]  # as if the setting had been added after the sweep
+    record.write_text(json.dumps(settings))
+    assert sweeps.run_sweep(asked, None) == 0 and len(trained) == 2
+    changed = (("guard.loss_window", "9"),)
+    assert "guard.loss_window was null, but is now 9" in refusal(replace(asked, changes=changed))
+
+    run = output / "runs/learning_rate=1e-3"
+    before = sorted(run.iterdir())
+    assert f"--output {run}: contains other files; use another folder" in refusal(replace(asked, output=run))
+    assert sorted(run.iterdir()) == before and len(trained) == 2
+
+
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")

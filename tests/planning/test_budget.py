@@ -1,5 +1,7 @@
 """Tests for budgets: the fastest setup that fits, the model size from the scaling law, and rejected budgets."""
 
+from dataclasses import replace
+
 import pytest
 
 from pretrain.errors import InputError
@@ -9,6 +11,7 @@ from pretrain_tools.planning.budget import (
     RunBudget,
     choose_run,
     size,
+    unusual_ratio,
 )
 from pretrain_tools.planning.candidates import micro_batches, strategy_problems
 from pretrain_tools.planning.families import FAMILIES, Shape
@@ -87,7 +90,9 @@ def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
     small = find_gpu("h100", memory_bytes=6 * GIB)
     run = choose_run(budget(small, gpus=1, flops=1e21))
     assert run.memory.total <= run.budget.hardware.usable_bytes
-    assert run.shape.parameters < choose_run(budget(gpus=1, flops=1e21)).shape.parameters
+    larger = choose_run(budget(gpus=1, flops=1e21))
+    assert run.shape.parameters < larger.shape.parameters and unusual_ratio(larger) is None
+    assert "because larger models don't fit in memory; use more GPUs" in unusual_ratio(run)
     with pytest.raises(InputError, match=r"no llama model fits on 1 x h100, not even the smallest \(8\.62M "):
         choose_run(budget(find_gpu("h100", memory_bytes=1.1 * GIB), gpus=1, vocabulary=64_000, flops=1e17))
 
@@ -97,4 +102,13 @@ def test_budgets_that_fit_no_model_are_refused(quick_traces):
         choose_run(budget(hours=1 / 3600))
     with pytest.raises(InputError, match=r"allows only \d+ steps of .* fewer than 100"):
         choose_run(budget(flops=1e12))
-    assert choose_run(budget(gpus=64, hours=2000)).shape.parameters > 1e10
+
+
+def test_budgets_far_beyond_the_family_are_reported(quick_traces):
+    run = choose_run(budget(gpus=64, hours=2000))
+    assert run.shape.parameters > 1e10 and run.tokens > 100 * run.shape.parameters
+    assert "far more than 20, because this is the largest llama model; use a smaller budget" in unusual_ratio(run)
+    wanted = replace(run.budget, tokens_per_parameter=run.tokens / run.shape.active)
+    assert unusual_ratio(replace(run, budget=wanted)) is None
+    run = choose_run(budget(gpus=1, flops=1e14))
+    assert "far fewer than 20, because this is the smallest llama model" in unusual_ratio(run)

@@ -69,6 +69,15 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
     assert 95 < float(cost.split()[1].lstrip("$")) <= 100
 
 
+def test_a_budget_beyond_the_largest_model_is_reported(made):
+    text, printed = made(asked(dollars=1e6))
+    for shown in (printed, text):
+        assert re.search(
+            r"warning: \d+ tokens per parameter are far more than 20, because this is the largest llama", shown
+        )
+    assert "warning" not in made(asked())[1]
+
+
 def test_a_mixture_of_experts_is_sized_by_what_a_token_meets(made):
     text, printed = made(asked(family="qwen3_moe"))
     values = yaml.safe_load(text)

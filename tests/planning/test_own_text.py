@@ -200,6 +200,10 @@ def test_text_that_cannot_be_trained_on_is_refused_with_figures(tmp_path):
     assert "unknown format .log" in told and "rename" in told and "input" not in told
     assert "--minutes: invalid float value: 'ten'" in refused(tmp_path, "small.txt", "--minutes", "ten")
     assert "--minutes 0: must be a positive number" in refused(tmp_path, "small.txt", "--minutes", "0")
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text("text " * 9000)
+    told = refused(tmp_path, name, "--exclude", name)
+    assert r"--text caf\xe9.txt: the name isn't encoded in UTF-8; rename it" in told and r"--exclude caf\xe9" in told
     assert "--output a b: the run name may contain only letters, digits" in refused(
         tmp_path, "small.txt", "--output", "a b"
     )
