@@ -32,6 +32,7 @@ from pretrain_tools.evaluation.results import (
     TaskScore,
     append_to_run,
     print_table,
+    require_writable,
     write_results,
 )
 from pretrain_tools.evaluation.shard_loss import (
@@ -43,7 +44,6 @@ from pretrain_tools.evaluation.shard_loss import (
     tokenizer_problems,
 )
 from pretrain_tools.runs.addresses import ModelAddress, find_models
-from pretrain_tools.runs.comparison import require_writable
 from pretrain_tools.runs.history import read_end
 from pretrain_tools.runs.status import is_training
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain.training.metrics import finite
 from pretrain.training.run_records import RECORDED_PACKAGES, commit_of, package_versions
@@ -105,6 +107,16 @@ def append_to_run(evaluation: ModelResults) -> None:
         append_events(run, map(finite, evaluation.lines()))
     except OSError as error:  # a full disk must not abort a long evaluation
         print(f"warning: cannot append the scores to {run}/metrics.jsonl ({error})", file=sys.stderr)
+
+
+def require_writable(path: Path) -> None:
+    """Raises InputError if the results can't be written to this path."""
+    if path.is_dir():
+        raise InputError(f"--output {path}: is a folder; use a path such as {path / 'results.json'}")
+    if not path.parent.is_dir():
+        raise InputError(f"--output {path}: {path.parent} is not a folder; create it, or use another path")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"--output {path}: {path.parent} is not writable; use another path")
 
 
 def write_results(path: Path, evaluations: list[ModelResults], settings: dict[str, Any]) -> None:
