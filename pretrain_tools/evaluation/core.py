@@ -18,9 +18,13 @@ from pretrain_tools.evaluation.task_names import CORE, BundleTask
 CENTERED = "centered_acc"
 ORDER_SEED = 1337
 EXAMPLES_SEED = 1234
-ANSWERS = {"multiple_choice": "choices", "schema": "context_options", "language_modeling": "continuation"}
-"""{task type: field with the answers, or with the only answer}. Items with choices also have `gold`, the index of the
-correct choice."""
+FIELDS = {
+    "multiple_choice": ("query", "gold", "choices"),
+    "schema": ("continuation", "gold", "context_options"),
+    "language_modeling": ("context", "continuation"),
+}
+"""{task type: fields of its items}. The last field contains the answers, or the only answer. `gold` is the index of
+the correct choice."""
 ITEMS_AT_ONCE = 2000
 """Number of items to tokenize at a time."""
 
@@ -60,7 +64,7 @@ def read_items(task: BundleTask) -> list[Item]:
         for number, line in enumerate(file, 1):
             try:
                 item = json.loads(line)
-                answers = item[ANSWERS[task.kind]]
+                *_, answers = (item[name] for name in FIELDS[task.kind])
                 if not 0 <= item.get("gold", 0) < len(answers):
                     raise ValueError("no correct answer")
             except (ValueError, KeyError, TypeError) as error:

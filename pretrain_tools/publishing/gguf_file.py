@@ -154,7 +154,7 @@ def splitter_of(tokenizer: Mapping[str, Any]) -> str | None:
     return found if merges_all else {"dbrx": "llama-bpe"}.get(found)
 
 
-def convert(folder: Path, path: Path, *, dtype: str, text: str) -> str:
+def convert(folder: Path, path: Path, *, dtype: str, text: str, name: str | None = None) -> str:
     """Converts a model folder to GGUF and compares the outputs. Returns a sentence for the model card.
 
     Raises InputError if GGUF can't represent the model, or if llama.cpp's results differ.
@@ -162,18 +162,19 @@ def convert(folder: Path, path: Path, *, dtype: str, text: str) -> str:
     Args:
         dtype: the weights' dtype (bf16, fp16 or fp32).
         text: additional text for the comparison.
+        name: the model's name, for the file's metadata.
     """
     from pretrain_tools.publishing.gguf_comparison import comparison_note
 
     check_convertible(folder)
     note = comparison_note(folder, text, partial(write_gguf, folder, dtype="fp32"))
     unfinished = path.with_name(f".{path.name}.unfinished")
-    write_gguf(folder, unfinished, dtype)
+    write_gguf(folder, unfinished, dtype, name)
     unfinished.rename(path)
     return note
 
 
-def write_gguf(folder: Path, path: Path, dtype: str) -> None:
+def write_gguf(folder: Path, path: Path, dtype: str, name: str | None = None) -> None:
     """Writes a convertible model folder as a GGUF file. Only one tensor is in memory at a time.
 
     dtype: dtype of matrices (bf16, fp16 or fp32). Vectors and position embeddings are always fp32.
@@ -185,6 +186,8 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_type("model")
     writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[dtype]])
+    if name is not None:
+        writer.add_name(name)
     add_sizes(writer, config)
     saved = SavedTensors(folder, "model")
     shapes = saved.shapes()

@@ -142,7 +142,8 @@ def write_model_as_gguf(run: Path, model: Model, dtype: str, file: Path) -> str:
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as temporary:
         copy_model(model, Path(temporary), dtype)
-        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run))
+        name = run.resolve().name
+        return convert(Path(temporary), file, dtype=dtype, text=validation_text(run), name=name)
 
 
 def copy_model(model: Model, target: Path, dtype: str, *, trusted: bool = False) -> None:

@@ -70,12 +70,13 @@ def dataset_rows(sources: list[DataSource]) -> list[list[str]]:
         found = source.preparation.get("datasets") or [{"name": name} for name in source.hub_datasets]
         share = (source.tokens or 0) / total if total else None
         size = "" if share is None else f"{share:.1%}, {'large' if share > LARGE_SHARE else 'not large'}"
+        # Datasets in the same source aren't counted separately.
+        others = f" with {len(found) - 1} others" if len(found) > 1 else ""
         for dataset in found:
             name = str(dataset.get("name"))
             part = ", ".join(str(dataset[key]) for key in ("subset", "split") if dataset.get(key))
             link = f"https://huggingface.co/datasets/{name}" if "/" in name else ""
-            # Datasets in the same source aren't counted separately.
-            rows.append([name, part, count_text(source.tokens) if source.tokens else FILL, size, link])
+            rows.append([name, part, count_text(source.tokens) + others if source.tokens else FILL, size, link])
     return rows
 
 

@@ -142,6 +142,8 @@ def _describe(name: str, folder: Path) -> ModelAddress:
     run = real.parent if is_final else real.parent.parent
     if not (is_final or real.parent.name in ("checkpoints", "evaluations")) or not (run / "config.yaml").is_file():
         return ModelAddress(name, folder)
+    given = folder.parent if is_final else folder.parent.parent
+    run = given if given.resolve() == run else run  # keep a relative path
     seen = last_good_end(run) if is_final else read_state(folder).get("state", {})
     return ModelAddress(name, folder, run, seen.get("step"), seen.get("tokens"))
 

@@ -55,9 +55,15 @@ def new_request(run: Path, command: str) -> dict:
 
 
 def send(run: Path, request: dict) -> None:
-    """Writes the request file."""
-    (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
-    write_durably(run / REQUEST_FILE, json.dumps(request))
+    """Writes the request file. Raises InputError if the folder isn't writable."""
+    try:
+        (run / REQUEST_FILE).parent.mkdir(exist_ok=True)
+        write_durably(run / REQUEST_FILE, json.dumps(request))
+    except OSError as error:
+        raise InputError(
+            f"{run / REQUEST_FILE}: is not writable ({error.strerror}); run the command as a user with write access, "
+            "or free up disk space"
+        ) from None
 
 
 def wait_for_answer(run: Path, request: dict, *, timeout_seconds: float) -> str:

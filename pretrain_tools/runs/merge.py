@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from pretrain.checkpoint.average_folder import require_average
-from pretrain.checkpoint.tensor_files import SavedTensors, write_group
+from pretrain.checkpoint.checkpoints import require_space
+from pretrain.checkpoint.tensor_files import SavedTensors, bytes_of, write_group
 from pretrain.errors import InputError, Problems
 from pretrain.files import CARD_FILE, PICTURE_FILE, PROVENANCE_FILE, SEAL_FILE, SIGNATURE_FILE, commit
 from pretrain.model.model_config import config_differences, load_model_config, register_code_of
@@ -66,10 +67,17 @@ def merge_models(
     # Write to a hidden folder and rename it at the end, so that the output is never incomplete.
     unfinished = output.with_name(f".saving-{output.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    files = write_group(unfinished, "model", group, 0, 1, published=published)
-    describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
-    commit(unfinished, output, files)
+    try:
+        unfinished.mkdir(parents=True)
+        require_space(unfinished, bytes_of(group))
+        files = write_group(unfinished, "model", group, 0, 1, published=published)
+        describe_mean(unfinished, folders[-1], {"models": names, "weights": weights})
+        commit(unfinished, output, files)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise InputError(
+            f"--output {output}: cannot be written ({error}); free up disk space, or use another disk"
+        ) from error
     return output, names
 
 

@@ -167,6 +167,7 @@ def origins_from(manifest: Manifest, shards: list[Shard], offset: int) -> Iterat
         for entry in index[np.searchsorted(index["end"], offset, side="right") :]:
             yield place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
         offset = 0
+    yield from itertools.repeat(None)  # a last document that doesn't end in these shards
 
 
 def _local(manifest: Manifest, shard: Shard) -> Path:
@@ -177,19 +178,6 @@ def _local(manifest: Manifest, shard: Shard) -> Path:
 
         copied_file(manifest, index_path(path).name)
     return path
-
-
-def origin_of(manifest: Manifest, shards: list[Shard], number: int) -> str | None:
-    """Returns the source file and line of document `number` (1-based), or None if not recorded in the shards."""
-    for shard in shards:
-        if number <= shard.documents:
-            index = read_index(_local(manifest, shard), shard.documents)
-            if index is None:
-                return None
-            entry = index[number - 1]
-            return place_text(manifest.source_names[entry["source"]], manifest.input_format, int(entry["place"]))
-        number -= shard.documents
-    return None
 
 
 def _sequence_lines(number: int, sequence: Sequence, decoder) -> list[str]:

@@ -157,9 +157,14 @@ def test_an_invalid_item_is_named(bundle, model_folder, tmp_path):
         (broken / "eval_data/some" / path.name).symlink_to(path)
     copa = broken / "eval_data/some/copa.jsonl"
     copa.unlink()
-    copa.write_text('{"query": "a", "choices": ["b", "c"], "gold": 2}\n')
-    with pytest.raises(InputError, match=r"copa.jsonl:1: invalid multiple_choice item \(no correct answer\)"):
-        score_tasks(model_folder, select_tasks(["core"], None, broken), evaluation_strategy())
+    for item, problem in {
+        '{"query": "a", "choices": ["b", "c"], "gold": 2}': "no correct answer",
+        '{"query": "a", "choices": ["b", "c"]}': "'gold'",
+        '{"choices": ["b", "c"], "gold": 0}': "'query'",
+    }.items():
+        copa.write_text(item + "\n")
+        with pytest.raises(InputError, match=rf"copa.jsonl:1: invalid multiple_choice item \({problem}\)"):
+            score_tasks(model_folder, select_tasks(["core"], None, broken), evaluation_strategy())
 
 
 @pytest.fixture(scope="module")

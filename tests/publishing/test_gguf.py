@@ -103,7 +103,7 @@ def test_a_wrong_tensor_and_a_wrong_tokenizer_are_found(tmp_path, own_tokenizer,
 @pytest.mark.parametrize(("dtype", "kind"), [("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")])
 def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, kind):
     folder = write_varied(tmp_path / "model", own_tokenizer, MODELS["gpt2"])
-    write_gguf(folder, tmp_path / "x.gguf", dtype)
+    write_gguf(folder, tmp_path / "x.gguf", dtype, "tiny")
     read = gguf.GGUFReader(tmp_path / "x.gguf")
     tensors = {tensor.name: tensor for tensor in read.tensors}
     saved = load_file(folder / "model.safetensors")
@@ -118,6 +118,7 @@ def test_the_file_holds_every_tensor_and_token(tmp_path, own_tokenizer, dtype, k
     assert len(tokens) == 512 and all(tokens[number] == token for token, number in ours.items())
     assert tokens[511] == "[PAD511]" and read.fields["tokenizer.ggml.pre"].contents() == "dbrx"
     assert read.fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert read.fields["general.name"].contents() == "tiny"
     assert read.fields["tokenizer.ggml.add_bos_token"].contents() is False
     merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
     assert read.fields["tokenizer.ggml.merges"].contents() == [" ".join(pair) for pair in merges]

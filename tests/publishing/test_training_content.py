@@ -108,7 +108,7 @@ def test_unrecorded_facts_are_left_to_the_provider(facts, heading):
         (1.3e19, "1.04e+23 FLOP (as counted for MFU), or 1 times 10^23. This is **above** the criterion"),
         (
             None,
-            "5.13e+09 FLOP (as counted for MFU), or 5.1e-14 times 10^23. This is **below**",
+            "5.13e+09 FLOP (estimated as 6 FLOP per parameter per token), or 5.1e-14 times 10^23. This is **below**",
         ),
     ],
 )

@@ -1,6 +1,7 @@
 """Tests for resolving model addresses such as RUN@best to folders, and for the error messages."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,8 @@ def test_an_address_without_a_model(tmp_path, monkeypatch):
     )
     assert f"{message} runs/demo?" in problems_of(found, "runs/dmeo")
     assert "--model /nowhere/at/all: neither a local folder nor" in problems_of(found, "/nowhere/at/all")
+    (address,) = find_models("runs/demo@4")
+    assert address.run == Path("runs/demo"), "results must not contain an absolute local path"
     assert "--model ./none: neither a local folder nor" in problems_of(found, "./none")
     assert "--model empty: neither a model folder (no config.json) nor a run" in problems_of(found, "empty")
     assert "--model not a/model id: neither a local folder nor a Hub ID" in problems_of(found, "not a/model id")

@@ -254,6 +254,12 @@ def test_a_run_on_another_machine_is_judged_by_its_heartbeat(tmp_path):
         send(run, "save")
 
 
+def test_an_unwritable_folder_is_named(run):
+    (run / "control").write_text("a file where the folder should be")
+    with pytest.raises(InputError, match=r"control/request.json: is not writable"):
+        send(run, "save")
+
+
 def test_the_default_warning_is_pythons_own(run):
     (run / "control").mkdir()
     (run / REQUEST_FILE).write_text("{}")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def test_the_last_checkpoints_of_a_run(run):
     model = load_pretrained(str(folder))
     assert all(parameter.equal(expected[name]) for name, parameter in model.named_parameters())
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_full_disk_is_reported_before_writing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(InputError, match=r"--output .*/mean: cannot be written \(a checkpoint needs .* GB free\)"):
+        merge_models([f"{run}@4", f"{run}@8"], last=None, weights="raw", output=tmp_path / "mean")
+    assert not any(tmp_path.iterdir())
 
 
 def test_folders_of_several_dtypes_can_be_averaged(run, tmp_path):
