@@ -144,7 +144,11 @@ def option_problems(arguments: argparse.Namespace) -> list[str]:
     try:
         options = Options.model_validate(vars(arguments))
     except ValidationError as error:
-        return [f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}" for problem in error.errors()]
+        allowed: dict[str, list[str]] = {}  # an option with several types has an error for each of them
+        for problem in error.errors():
+            option = f"--{problem['loc'][0]} {problem['input']}"
+            allowed.setdefault(option, []).append(problem["msg"].removeprefix("Input should be "))
+        return [f"{option}: must be {' or '.join(values)}" for option, values in allowed.items()]
     vars(arguments).update(options.model_dump())
     problems = []
     if arguments.limit is not None and arguments.limit >= 1 and not arguments.limit.is_integer():
