@@ -11,7 +11,7 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.hardware import DTYPES, measured_matrix_flops, memory_bytes, peak_flops, use_all_cores
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.parallel.strategy import device_type, resolve_precision
-from pretrain.units import count_text, duration_text
+from pretrain.units import count_text, counted, duration_text
 from pretrain_tools.planning.families import Shape
 from pretrain_tools.planning.sizing import MOST_EPOCHS, Sizing
 from pretrain_tools.planning.step_time import mfu_of_size
@@ -60,7 +60,7 @@ class Machine:
         is_gpu = device.type == "cuda"
         return cls(
             device_type=device.type,
-            name=torch.cuda.get_device_name(device) if is_gpu else f"{torch.get_num_threads()} CPU threads",
+            name=torch.cuda.get_device_name(device) if is_gpu else counted(torch.get_num_threads(), "CPU thread"),
             precision=precision,
             # Unlisted GPUs are measured.
             peak_flops=peak or measured_matrix_flops(DTYPES[precision], device, size=4096),

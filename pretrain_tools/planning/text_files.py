@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from pretrain.errors import InputError, Problems
 from pretrain.files import is_url, shown
+from pretrain.units import counted
 from pretrain_tools.preparation.documents.byte_stream import DamagedFileError
 from pretrain_tools.preparation.documents.formats import inner_suffix
 from pretrain_tools.preparation.documents.sources import InputFile, files_matching, find_sources, format_by_name
@@ -28,7 +29,7 @@ class TextFiles:
     inputs: list[str]
     exclude: list[str]
     left_out: str
-    """'3 files in other formats were skipped: ...', or ''."""
+    """'skipped 3 files in other formats: ...', or ''."""
 
     @property
     def arguments(self) -> list[str]:
@@ -72,7 +73,8 @@ def find_text_files(given: Sequence[str], exclude: Sequence[str] = ()) -> TextFi
         )
     problems.stop_if_any()
     skipped = set().union(*(found.skipped for found in searches)) - {source.path for source in sources}
-    left_out = f"{len(skipped):,} files in other formats were skipped: {listed(skipped)}" if skipped else ""
+    count = counted(len(skipped), "file")
+    left_out = f"skipped {count} in other formats: {listed(skipped)}" if skipped else ""
     return TextFiles(sources, inputs, excluded, left_out)
 
 

@@ -225,7 +225,7 @@ def test_a_folder_is_taken_and_the_same_command_finds_it_unchanged(tmp_path, tex
     command = ("--text", "mine", "--exclude", "mine/draft*", "--minutes", MINUTES, "--check")
     result = run_script(ROOT / "train.py", *command, cwd=tmp_path)
     assert "\ntext        2 files, " in f"\n{result.stdout}"
-    skipped = "2 files in other formats were skipped: mine/c.pdf, " + shlex.quote("mine/it's.bin")
+    skipped = "skipped 2 files in other formats: mine/c.pdf, " + shlex.quote("mine/it's.bin")
     assert skipped in result.stdout
     sources = json.loads((tmp_path / "data/mine/manifest.json").read_text())["sources"]
     assert [source["path"] for source in sources] == ["b.md", "in here/A.TXT"]

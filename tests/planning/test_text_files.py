@@ -53,7 +53,7 @@ def test_a_folder_is_searched_for_text_in_any_case(mine, word):
     prefix = "./" if word.startswith(".") else ""
     files = find_text_files([word], [f"{prefix}{path}" for path in UNUSABLE])
     assert names(files) == TAKEN
-    said = "4 files in other formats were skipped: "
+    said = "skipped 4 files in other formats: "
     assert files.left_out == f"{said}{prefix}mine/Makefile, {prefix}mine/data.json, {prefix}mine/f.pdf, 1 more"
     by_prepare_data = find_sources(files.inputs, files.exclude)
     assert by_prepare_data == files.sources, "prepare_data.py must read the same files"
@@ -92,7 +92,7 @@ def test_data_is_taken_where_there_is_no_text_or_where_it_is_named(mine):
 
 def test_what_is_excluded_must_exist(mine):
     files = find_text_files(["mine"], [*UNUSABLE, "mine/*.pdf", "mine/sub dir"])
-    assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("3 files in other formats")
+    assert "sub dir/d[1].txt" not in names(files) and files.left_out.startswith("skipped 3 files in other formats")
     assert "--exclude '*.nix': matches none of the files" in refusal("mine", exclude=["*.nix", *UNUSABLE])
     assert "excludes all 1 input files" in refusal("mine/sub dir", exclude=["*.txt"])[0]
 
