@@ -250,6 +250,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 def talk_to_model(arguments: argparse.Namespace) -> None:
     """Runs `evaluate.py --interactive` until the user quits. Raises InputError."""
+    device = torch.device(device_type())  # before loading the model, because a GPU's driver may be too old
     transformers_logging.disable_progress_bar()
     address, *others = [found for text in arguments.model for found in find_models(text)]
     if others:
@@ -260,7 +261,6 @@ def talk_to_model(arguments: argparse.Namespace) -> None:
     add_tokenizer(job, arguments)
     with weights_of(address) as folder:
         model = load_pretrained(str(folder), trust_remote_code=arguments.trust_remote_code)
-    device = torch.device(device_type())
     if emulation_of_bf16(device):
         model.float()
     print(address.name)

@@ -30,7 +30,6 @@ AS_FAST = 0.03
 """Relative difference in step time below which two strategies count as equally fast."""
 BEST_PRODUCTS = 3
 """Number of meshes that a plan lists in addition to the accelerate configs."""
-SIMPLEST_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ def recommend(candidates: list[Candidate]) -> Candidate | None:
 
 
 def simplicity(candidate: Candidate) -> tuple[int, bool]:
-    return SIMPLEST_FIRST[candidate.name], not candidate.layout.is_planned
+    return list(STRATEGIES).index(candidate.name), not candidate.layout.is_planned
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:
