@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 SOCKET, ENVIRONMENT = "WARM_PYTHON_SOCKET", "WARM_PYTHON_ENVIRONMENT"
 READ_BY_IMPORTS = (
     "OMP_", "MKL_", "KMP_", "OPENBLAS", "ATEN_", "ONEDNN_", "DNNL_", "LD_", "PYTHON", "PATH", "TRANSFORMERS_",
-    "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "MPL", "XDG_", "HOME", "TMPDIR",
+    "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUDA_", "TQDM_", "DS_", "MPL", "HOME", "TMPDIR",
     "TOKENIZERS_", "LANG", "LC_",
 )  # fmt: skip
 SET_BY_LIBRARIES = (
@@ -187,7 +187,7 @@ def read_hub_variables() -> None:
 
 
 def of_the_hub(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith("HF_")}
+    return {name: value for name, value in environment.items() if name.startswith(("HF_", "XDG_CACHE_HOME"))}
 
 
 def start_server() -> None:
