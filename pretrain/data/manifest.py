@@ -113,7 +113,7 @@ def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
     for number, entry in enumerate(take(fields, "shards", list)):
         where = f"shards[{number}]."
         values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Earlier versions didn't write "beside".
+        # Manifests from earlier versions have no "beside" key.
         shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
     manifest = Manifest(
         folder=folder,

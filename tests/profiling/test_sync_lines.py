@@ -35,8 +35,8 @@ def test_lines_are_counted_only_in_the_forward_and_backward_pass(monkeypatch):
         phase = "between"
         warnings.warn(WARNING, stacklevel=1)
         phase = "forward"
-    with ThreadPoolExecutor() as beside:
-        beside.submit(lambda: warnings.warn(WARNING, stacklevel=1)).result()
+    with ThreadPoolExecutor() as executor:
+        executor.submit(lambda: warnings.warn(WARNING, stacklevel=1)).result()
     lines.end()
     found = {(row["place"], row["phase"]): row["count"] for row in lines.found()}
     assert found == {
