@@ -88,8 +88,9 @@ class WarmPopen(subprocess.Popen):
         python = [str(part) for part in args] if isinstance(args, list | tuple) else []
         environment = dict(os.environ if env is None else env)
         if preexec_fn or pass_fds or not can_be_forked(python, environment):
-            begin = preexec_fn or self._begin
-            return super()._execute_child(args, executable, begin, close_fds, pass_fds, cwd, env, *rest)
+            if self.takes_terminal or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+                preexec_fn = preexec_fn or self._begin  # with a preexec_fn, the whole process is copied first
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         environment = sizes_of_launch(python, Path(cwd or os.getcwd())) | environment
         # rest starts with startupinfo, creationflags, shell and six pipe ends.
         pipes, start_new_session = rest[3:9], rest[-2]
