@@ -50,8 +50,8 @@ LIBRARIES = (
     "accelerate.commands.launch", "torch.distributed.run", "torch._dynamo", "torch._inductor.compile_fx",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining", "matplotlib.pyplot",
     "datasets", "deepspeed", "transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil",
-    "pretrain_tools.publishing.card", "pretrain_tools.planning.memory_advice",
+    "transformers.models.qwen3.modeling_qwen3", "safetensors.torch", "huggingface_hub", "psutil", "torch.profiler",
+    "rich.table", "gigatoken", "numba",
 )  # fmt: skip
 
 
@@ -223,13 +223,17 @@ def server() -> str:
 def import_everything() -> None:
     sys.path.insert(0, str(ROOT))
     import pretrain
+    import pretrain_tools
 
     kept = os.dup(1), os.dup(2)
     silence = os.open(os.devnull, os.O_WRONLY)  # hides DeepSpeed's messages
     for number in (1, 2):
         os.dup2(silence, number)
     try:
-        for name in (*(module.name for module in pkgutil.walk_packages(pretrain.__path__, "pretrain.")), *LIBRARIES):
+        for package in (pretrain, pretrain_tools):
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+                importlib.import_module(module.name)
+        for name in LIBRARIES:
             importlib.import_module(name)
         draw_once()
         fill_caches()
@@ -255,8 +259,14 @@ def fill_caches() -> None:
     """Fills caches that every run would fill again, which takes as long as training a tiny model."""
     import platform
 
+    from numba.core import entrypoints
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from pretrain_tools.publishing import card
+
+    for name in card.environment().list_templates():
+        card.environment().get_template(name)
+    entrypoints.init_all()  # imports extensions of numba, such as awkward
     get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions
     platform.processor()  # starts a process
 
@@ -267,9 +277,17 @@ def measure_once() -> None:
 
     from pretrain import hardware
 
-    measured = functools.cache(hardware.measured_matrix_flops)
-    for dtype, size in ((torch.float32, 1024), (torch.bfloat16, 256 if hardware.missing_bf16("cpu") else 1024)):
-        measured(dtype, torch.device("cpu"), size=size)
+    measure = functools.cache(hardware.measured_matrix_flops)
+
+    def measured(dtype: torch.dtype, device: torch.device | str = "cpu", *, size: int = 1024, **_) -> float:
+        return measure(dtype, "cpu", size=size)
+
+    measured(torch.float32)
+    if hardware.missing_bf16("cpu"):
+        for dtype in (torch.float32, torch.bfloat16):
+            measured(dtype, size=256)
+    else:
+        measured(torch.bfloat16)
     hardware.measured_matrix_flops = measured
 
 
