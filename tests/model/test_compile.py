@@ -236,11 +236,11 @@ def kept_and_computed(memory_budget: float) -> tuple[int, list[torch.Tensor]]:
     return sum(kept.values()), [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def test_a_memory_budget_keeps_less_and_computes_the_same():
-    # Compile in this process, because the pool of compile workers sometimes hangs for minutes on a busy machine.
-    with torch._inductor.config.patch(compile_threads=1):
-        all_kept, expected = kept_and_computed(1.0)
-        kept, computed = kept_and_computed(0.1)
+def test_a_memory_budget_keeps_less_and_computes_the_same(monkeypatch):
+    # This backend chooses what to keep as Inductor does, but generates no code.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition"))
+    all_kept, expected = kept_and_computed(1.0)
+    kept, computed = kept_and_computed(0.1)
     compile_model(torch.nn.Module(), torch.nn.Module(), "none")
     assert functorch_config.activation_memory_budget == 1.0, "the budget must be reset for the next model"
     torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-6)

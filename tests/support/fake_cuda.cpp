@@ -1,7 +1,9 @@
 // Lets autograd run on fake "cuda" tensors where torch is built for the CPU: a guard of devices that does nothing, and
-// CUDA as the accelerator. It takes the place of torch's own symbols, so it must be loaded before torch.
+// CUDA as the accelerator. The library can be loaded at any time: take_over() replaces what torch has registered.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <new>
 
 using namespace c10;
 
@@ -14,26 +16,17 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
 };
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// Once torch is there: a build for CUDA has registered its own since.
-extern "C" void take_over() {
-  static Guard guard;
-  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
-}
-
-namespace at::accelerator {
-std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
-}  // namespace at::accelerator
-
-namespace at::detail {
-struct Hooks : CUDAHooksInterface {
+struct Hooks final : at::CUDAHooksInterface {
   void init() const override {}
+  bool isBuilt() const override { return true; }  // makes CUDA the accelerator
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex current_device() const override { return 0; }
 };
-const CUDAHooksInterface& getCUDAHooks() {
-  static Hooks hooks;
-  return hooks;
+
+extern "C" void take_over() {
+  static Guard guard;
+  impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
+  // torch keeps its hooks for the whole process. They have no data, so ours can take their place in memory.
+  new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
 }
-}  // namespace at::detail

@@ -1,7 +1,7 @@
 """Fake CUDA for machines without a GPU: tensors have a shape, dtype and device but no values.
 
 The cases of a test file run in a separate process, because the library that enables autograd on fake CUDA replaces
-torch's symbols and must be loaded before torch:
+torch's hooks for the rest of the process:
 
     outcomes = outcomes_of("support.steps_on_fake_cuda")    # {case: its Outcome}
 
@@ -65,7 +65,7 @@ def outcomes_of(module: str) -> dict[str, Outcome]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         arguments = (__file__, module, results, _library(compiler))
-        run = run_script(*arguments, fresh=True, check=False, timeout=timeout, CUDA_VISIBLE_DEVICES="")
+        run = run_script(*arguments, check=False, timeout=timeout, CUDA_VISIBLE_DEVICES="")
         lines = results.read_text().splitlines() if results.exists() else []
     outcomes = {line.pop("name"): Outcome(**line) for line in map(json.loads, lines)}
     if refused := outcomes.pop(SUPPORT, None):
@@ -336,10 +336,9 @@ def _where(error: Exception) -> str:
 
 
 def _main(module: str, results: str, library: str) -> None:
-    hooks = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
     import torch
 
-    hooks.take_over()
+    ctypes.CDLL(library).take_over()
     torch.set_num_threads(1)
 
     with open(results, "w", buffering=1) as out:

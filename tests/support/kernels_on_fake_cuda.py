@@ -26,6 +26,7 @@ from torch._inductor.fx_passes import joint_graph
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
+from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 from transformers import AutoConfig
 from triton.backends.compiler import GPUTarget
@@ -57,17 +58,15 @@ class Driver:
 
 
 @contextlib.contextmanager
-def inductor(
-    sources: list[str], seen: Callable[[str, torch.fx.GraphModule], None] = lambda *_: None
-) -> Iterator[None]:
-    """Makes torch.compile add its CUDA kernels to `sources`, but run the graphs without them.
+def inductor(compiled: Callable[[str, torch.fx.GraphModule, GraphLowering], Callable | None]) -> Iterator[None]:
+    """Makes torch.compile lower graphs for CUDA, but run them without its kernels.
 
-    seen: called with 'forward' or 'backward' and each partitioned graph.
+    compiled: called with 'forward' or 'backward', each partitioned graph, and its lowered version, for `schedule` or
+        `codegen`. May return a function to run instead of the graph.
     """
     compile_with = torch.compile
 
     def write_kernels(direction, graph_module, inputs):
-        seen(direction, graph_module)
         graph = copy.deepcopy(graph_module)
         with V.set_debug_handler(DebugContext()), V.set_fake_mode(torch._guards.detect_fake_mode(inputs)):
             view_to_reshape(graph)
@@ -75,9 +74,8 @@ def inductor(
             lowering = GraphLowering(graph, example_inputs=list(inputs))
             with V.set_graph_handler(lowering):
                 lowering.run(*inputs)
-                code, _ = lowering.codegen()
-        sources.append(code.value)
-        return make_boxed_func(graph_module.forward)
+                run = compiled(direction, graph_module, lowering)
+        return make_boxed_func(run or graph_module.forward)
 
     backend = aot_autograd(
         fw_compiler=functools.partial(write_kernels, "forward"),
@@ -105,6 +103,13 @@ def inductor(
         yield
 
 
+def schedule(lowering: GraphLowering) -> Scheduler:
+    """Fuses a graph's operations into kernels, without writing their code."""
+    lowering.init_wrapper_code()
+    lowering._update_scheduler()
+    return lowering.scheduler
+
+
 def kernels(sources: list[str]) -> list[tuple[str, str]]:
     """Returns (name, Triton code) for all kernels, without duplicates."""
     found = (
@@ -126,7 +131,12 @@ def assembled(name: str, source: str, architecture: int) -> int:
 
 def of_run(run: Callable[[], None]) -> list[dict[str, object]]:
     sources: list[str] = []
-    with inductor(sources):
+
+    def write_code(_direction: str, _graph: torch.fx.GraphModule, lowering: GraphLowering) -> None:
+        code, _ = lowering.codegen()
+        sources.append(code.value)
+
+    with inductor(write_code):
         run()
     # Most pointwise kernels (triton_poi) are the same on all architectures, so one is enough.
     return [

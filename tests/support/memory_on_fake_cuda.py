@@ -21,8 +21,8 @@ from torch.utils import _pytree
 import pretrain.model.loss
 from pretrain.model.compile import checkpoint_activations, compile_model
 from pretrain.model.loss import LanguageModelLoss
-from support import kernels_on_fake_cuda, ranks_on_fake_cuda
-from support.kernels_on_fake_cuda import inductor
+from support import ranks_on_fake_cuda
+from support.kernels_on_fake_cuda import inductor, schedule
 from support.memory_setups import SETUPS, MemorySetup
 from support.products_on_fake_cuda import LiveBytes
 from support.ranks_on_fake_cuda import MODELS, prepared
@@ -71,27 +71,17 @@ def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
     needs: receives the bytes that each graph needs in addition to its inputs.
     """
 
-    class Planned(GraphLowering):
-        def codegen(self):
-            code = super().codegen()
-            nodes = list(self.scheduler.nodes)
-            outputs = set(self.get_output_names())
-            names = (self.scheduler.name_to_buf, self.scheduler.name_to_fused_node)
-            _, inputs = prepare_planning_info(nodes, *names, set(self.graph_inputs), outputs)
-            peak, _ = estimate_peak_memory(nodes, inputs, outputs)
-            needs.append(peak - sum(buffer.mpi_buffer.size_free for buffer in inputs.values()))
-            return code
+    def plan(_direction: str, graph: torch.fx.GraphModule, lowering: GraphLowering) -> Callable:
+        scheduler = schedule(lowering)
+        nodes = list(scheduler.nodes)
+        outputs = set(lowering.get_output_names())
+        names = (scheduler.name_to_buf, scheduler.name_to_fused_node)
+        _, inputs = prepare_planning_info(nodes, *names, set(lowering.graph_inputs), outputs)
+        peak, _ = estimate_peak_memory(nodes, inputs, outputs)
+        needs.append(peak - sum(buffer.mpi_buffer.size_free for buffer in inputs.values()))
+        return live.graph(graph.forward, needs[-1])
 
-    boxed = kernels_on_fake_cuda.make_boxed_func
-
-    def counted(forward: Callable) -> Callable:
-        return boxed(live.graph(forward, needs[-1]))
-
-    with (
-        mock.patch.object(kernels_on_fake_cuda, "GraphLowering", Planned),
-        mock.patch.object(kernels_on_fake_cuda, "make_boxed_func", counted),
-        inductor([]),
-    ):
+    with inductor(plan):
         yield
 
 

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -446,9 +446,10 @@ def count(launch: Launch, counter: type[Counter] = Counter) -> dict[str, dict]:
         strategy = run.strategy
         model = run.model
         batch = run.batch
-        take_step(strategy, model, batch, counter)
+        # One micro-step is enough, except for ZeRO-3, which records the order of its gathers in two.
+        take_step(strategy, model, batch, ("only",) if not launch.on_host else ("first", "last"))
         with nullcontext() if launch.may_wait or launch.on_host else refuse_waits():
-            counters = take_step(strategy, model, batch, counter)
+            counters = take_step(strategy, model, batch, ("micro-step", "last micro-step"), counter)
             model.eval()
             for _ in range(2):  # the second batch could reuse results of the first
                 with counter() as counters["validation"], torch.no_grad():
@@ -483,7 +484,7 @@ def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
     """Returns the `Order` for a micro-step's forward and backward pass."""
     with ExitStack() as stack:
         run = prepared(launch, stack)
-        take_step(run.strategy, run.model, run.batch, Counter)
+        take_step(run.strategy, run.model, run.batch, ("only",))
         run.model.train()
         with run.strategy.accumulate(is_last=True):
             with Order() as forward:
@@ -493,15 +494,21 @@ def order(launch: Launch) -> dict[str, list[tuple[str, str]]]:
         return {"forward": forward.issued, "backward": backward.issued}
 
 
-def take_step(strategy: Strategy, model: torch.nn.Module, batch: dict, counter: type[Counter]) -> dict[str, Counter]:
-    """Runs two micro-steps and an update, as in train.py."""
-    counters = {moment: counter() for moment in ("micro-step", "last micro-step", "update")}
+def take_step(
+    strategy: Strategy,
+    model: torch.nn.Module,
+    batch: dict,
+    micro_steps: tuple[str, ...],
+    counter: Callable[[], Any] = nullcontext,
+) -> dict[str, Any]:
+    """Runs micro-steps and an update, as in train.py. Returns {phase: its counter}."""
+    counters = {moment: counter() for moment in (*micro_steps, "update")}
     model.train()
-    strategy.begin_step(0.001, micro_steps=2)
-    for is_last, moment in enumerate(("micro-step", "last micro-step")):
-        with counters[moment], strategy.accumulate(is_last=bool(is_last)):
+    strategy.begin_step(0.001, micro_steps=len(micro_steps))
+    for moment in micro_steps:
+        with counters[moment], strategy.accumulate(is_last=moment == micro_steps[-1]):
             loss, _ = model(**batch)
-            strategy.backward(loss / 2)
+            strategy.backward(loss / len(micro_steps))
     with counters["update"]:
         grad_norm, skipped = strategy.update(1.0)
     assert grad_norm.device == skipped.device == strategy.device

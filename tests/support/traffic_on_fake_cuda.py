@@ -10,15 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from unittest import mock
 
 import torch
 from torch import fx
 from torch._inductor.graph import GraphLowering
 
 from pretrain.model.compile import compile_model
-from support import kernels_on_fake_cuda
-from support.kernels_on_fake_cuda import inductor
+from support.kernels_on_fake_cuda import inductor, schedule
 from support.ranks_on_fake_cuda import MODELS, RANKS, Launch, prepared
 from support.traffic_setups import SETUPS, TP_RANKS, Setup
 
@@ -40,21 +38,15 @@ def measured(hidden_shape: tuple[int, ...]) -> Iterator[Traffic]:
     """Measures layers that are compiled in this context."""
     traffic = Traffic()
 
-    class Counting(GraphLowering):
-        def codegen(self):
-            code = super().codegen()
-            for node in self.scheduler.nodes:
-                if not node.is_extern() and not node.is_template():
-                    name = f"{len(traffic.graphs)} {node.get_name()}"
-                    traffic.kernels[name] = node.get_read_write_buffers_sizes()
-            return code
-
-    def seen(direction: str, graph: fx.GraphModule) -> None:
+    def count(direction: str, graph: fx.GraphModule, lowering: GraphLowering) -> None:
+        for node in schedule(lowering).nodes:
+            if not node.is_extern() and not node.is_template():
+                traffic.kernels[f"{len(traffic.graphs)} {node.get_name()}"] = node.get_read_write_buffers_sizes()
         traffic.graphs.append(direction)
         if direction == "forward":
             traffic.kept += kept_by(graph.graph, hidden_shape)
 
-    with mock.patch.object(kernels_on_fake_cuda, "GraphLowering", Counting), inductor([], seen):
+    with inductor(count):
         yield traffic
 
 
