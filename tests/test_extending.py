@@ -3,17 +3,16 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from support.pages import registrations
-from support.project import ROOT, events
+from support.project import ROOT, events, launch, run_script
 from support.tiny_models import TINY_LLAMA
 
+IN_COPY = ROOT / "tests/support/in_copy.py"
 COPIED = ("pretrain", "pretrain_tools", "accelerate_configs", "ds_configs", "model_configs")
 ARCHITECTURE = '''"""Llama under another name."""
 
@@ -181,12 +180,9 @@ def extended(tmp_path_factory) -> Path:
     return copy
 
 
-def run(project: Path, *command: object) -> str:
-    """Runs a command in the copy and returns its output."""
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(project: Path, script: str, *arguments: object) -> None:
+    """Runs one of the copy's scripts."""
+    run_script(IN_COPY, project / script, *arguments, cwd=project)
 
 
 @pytest.fixture(scope="module")
@@ -270,8 +266,8 @@ def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
 def test_a_custom_strategy_trains(extended, shards, runs, tmp_path):
     recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/mine.yaml")
-    run(extended, *launch, "--num_processes", "2", "train.py", "--config", tmp_path / "recipe.yaml")
+    script = (IN_COPY, extended / "train.py", "--config", tmp_path / "recipe.yaml")
+    launch(extended / "accelerate_configs/mine.yaml", 2, *script, cwd=extended)
     record = json.loads((tmp_path / "run/strategy.json").read_text())
     assert (record["strategy"], record["ranks"]) == ("mine", 2)
     losses = [[event["loss"] for event in events(folder, "train")] for folder in (tmp_path / "run", runs[1])]
