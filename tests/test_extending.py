@@ -205,6 +205,7 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
     terms = {"hidden": {"coefficient": 0.5}, "small_hidden": {"coefficient": 0.01}, "probe": {"coefficient": 0.1}}
     for name, model, loss in (("own", "mine", {"terms": terms}), ("plain", "mine_too", {})):
         values = recipe | {"model": f"model_configs/{model}.json", "output": str(folder / name), "loss": loss}
+        values["checkpoint"] = {"save_final": name == "own"}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
         run(extended, "train.py", "--config", folder / f"{name}.yaml")
         found.append(folder / name)
@@ -239,6 +240,7 @@ def test_a_custom_tracker_gets_the_metrics(runs):
 def test_extensions_on_the_page_train(extended, runs, shards, tmp_path):
     recipe = runs[1].with_suffix(".yaml")
     words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
+    words += ("--checkpoint.save_final", "true")
     given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
     keys = TINY_LLAMA | {"model_type": "mine_beside", "architectures": ["MineBesideForCausalLM"]}
     (tmp_path / "mine_beside.json").write_text(json.dumps(keys))
