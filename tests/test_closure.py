@@ -4,15 +4,14 @@ import ast
 import io
 import json
 import shutil
-import subprocess
-import sys
 import tokenize
 
 import pytest
 
 from support.loaded_by_training import PREFIX
-from support.project import ROOT, events, free_port, losses
+from support.project import ROOT, events, launch, losses, run_script
 
+IN_COPY = ROOT / "tests/support/in_copy.py"
 MOST_MODULES = 75
 MOST_TOKENS = 98_500
 """Maximum number of project modules, and of code tokens in them, that a two-step run may load."""
@@ -67,12 +66,7 @@ def trainer_alone(tmp_path):
 
 
 def test_a_run_without_the_tools_resumes_mirrors_exports_and_loads_little(trainer_alone, recipe, tmp_path):
-    def run(folder, *words):
-        done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
-    told = run(ROOT, "tests/support/loaded_by_training.py", "--config", recipe, "--budget.steps", "2")
+    told = run_script(IN_COPY, "tests/support/loaded_by_training.py", "--config", recipe, "--budget.steps", "2").stdout
     (line,) = [line for line in told.splitlines() if line.startswith(PREFIX)]
     files = json.loads(line.removeprefix(PREFIX))
     tokens = sum(tokens_of_code((ROOT / file).read_text()) for file in files)
@@ -80,11 +74,10 @@ def test_a_run_without_the_tools_resumes_mirrors_exports_and_loads_little(traine
     assert len(files) <= MOST_MODULES and tokens <= MOST_TOKENS
     assert [file for file in files if file.startswith("pretrain_tools")] == []
 
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/fsdp2.yaml")
-    launch += ("--main_process_port", str(free_port()), "--num_processes")
-    mirror = ("--checkpoint.mirror", tmp_path / "mirror")
-    told = run(trainer_alone, *launch, "2", "train.py", "--config", recipe, *mirror)
+    script = (IN_COPY, trainer_alone / "train.py", "--config", recipe, "--checkpoint.mirror", tmp_path / "mirror")
+    done = launch("fsdp2", 2, *script, cwd=trainer_alone)
     assert [event["step"] for event in events(tmp_path / "run", "resume")] == [2]
     assert len(losses(tmp_path / "run")) == 12 and (tmp_path / "run/final/model.safetensors").exists()
+    told = done.stdout + done.stderr
     assert "the model card could not be written" in told and "No module named" in told
     assert list((tmp_path / "mirror").rglob("step-00000012*"))

@@ -3,17 +3,16 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from support.pages import registrations
-from support.project import ROOT, events
+from support.project import ROOT, events, launch, run_script
 from support.tiny_models import TINY_LLAMA
 
+IN_COPY = ROOT / "tests/support/in_copy.py"
 COPIED = ("pretrain", "pretrain_tools", "accelerate_configs", "ds_configs", "model_configs")
 ARCHITECTURE = '''"""Llama under another name."""
 
@@ -181,12 +180,9 @@ def extended(tmp_path_factory) -> Path:
     return copy
 
 
-def run(project: Path, *command: object) -> str:
-    """Runs a command in the copy and returns its output."""
-    words = [sys.executable, *map(str, command)]
-    done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(project: Path, script: str, *arguments: object) -> None:
+    """Runs one of the copy's scripts."""
+    run_script(IN_COPY, project / script, *arguments, cwd=project)
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +205,7 @@ def runs(extended, shards, tmp_path_factory) -> tuple[Path, Path]:
     terms = {"hidden": {"coefficient": 0.5}, "small_hidden": {"coefficient": 0.01}, "probe": {"coefficient": 0.1}}
     for name, model, loss in (("own", "mine", {"terms": terms}), ("plain", "mine_too", {})):
         values = recipe | {"model": f"model_configs/{model}.json", "output": str(folder / name), "loss": loss}
+        values["checkpoint"] = {"save_final": name == "own"}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
         run(extended, "train.py", "--config", folder / f"{name}.yaml")
         found.append(folder / name)
@@ -243,6 +240,7 @@ def test_a_custom_tracker_gets_the_metrics(runs):
 def test_extensions_on_the_page_train(extended, runs, shards, tmp_path):
     recipe = runs[1].with_suffix(".yaml")
     words = ("--data.transformations", "{noise: {rate: 0.5}}", "--data.sampling", "in_order", "--optim.name", "my_sgd")
+    words += ("--checkpoint.save_final", "true")
     given = ("--optim.options.momentum", "0.5", "--output", tmp_path / "run", "--model", tmp_path / "mine_beside.json")
     keys = TINY_LLAMA | {"model_type": "mine_beside", "architectures": ["MineBesideForCausalLM"]}
     (tmp_path / "mine_beside.json").write_text(json.dumps(keys))
@@ -270,8 +268,8 @@ def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
 def test_a_custom_strategy_trains(extended, shards, runs, tmp_path):
     recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/mine.yaml")
-    run(extended, *launch, "--num_processes", "2", "train.py", "--config", tmp_path / "recipe.yaml")
+    script = (IN_COPY, extended / "train.py", "--config", tmp_path / "recipe.yaml")
+    launch(extended / "accelerate_configs/mine.yaml", 2, *script, cwd=extended)
     record = json.loads((tmp_path / "run/strategy.json").read_text())
     assert (record["strategy"], record["ranks"]) == ("mine", 2)
     losses = [[event["loss"] for event in events(folder, "train")] for folder in (tmp_path / "run", runs[1])]

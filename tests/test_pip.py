@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.project import ROOT
+from support.project import ROOT, launch, run_script
+
+IN_COPY = ROOT / "tests/support/in_copy.py"
 
 
 @pytest.fixture(scope="module")
@@ -20,35 +22,26 @@ def installed(tmp_path_factory) -> dict[str, str]:
 
 
 def test_commands_train_and_evaluate_in_an_empty_folder(installed, shards, tmp_path):
+    """Starts the first commands as a user does, and the others in forked interpreters."""
+
     def run(*words) -> str:
         done = subprocess.run(list(map(str, words)), cwd=tmp_path, env=installed, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    def run_forked(command, *words) -> str:
+        script = Path(installed["PYTHONPATH"]) / "bin" / command
+        return run_script(IN_COPY, script, *words, cwd=tmp_path, PYTHONPATH=installed["PYTHONPATH"]).stdout
+
     files = Path(run("groundwork-files").strip())
     assert files.is_relative_to(installed["PYTHONPATH"]) and (files / "accelerate_configs/ddp.yaml").is_file()
     settings = ("--data", f"{{train: [{{shards: {shards}}}], sequence_length: 64}}", "--output", "run")
-    settings += (
-        "--model.hidden_size",
-        32,
-        "--model.num_hidden_layers",
-        1,
-        "--compile",
-        "none",
-        "--optim.warmup_steps",
-        1,
-    )
+    settings += ("--model.hidden_size", 32, "--model.num_hidden_layers", 1)
+    settings += ("--compile", "none", "--optim.warmup_steps", 1)
     settings += ("--batch", "{tokens_per_step: 256, sequences_per_micro_batch: 2}")
     run("groundwork-train", "--config", "recipes/demo.yaml", *settings, "--budget", "{steps: 2}")
-    launched = (
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        files / "accelerate_configs/ddp.yaml",
-        "--num_processes",
-        2,
-    )
-    run(*launched, files / "train.py", "--config", "recipes/demo.yaml", *settings, "--budget", "{steps: 4}")
-    assert "finished" in run("groundwork-runs", "status", "run")
-    assert "loss" in run("groundwork-evaluate", "--model", "run/final", "--data", shards)
+    resumed = (files / "train.py", "--config", "recipes/demo.yaml", *settings, "--budget", "{steps: 4}")
+    environment = {"cwd": tmp_path, "PYTHONPATH": installed["PYTHONPATH"]}
+    launch(files / "accelerate_configs/ddp.yaml", 2, IN_COPY, *resumed, **environment)
+    assert "finished" in run_forked("groundwork-runs", "status", "run")
+    assert "loss" in run_forked("groundwork-evaluate", "--model", "run/final", "--data", shards)

@@ -170,6 +170,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.prim.device.default:  # two thirds of the calls
+            return args[0].device
         result = function(*args, **(kwargs or {}))
         for value in _pytree.tree_leaves(result):
             if isinstance(value, Tensor):

@@ -19,9 +19,12 @@ from support.project import ROOT, events, launch, losses, run_script
 LOADED_ELSEWHERE = """
 import sys, torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float32).eval()
+logits = []
+for folder in sys.argv[2:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    logits.append(model(torch.arange(20)[None]).logits)
 assert "pretrain" not in sys.modules
-torch.save(model(torch.arange(20)[None]).logits, sys.argv[2])
+torch.save(logits, sys.argv[1])
 """
 
 
@@ -39,10 +42,10 @@ def checked(recipe, *arguments):
     return run_script("train.py", "--config", recipe, "--check", *arguments, check=False)
 
 
-def logits_elsewhere(folder, tmp_path):
-    """Returns a model folder's logits, computed in a Python process without Groundwork."""
+def logits_elsewhere(tmp_path, *folders):
+    """Returns the logits of each model folder, computed in a Python process without Groundwork."""
     environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", LOADED_ELSEWHERE, folder, tmp_path / "logits.pt"]
+    command = [sys.executable, "-c", LOADED_ELSEWHERE, tmp_path / "logits.pt", *folders]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return torch.load(tmp_path / "logits.pt")
@@ -60,8 +63,7 @@ def test_it_trains_resumes_with_changed_code_and_loads_anywhere(own, tmp_path):
     first, last = (run / f"checkpoints/step-{step:08d}/modeling_mine.py" for step in (2, 4))
     assert (first.read_text(), last.read_text()) == (MODELING, path.read_text())
     assert "modeling_mine.py" in (run / "final/MANIFEST.json").read_text()
-    last = logits_elsewhere(run / "checkpoints/step-00000004", tmp_path)
-    assert torch.equal(logits_elsewhere(run / "final", tmp_path), last)
+    assert torch.equal(*logits_elsewhere(tmp_path, run / "checkpoints/step-00000004", run / "final"))
     refused = run_script("evaluate.py", "--model", run, "--prompt", "def", check=False)
     assert refused.returncode == 2 and "--trust_remote_code" in refused.stderr
 
@@ -177,9 +179,9 @@ def test_an_error_in_an_architecture_affects_only_its_users(recipe, tmp_path):
         "from pretrain.model.model_config import load_model_config\n"
         "run_script(lambda: print(load_model_config(sys.argv[1]).model_type))"
     )
-    environment = {"PYTHONPATH": str(copy), "HF_HUB_OFFLINE": "1"}
+    (copy / "type_of.py").write_text(code)
     slip = "slip.py, line 2: NameError: name 'nowhere'"
     for model, status, said in (("tiny_llama", 0, "llama\n"), ("slip", 2, slip)):
-        command = [sys.executable, "-c", code, tmp_path / f"{model}.json"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        command = (ROOT / "tests/support/in_copy.py", copy / "type_of.py", tmp_path / f"{model}.json")
+        done = run_script(*command, cwd=tmp_path, check=False)
         assert done.returncode == status and said in done.stdout + done.stderr and "Traceback" not in done.stderr
