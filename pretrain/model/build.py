@@ -138,6 +138,19 @@ def once_per_config(function: Callable[[PreTrainedConfig], _Value]) -> Callable[
     return of_config
 
 
+def shared_meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Returns `build_meta_model(config)` from a cache, for callers that only read it.
+
+    Building a model with many layers takes seconds.
+    """
+    return _shared_meta_model(KeyedConfig.of(config))
+
+
+@functools.lru_cache(maxsize=2)
+def _shared_meta_model(keyed: KeyedConfig) -> PreTrainedModel:
+    return build_meta_model(keyed.config)
+
+
 @dataclass(frozen=True)
 class _Counts:
     """Parameter counts: total, used in matmuls, and inactive."""
@@ -149,7 +162,7 @@ class _Counts:
 
 @once_per_config
 def _counts(config: PreTrainedConfig) -> _Counts:
-    model = build_meta_model(config)
+    model = shared_meta_model(config)
     head_weight = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = sum(e.weight.numel() for e in _embeddings(model) if e.weight is not head_weight)
     parameters = sum(parameter.numel() for parameter in model.parameters())
