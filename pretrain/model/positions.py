@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Data
 from pretrain.errors import InputError, Problems
-from pretrain.model.build import KeyedConfig, build_meta_model, build_model, shape_changes
+from pretrain.model.build import KeyedConfig, build_meta_model, copy_model, shape_changes
 from pretrain.model.model_config import changed_config, described
 from pretrain.model.small_copy import ReferenceWindow, logits_of, one_thread, reference_of
 
@@ -123,8 +123,7 @@ def _rope_problem(keyed: KeyedConfig, keyed_changed: KeyedConfig) -> str | None:
     ids_BT = ReferenceWindow.of(small).inputs_BT
     try:
         before = logits_of(model, ids_BT)
-        built = build_model(small, seed=0, attention="eager").eval()
-        built.load_state_dict(model.state_dict())
+        built = copy_model(model, attention="eager", config=small)
         use_positions(model, keyed_changed.config)
         wanted = logits_of(built, ids_BT)
         found = logits_of(model, ids_BT)

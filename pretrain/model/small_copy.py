@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pretrain.errors import InputError
-from pretrain.model.build import KeyedConfig, build_model, once_per_config
+from pretrain.model.build import KeyedConfig, build_model, on_meta_device, once_per_config
 from pretrain.model.model_config import described
 
 VOCABULARY = 96
@@ -59,6 +59,7 @@ WIDTHS = {
     ("linear_num_heads", "linear_num_value_heads"): HEADS,
     ("linear_num_key_heads",): HEADS // 2,
     ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"): HEAD_WIDTH,
+    ("lru_width",): HEADS * HEAD_WIDTH,
 }
 """{configuration keys: maximum value in the narrow copy}"""
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_global_key_value_heads")
@@ -226,7 +227,7 @@ def _cut_layers(values: dict[str, Any], config: PreTrainedConfig, total: int, la
 def _meta_model(config: PreTrainedConfig) -> nn.Module:
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # private; transformers has no public name for it in a config
-    with torch.device("meta"):
+    with on_meta_device():
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
@@ -365,25 +366,32 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def is_projection(model: PreTrainedModel) -> bool:
+@functools.lru_cache(maxsize=4)
+def reference_logits(reference: PreTrainedModel) -> Tensor:
+    """Returns the reference's logits for its window, computed once."""
+    return logits_of(reference, ReferenceWindow.of(reference.config).inputs_BT)
+
+
+@functools.lru_cache(maxsize=4)
+def is_projection(reference: PreTrainedModel) -> bool:
     """Returns True if the logits are head(base model's last hidden states), with the soft cap from `logit_cap`."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+    head = reference.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or reference.base_model is reference:
         return False
-    ids_BT = ReferenceWindow.of(model.config).inputs_BT
+    ids_BT = ReferenceWindow.of(reference.config).inputs_BT
     try:
         with torch.no_grad():
-            hidden_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+            hidden_BTD = reference.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
             logits_BTV = F.linear(hidden_BTD, head.weight, head.bias)
     except Exception:  # the base model has a different interface
         return False
-    if cap := logit_cap(model.config):
+    if cap := logit_cap(reference.config):
         uncapped_BTV = logits_BTV
         logits_BTV = cap * (logits_BTV / cap).tanh()
         # The logits are too small to detect if the model caps them.
         if relative_difference(uncapped_BTV, logits_BTV) <= TOLERANCE / 5:
             return False
-    wanted_BTV = logits_of(model, ids_BT)
+    wanted_BTV = reference_logits(reference)
     return logits_BTV.shape == wanted_BTV.shape and relative_difference(logits_BTV, wanted_BTV) <= TOLERANCE / 10
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
-from pretrain.model.build import build_meta_model, embedding_parameter_names, transposed_names
+from pretrain.model.build import embedding_parameter_names, shared_meta_model, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import MIN_BATCH_FACTOR, scaling_law_learning_rate
 from pretrain.registry import OPTIMIZERS
@@ -263,7 +263,7 @@ def optimizer_builder(
 def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
     """Lists reasons why the recipe's optimizer doesn't support this model or this device."""
     try:
-        shapes = ModelShapes.of(build_meta_model(model_config), settings)
+        shapes = ModelShapes.of(shared_meta_model(model_config), settings)
     except InputError as error:
         return error.problems
     spec = OPTIMIZERS[settings.name](shapes)

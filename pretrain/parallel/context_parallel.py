@@ -23,7 +23,7 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes, setting
 from pretrain.model.attention import in_one_dtype, model_inputs, sdpa
-from pretrain.model.build import build_model, once_per_config
+from pretrain.model.build import copy_model, once_per_config
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -243,8 +243,7 @@ def mixing_problem(model_config: PreTrainedConfig) -> str | None:
     found = []
     try:
         for name, parts in ((f"{FOLDED}_whole", 1), (FOLDED, 2)):
-            model = build_model(reference.config, seed=0, attention=name).eval()
-            model.load_state_dict(reference.state_dict())
+            model = copy_model(reference, attention=name)
             inputs = model_inputs(
                 ids_BT.numpy(),
                 window,

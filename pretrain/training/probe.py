@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model.attention import candidates_of, implementation_of, model_inputs, with_rows
-from pretrain.model.build import NO_SUCH_ATTENTION, build_model
+from pretrain.model.build import NO_SUCH_ATTENTION, build_model, copy_model
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.routers import RouterLosses, routers_of
@@ -34,6 +34,7 @@ from pretrain.model.small_copy import (
     is_projection,
     logits_of,
     one_thread,
+    reference_logits,
     reference_of,
     relative_difference,
 )
@@ -121,14 +122,14 @@ def _said(problems: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)}: {problem}" for problem, names in attentions_of.items())
 
 
-def _causality_problem(model: PreTrainedModel) -> str | None:
-    window = ReferenceWindow.of(model.config)
+def _causality_problem(reference: PreTrainedModel) -> str | None:
+    window = ReferenceWindow.of(reference.config)
     half = window.inputs_BT.shape[1] // 2
     changed_BT = window.with_other_tokens(slice(half, None))[:, :-1]
-    seen = relative_difference(logits_of(model, changed_BT)[:, :half], logits_of(model, window.inputs_BT)[:, :half])
+    seen = relative_difference(logits_of(reference, changed_BT)[:, :half], reference_logits(reference)[:, :half])
     if seen <= TOLERANCE:
         return None
-    is_encoder = getattr(model.config, "is_decoder", True) is False
+    is_encoder = getattr(reference.config, "is_decoder", True) is False
     remedy = "set is_decoder: true in its JSON" if is_encoder else "use another architecture"
     return (
         f"is not causal: later tokens change earlier logits by {seen:.1%} of the largest logit, even in the "
@@ -142,7 +143,7 @@ def _problem(reference: PreTrainedModel, attention: str, window: WindowSpec) -> 
         model = _with_attention(reference, attention)
         tolerance = TOLERANCE if model.dtype == torch.float32 else BF16_TOLERANCE
         ids_BT = ReferenceWindow.of(model.config).inputs_BT
-        difference = relative_difference(logits_of(model, ids_BT), logits_of(reference, ids_BT))
+        difference = relative_difference(logits_of(model, ids_BT), reference_logits(reference))
         if difference > tolerance:
             return f"logits differ from the library's own by {difference:.1%} of the largest logit"
         problem = None
@@ -158,8 +159,7 @@ def _problem(reference: PreTrainedModel, attention: str, window: WindowSpec) -> 
 def _with_attention(reference: PreTrainedModel, attention: str) -> PreTrainedModel:
     """Copies the reference with a different attention, on the device and in the dtype used to test it."""
     implementation = implementation_of(attention)
-    model = build_model(reference.config, seed=0, attention=attention).eval()
-    model.load_state_dict(reference.state_dict())
+    model = copy_model(reference, attention=attention)
     device = "cuda" if implementation in ON_GPU_ALONE else "cpu"
     return model.to(device, ON_GPU_ALONE.get(implementation, torch.float32))
 
@@ -184,8 +184,7 @@ def _documents_problem(
     arguments = {name: value for name, value in inputs.items() if name not in ("input_ids_BT", "targets_BT")}
     packed_BTV = logits_of(model, inputs["input_ids_BT"], **arguments)
     window = ReferenceWindow.of(model.config)
-    alone = [logits_of(reference, window.inputs_BT[row : row + 1, where]) for row, where in window.documents]
-    alone_BTV = torch.cat(alone, dim=1).view_as(packed_BTV)
+    alone_BTV = _logits_alone(reference).view_as(packed_BTV)
     difference = relative_difference(packed_BTV, alone_BTV)
     first = window.documents[0][1].stop
     changed_BT = inputs["input_ids_BT"].clone()
@@ -203,6 +202,14 @@ def _documents_problem(
     if not abs(loss.cpu() - expected) <= tolerance * expected:
         return f"its loss is {loss:.5f}, but the loss computed from the library's logits is {expected:.5f}"
     return None
+
+
+@functools.lru_cache(maxsize=4)
+def _logits_alone(reference: PreTrainedModel) -> Tensor:
+    """Returns the reference's logits for each document separately (1, all positions, V), computed once."""
+    window = ReferenceWindow.of(reference.config)
+    alone = [logits_of(reference, window.inputs_BT[row : row + 1, where]) for row, where in window.documents]
+    return torch.cat(alone, dim=1)
 
 
 def _gradients_problem(model: PreTrainedModel, attention: str, window: WindowSpec) -> str | None:

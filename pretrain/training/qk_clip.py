@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from pretrain.model.build import build_model, once_per_config, transposed_names
+from pretrain.model.build import copy_model, once_per_config, transposed_names
 from pretrain.model.largest_logits import RECORD
 from pretrain.model.small_copy import (
     TOLERANCE,
@@ -191,8 +191,7 @@ def _scaling_problem(model_config: PreTrainedConfig) -> str | None:
         return without_cap(module, query, key, value, mask, **arguments)
 
     AttentionInterface.register(OBSERVING, observing)
-    model = build_model(reference.config, seed=0, attention=OBSERVING).eval()
-    model.load_state_dict(reference.state_dict())
+    model = copy_model(reference, attention=OBSERVING)
     ids_BT = ReferenceWindow.of(model.config).inputs_BT
     logits_of(model, ids_BT)
     heads, key_heads = heads_of(model.config)

@@ -27,12 +27,12 @@ from pretrain.mesh_sizes import requested_sizes
 from pretrain.model.attention import choose_attention, classes_in_rows
 from pretrain.model.build import (
     active_parameters,
-    build_meta_model,
     check_vocabulary,
     count_parameters,
     flops_per_token,
     set_end_of_document,
     shape_changes,
+    shared_meta_model,
 )
 from pretrain.model.compile import checkpointing_problems, compiler_problems
 from pretrain.model.model_config import VOCABULARY_KEY, load_model_config
@@ -297,7 +297,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
             from pretrain.model.positions import configs_of_stages
 
             stage_configs = problems.attempt(configs_of_stages, model_config, data)
-        losses_of_routers = problems.attempt(lambda: router_losses(config.loss, build_meta_model(model_config)))
+        losses_of_routers = problems.attempt(lambda: router_losses(config.loss, shared_meta_model(model_config)))
         problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
@@ -309,7 +309,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
                 or []
             )
         problems += problems.attempt(sampling_problems, config.samples, model_config) or []
-        problems += problems.attempt(lambda: checkpointing_problems(config, build_meta_model(model_config))) or []
+        problems += problems.attempt(lambda: checkpointing_problems(config, shared_meta_model(model_config))) or []
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
@@ -590,7 +590,7 @@ def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
     """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
     if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
         return []
-    model = build_meta_model(model_config)
+    model = shared_meta_model(model_config)
     if model.can_generate():
         return []
     return [

@@ -35,6 +35,9 @@ def rates(run):
     return {event["step"]: event["learning_rate"] for event in events(run, "train")}
 
 
+WITHOUT_EXPORT = ("--checkpoint.save_final", "false")
+
+
 def weights(run, step):
     return load_file(run / f"checkpoints/step-{step:08d}/model.safetensors")
 
@@ -48,7 +51,7 @@ def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp
     run, whole = tmp_path / "run", tmp_path / "whole"
     assert (run / "final-step-00000012/model.safetensors").exists(), "the shorter run's model must be kept"
     assert [event["step"] for event in events(run, "resume")] == [4]
-    train(trunk, "--output", whole)
+    train(trunk, "--output", whole, *WITHOUT_EXPORT)
     assert rates(run) == rates(whole) and losses(run) == losses(whole)
     assert max(rates(run).values()) == pytest.approx(0.003) and rates(run)[20] < rates(run)[12]
     expected, found = weights(whole, 20), weights(run, 20)
@@ -58,9 +61,9 @@ def test_a_decayed_run_is_extended_from_a_checkpoint_before_its_decay(trunk, tmp
 
 
 def test_an_extended_cosine_run_continues_at_its_minimum(recipe, tmp_path):
-    train(recipe)
+    train(recipe, *WITHOUT_EXPORT)
     before = rates(tmp_path / "run")
-    train(change(recipe, budget={"steps": 16}))
+    train(change(recipe, budget={"steps": 16}), *WITHOUT_EXPORT)
     after = rates(tmp_path / "run")
     assert {step: after[step] for step in before} == before, "no step may be repeated"
     assert [after[step] for step in range(13, 17)] == pytest.approx([0.0003] * 4)
@@ -68,14 +71,14 @@ def test_an_extended_cosine_run_continues_at_its_minimum(recipe, tmp_path):
 
 
 def test_a_decayed_run_without_an_earlier_checkpoint_is_not_extended(trunk, tmp_path):
-    train(change(trunk, checkpoint={"keep_last": 1}))
+    train(change(trunk, checkpoint={"keep_last": 1}), *WITHOUT_EXPORT)
     refused = train(change(trunk, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "has been decaying its learning rate since step 6, but no earlier checkpoint is left" in refused.stderr
 
 
 def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
-    train(change(trunk, optim={"schedule": "constant"}))
+    train(change(trunk, optim={"schedule": "constant"}), *WITHOUT_EXPORT)
     path = change(trunk, "branch", output=str(tmp_path / "branch"), branch_from=f"{tmp_path}/run@8")
     train(path)
     branch = tmp_path / "branch"
@@ -97,7 +100,7 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
 
 
 def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
-    train(trunk)
+    train(trunk, *WITHOUT_EXPORT)
     refused = train(trunk, "--output", tmp_path / "branch", "--branch_from", f"{tmp_path}/run@8", check=False)
     assert refused.returncode == 2 and "use a checkpoint from step 6 or earlier" in refused.stderr
 
@@ -105,7 +108,8 @@ def test_no_branch_from_a_run_that_decays(trunk, tmp_path):
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_a_paused_run_matches_an_uninterrupted_run(recipe, tmp_path, schedule):
     """A pause must have no effect, even during the decay or at a step when nothing else is due."""
-    path, paused = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}), tmp_path / "paused"
+    path = change(recipe, optim={"schedule": schedule, "decay_fraction": 0.5}, checkpoint={"save_final": False})
+    paused = tmp_path / "paused"
     train(path)
     first = train(path, "--output", paused, "--checkpoint.stop_at_step", "7", check=False)
     assert first.returncode == 130 and "paused at checkpoint.stop_at_step, saved at step 7" in first.stderr
@@ -122,7 +126,8 @@ def tokens(run):
 
 def test_a_batch_ramp_does_not_restart_in_an_extended_run(recipe, tmp_path):
     """The batch size must grow from one to four sequences and stay at four after the run is extended."""
-    path = change(recipe, batch={"ramp": {"from": 0.25, "over": 0.4}}, budget={"steps": 16})
+    batch = {"ramp": {"from": 0.25, "over": 0.4}}
+    path = change(recipe, batch=batch, budget={"steps": 16}, checkpoint={"save_final": False})
     train(path)
     train(change(path, budget={"steps": 24}))
     found = tokens(tmp_path / "run")
@@ -133,7 +138,7 @@ def test_a_batch_ramp_does_not_restart_in_an_extended_run(recipe, tmp_path):
 
 def test_a_new_batch_size_applies_from_the_checkpoint(recipe, tmp_path):
     """No token may be read twice, counted twice or skipped."""
-    train(recipe)
+    train(change(recipe, checkpoint={"save_final": False}))
     refused = train(change(recipe, batch={"tokens_per_step": 128}, budget={"steps": 20}), check=False)
     assert refused.returncode == 2 and "applies it from the checkpoint's step on" in refused.stderr
     train(recipe, "--batch.tokens_per_step", "128")
@@ -166,7 +171,7 @@ def test_a_branch_uses_explicit_settings_and_check_shows_them(trunk_at_a_constan
     assert f"branches from {trunk}/checkpoints/step-00000008 at step 8, after 2,048 tokens" in said
     assert f"to step {end}: " in said and f"learning rate {first:.3g} at the first step, {last:.3g}" in said
     assert not (tmp_path / "branch").exists()
-    train(recipe, *arguments)
+    train(recipe, *arguments, *WITHOUT_EXPORT)
     found = rates(tmp_path / "branch")
     assert list(found) == list(range(9, end + 1))
     assert (found[9], found[end]) == pytest.approx((first, last), rel=1e-2)
@@ -218,7 +223,7 @@ def test_a_budget_already_exceeded_is_rejected(trunk_at_a_constant_rate, tmp_pat
 def timed(recipe):
     """Changes the recipe to have more steps than fit into budget.minutes."""
     return change(
-        recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
+        recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.05}, checkpoint={"keep_last": 99}
     )
 
 
@@ -232,7 +237,7 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
     assert begin < end == by_clock[-1]["total_steps"] <= 1 + 1.2 * begin
     assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
     assert "already complete" in train(timed).stdout
-    train(timed, "--budget.minutes", "0.15")
+    train(timed, "--budget.minutes", "0.08")
     assert events(run, "resume")[-1]["step"] <= begin, "the run must resume from before the decay"
     commands = [event["command"] for event in events(run, "control")]
     assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
@@ -246,13 +251,13 @@ def test_minutes_include_earlier_starts(timed, tmp_path):
     assert refused.returncode == 2 and "raise it, or set it to null" in refused.stderr
     assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
     told = train(timed, "--check").stdout
-    assert "of budget.minutes used" in told and "at most 0.1 min (budget.minutes)" in told
-    train(timed, "--budget.minutes", "null", "--budget.steps", "12")
+    assert "of budget.minutes used" in told and "at most 0.05 min (budget.minutes)" in told
+    train(timed, "--budget.minutes", "null", "--budget.steps", "12", *WITHOUT_EXPORT)
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 
 
 def test_two_ranks_start_their_decay_at_the_same_step(timed, tmp_path):
-    launch("ddp", 2, "train.py", "--config", timed)
+    launch("ddp", 2, "train.py", "--config", timed, *WITHOUT_EXPORT)
     controls, (end,) = events(tmp_path / "run", "control"), events(tmp_path / "run", "end")
     assert controls[0]["command"] == "anneal" and end["code"] == 0
     assert controls[0]["step"] < end["step"] == controls[-1]["total_steps"]
