@@ -143,8 +143,9 @@ def parity_runs(folder: Path, strategies: list[str]) -> list[dict]:
         for model in models_under(strategy):
             more = AVERAGING if model == "llama" else []
             model_file = ["--model", str(folder / f"{model}.json")]
-            runs.append(run(strategy, folder / model / strategy, *model_file, *PARITY, *more))
-        runs.append(run(strategy, folder / "bf16" / strategy, *PARITY, *AVERAGING, "--precision", "bf16"))
+            runs.append(run(strategy, folder / model / strategy, *model_file, *PARITY, *more, hash_weights=True))
+        in_bf16 = [*PARITY, *AVERAGING, "--precision", "bf16"]
+        runs.append(run(strategy, folder / "bf16" / strategy, *in_bf16, hash_weights=True))
         nan = ["--averaging", "{kind: tail, every_steps: 1, tail_fraction: 1.0}", "--checkpoint.every_steps", "1"]
         nan += ["--budget.steps", "6", "--batch.ramp.from", "0.5", "--batch.ramp.over", "0.7"]
         runs.append(run(strategy, folder / "nan" / strategy, *nan, nan_at_call=NAN_STEP))
