@@ -284,6 +284,7 @@ if __name__ == "__main__":
     export.export_card = lambda *_: None
     # These depend only on the machine and on files that don't change.
     run_records.commit_of = functools.cache(run_records.commit_of)
+    run_records.emulation_of_bf16 = functools.cache(run_records.emulation_of_bf16)
     run_records.package_versions = functools.cache(run_records.package_versions)
     launched = functools.cache(launcher_environment)
     for name in registry.STRATEGIES:
