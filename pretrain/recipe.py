@@ -4,6 +4,7 @@ InputError lists all misspelled keys, wrong types and conflicting settings, with
 and allowed values.
 """
 
+import functools
 import json
 import os
 import re
@@ -424,7 +425,8 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     return [section for inner in getattr(annotation, "__args__", ()) for section in sections_in(inner)]
 
 
-def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> list[tuple[str, FieldInfo]]:
+@functools.cache
+def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> tuple[tuple[str, FieldInfo], ...]:
     """Returns (dotted path, field) for all settings. In paths, list names end with `[]`."""
     rows: list[tuple[str, FieldInfo]] = []
     for name, field in schema.model_fields.items():
@@ -433,7 +435,7 @@ def fields_of_config(schema: type[Section] = RunConfig, prefix: str = "") -> lis
             rows += fields_of_config(inner[0], f"{path}{'[]' if 'list' in str(field.annotation) else ''}.")
         else:
             rows.append((path, field))
-    return rows
+    return tuple(rows)
 
 
 MOVED = {

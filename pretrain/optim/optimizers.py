@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from pretrain.config import Optim
 from pretrain.errors import InputError
-from pretrain.model.build import embedding_parameter_names, shared_meta_model, transposed_names
+from pretrain.model.build import embedding_parameter_names, transposed_names
 from pretrain.model.routers import expert_matrices, expert_parameters, routers_of
 from pretrain.optim.scaling_laws import MIN_BATCH_FACTOR, scaling_law_learning_rate
 from pretrain.registry import OPTIMIZERS
@@ -260,10 +260,13 @@ def optimizer_builder(
     return OptimizerBuilder(spec, settings, learning_rate, seed, device_type)
 
 
-def optimizer_problems(settings: Optim, model_config: PreTrainedConfig, device_type: str) -> list[str]:
-    """Lists reasons why the recipe's optimizer doesn't support this model or this device."""
+def optimizer_problems(settings: Optim, causal_lm: PreTrainedModel, device_type: str) -> list[str]:
+    """Lists reasons why the recipe's optimizer doesn't support this model or this device.
+
+    causal_lm: the unsharded model, which may be on the meta device.
+    """
     try:
-        shapes = ModelShapes.of(shared_meta_model(model_config), settings)
+        shapes = ModelShapes.of(causal_lm, settings)
     except InputError as error:
         return error.problems
     spec = OPTIMIZERS[settings.name](shapes)

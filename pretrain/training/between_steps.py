@@ -91,7 +91,7 @@ def validate(run: Run) -> None:
                     "stage_loss": result["loss"],
                     "stage_sequence_length": run.stage.window.sequence_length,
                 }
-        if run.state.average:
+        if results and run.state.average:
             with run.strategy.averaged():
                 averages = losses_of_sources(run, sequences, beat)
         for source, result in results.items():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from pretrain.config import (
     Batch,
     Budget,
@@ -289,7 +291,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
             problems.attempt(new_tokens, config, model_config)
         set_end_of_document(model_config, manifest.end_of_document_id)
-    stage_configs = None
+    stage_configs = losses_of_routers = None
     if model_config is not None:
         problems += length_problems(model_config, data.sequence_length)
         stage_configs = [model_config]
@@ -297,8 +299,10 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
             from pretrain.model.positions import configs_of_stages
 
             stage_configs = problems.attempt(configs_of_stages, model_config, data)
-        losses_of_routers = problems.attempt(lambda: router_losses(config.loss, shared_meta_model(model_config)))
-        problems += problems.attempt(optimizer_problems, config.optim, model_config, device or "cpu") or []
+        meta_model = problems.attempt(shared_meta_model, model_config)
+        if meta_model is not None:
+            losses_of_routers = problems.attempt(router_losses, config.loss, meta_model)
+            problems += problems.attempt(optimizer_problems, config.optim, meta_model, device or "cpu") or []
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
 
@@ -308,8 +312,9 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
                 )
                 or []
             )
-        problems += problems.attempt(sampling_problems, config.samples, model_config) or []
-        problems += problems.attempt(lambda: checkpointing_problems(config, shared_meta_model(model_config))) or []
+        if meta_model is not None:
+            problems += sampling_problems(config.samples, meta_model)
+            problems += checkpointing_problems(config, meta_model)
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
@@ -586,11 +591,10 @@ def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
     return optim.learning_rate
 
 
-def sampling_problems(settings: Samples, model_config: Any) -> list[str]:
+def sampling_problems(settings: Samples, model: PreTrainedModel) -> list[str]:
     """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
     if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
         return []
-    model = shared_meta_model(model_config)
     if model.can_generate():
         return []
     return [

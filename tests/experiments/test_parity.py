@@ -30,6 +30,7 @@ from pretrain_tools.experiments.parity import (
     strategy_names,
 )
 from support.project import ROOT, run_script
+from support.warm_python import WarmPopen
 
 REFERENCE = Curve({1: 6.0, 2: 5.0}, {1: 2.0, 2: 1.0})
 EQUAL = StrategyOutcome(REFERENCE)
@@ -221,6 +222,7 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):
     """STRATEGIES=all tests all meshes of four processes. The strategy is launched as if its processes shared a single
     GPU."""
+    monkeypatch.setattr(parity.subprocess, "Popen", WarmPopen)
     gpus = iter([1])
     monkeypatch.setattr(parity, "gpu_count", lambda: next(gpus, 0))
     everything = os.environ.get("STRATEGIES") == "all"

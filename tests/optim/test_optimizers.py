@@ -454,7 +454,7 @@ def test_8bit_adamw_without_a_kernel_for_the_device_is_rejected(monkeypatch):
 def test_a_learning_rate_for_an_empty_group_is_rejected():
     config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=True)
     settings = Optim(learning_rate=0.01, group_learning_rates={"head": 0.1, "scalars": 0.1})
-    (problem,) = optimizer_problems(settings, config, "cpu")
+    (problem,) = optimizer_problems(settings, build_meta_model(config), "cpu")
     assert problem.startswith("optim.group_learning_rates.head: this model has no parameters in this group; omit it")
 
 

@@ -233,11 +233,12 @@ def test_files_made_by_accelerate_config_train_the_same(tmp_path, shards, monkey
         "model": {"config": "model_configs/llama_demo.json", "vocab_size": "auto", "num_hidden_layers": 1},
         "output": str(tmp_path / "zero2"),
         "precision": "fp32",
-        "data": {"train": [{"shards": str(shards)}], "sequence_length": 64},
+        "data": {"train": [{"shards": str(shards)}], "validation": [], "sequence_length": 64},
         "batch": {"tokens_per_step": 256, "sequences_per_micro_batch": 1},
         "optim": {"learning_rate": 0.003, "warmup_steps": 0},
         "budget": {"steps": 2},
         "compile": "none",
+        "checkpoint": {"save_final": False},
         "logging": {"every_steps": 1},
     }
     recipe.write_text(yaml.safe_dump(values))

@@ -84,7 +84,8 @@ if EVERYTHING:
         "ep2 dp_shard4": ("muon", "mixtral", Sizes(dp_shard=4, ep=2)),
         "ep2 tp2 dp_shard2": ("muon", "mixtral", Sizes(dp_shard=2, tp=2, ep=2)),
     }
-CLIP = ["--optim.muon.qk_clip", "0.003"]
+ONLY_TRAIN = ["--data.validation", "[]", "--diagnostics.every_steps", "null"]
+CLIP = ["--optim.muon.qk_clip", "0.003", *ONLY_TRAIN]
 PACKED = {"pp2 cp2": ("adamw", "dense", Sizes(pp=2, cp=2))}
 """Combinations trained on whole documents."""
 if EVERYTHING:
@@ -92,7 +93,7 @@ if EVERYTHING:
         "pp2 dp_shard2": ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
         "tp2 dp_shard2": ("adamw", "dense", Sizes(tp=2, dp_shard=2)),
     }
-BEST_FIT = ["--data.sampling", "best_fit"]
+BEST_FIT = ["--data.sampling", "best_fit", *ONLY_TRAIN]
 COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
 MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """MoE model without query and key norms, as QK-clip requires."""
@@ -112,6 +113,7 @@ OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]
 """Extra options per combination; this one uses smaller microbatches than necessary."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
+ROUNDED += ONLY_TRAIN
 PIPELINES = [name for name, (_, _, sizes) in (ON_FOUR | ON_EIGHT).items() if sizes.pp > 1]
 SCHEDULE_OF = dict(zip(PIPELINES, cycle(SCHEDULES)))
 
@@ -302,7 +304,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "optim": {"learning_rate": 0.001, "schedule": "constant", "warmup_steps": 2, "max_grad_norm": 0.5},
         "compile": "none",
         "validation": {"every_steps": SHORT, "sequences": 6},
-        "checkpoint": {"every_steps": 2, "keep_last": 9},
+        "checkpoint": {"every_steps": 2, "keep_last": 9, "save_final": False},
         "averaging": {"kind": "ema", "every_steps": 1},
         "logging": {"every_steps": 1},
         "diagnostics": {"every_steps": SHORT},
@@ -333,6 +335,7 @@ def runs(shards, tmp_path_factory) -> Path:
         launch("single" if processes == 1 else "ddp", processes, *program, timeout=3000)
 
     bf16 = ("--precision", "bf16")
+    exported = ("--checkpoint.save_final", "true")
     every = [*ON_FOUR.values(), *ON_EIGHT.values()]
     # Builds the same graphs as other backends, but in a second instead of a minute.
     compiled = {"aot_eager": True}
@@ -343,11 +346,15 @@ def runs(shards, tmp_path_factory) -> Path:
     single = [run_alone(case, name) for name, case in references.items()]
     single += [run_alone(in_bf16, "bf16 alone", *bf16), run_alone(rounded, "rounded alone", *ROUNDED)]
     special = [
-        run(in_bf16, "bf16", "mesh", *bf16),
-        run(("adamw", "dense", Sizes(pp=2, dp_shard=2)), "compiled", "mesh", "--compile", "regional", **compiled),
+        run(in_bf16, "bf16", "mesh", *bf16, *exported),
+        run(
+            ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
+            *("compiled", "mesh", "--compile", "regional", *ONLY_TRAIN, *exported),
+            **compiled,
+        ),
         run(rounded, "rounded", "mesh", *ROUNDED),
-        run(copies, "copies", "ddp", steps=STEPS),
-        run(copies, "copies resumed", "ddp", steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
+        run(copies, "copies", "ddp", *ONLY_TRAIN, steps=STEPS),
+        run(copies, "copies resumed", "ddp", *ONLY_TRAIN, steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
     ]
     clipped = {clipped_alone(*case): case for case in CLIPPED.values()}
     single += [run_alone(case, name, *CLIP) for name, case in clipped.items()]
@@ -377,7 +384,7 @@ def runs(shards, tmp_path_factory) -> Path:
             runs.append(run(case, name, *given, steps=steps_of(name)))
             if name in RESUMED:
                 start = str(folder / before[alone(*case)] / MIDDLE)
-                runs.append(run(case, f"{name} resumed", *given, steps=steps_of(name), start_from=start))
+                runs.append(run(case, f"{name} resumed", *given, *ONLY_TRAIN, steps=steps_of(name), start_from=start))
             before[alone(*case)] = name
         if runs:
             train(processes, runs)

@@ -18,7 +18,7 @@ from support.project import events, launch, losses
 from support.tiny_models import TINY_LLAMA
 
 EVERYTHING = os.environ.get("STRATEGIES") == "all"
-STEPS = 50 if EVERYTHING else 8
+STEPS = 50 if EVERYTHING else 6
 SHORT = 4
 """Number of steps before the checkpoint that other runs resume from."""
 MIDDLE, END = f"checkpoints/step-{SHORT:08}", f"checkpoints/step-{2 * SHORT:08}"
@@ -65,12 +65,15 @@ def runs(shards, tmp_path_factory):
         "validation": {"every_steps": STEPS // 2, "sequences": 6},
         "logging": {"every_steps": 1},
         "averaging": {"kind": "ema", "every_steps": 1},
+        "checkpoint": {"save_final": False},
         "export": {"dtype": "fp32"},
     }
     recipe.write_text(yaml.safe_dump(values))
     short = ["--budget.steps", str(SHORT), "--optim.schedule", "constant", "--checkpoint.every_steps", str(SHORT)]
     longer, longest = ([short[0], str(times * SHORT), *short[2:]] for times in (2, 3))
-    diverging = ["--optim.learning_rate", "1e30", "--budget.steps", "4"]
+    exported = ["--checkpoint.save_final", "true"]
+    only_train = ["--data.validation", "[]"]
+    diverging = ["--optim.learning_rate", "1e30", "--budget.steps", "4", *only_train]
 
     def run(name, *arguments):
         return ["--output", str(folder / name), *arguments]
@@ -96,8 +99,8 @@ def runs(shards, tmp_path_factory):
         *("single", 1),
         single=[
             *(run(name, *model(name)) for name in MODELS),
-            run("single-whole", *longest),
-            run("moved", *short),
+            run("single-whole", *longest, *exported),
+            run("moved", *short, *only_train),
             run("single-bf16", *bf16),
             run("single-diverging", *diverging),
         ],
@@ -111,23 +114,23 @@ def runs(shards, tmp_path_factory):
                 for strategy, m, s in PARITY
                 if strategy == "pp"
             ),
-            run("moved", *longer),
-            run("pp-whole", *zero_bubble, *longer),
-            run("pp-broken", *zero_bubble, *short),
-            run("pp-broken", *zero_bubble, *longer),
+            run("moved", *longer, *only_train),
+            run("pp-whole", *zero_bubble, *longer, *exported),
+            run("pp-broken", *zero_bubble, *short, *only_train),
+            run("pp-broken", *zero_bubble, *longer, *only_train),
             run("pp-bf16", *bf16),
             run("pp-diverging", *diverging),
         ],
         tp=[
             *(run(f"tp-{m}-{s}", *model(m)) for strategy, m, s in PARITY if strategy == "tp"),
-            run("tp-whole", *longer),
-            run("tp-broken", *short),
-            run("tp-broken", *longer),
+            run("tp-whole", *longer, *exported),
+            run("tp-broken", *short, *only_train),
+            run("tp-broken", *longer, *only_train),
             run("tp-bf16", *bf16),
             run("tp-diverging", *diverging),
         ],
     )
-    train(*("single", 1), single=[run("moved", *longest), run("tp-broken", *longest)])
+    train(*("single", 1), single=[run(name, *longest, *only_train) for name in ("moved", "tp-broken")])
     return {path.name: path for path in folder.iterdir() if path.is_dir()}
 
 

@@ -210,6 +210,7 @@ def test_stages_with_too_few_sequences_are_rejected_before_the_start(lengthening
 def test_a_run_with_growing_sequences_passes_the_stage_boundary(lengthening, tmp_path):
     """With the batch size suggested by the error message, losses must match those of one process."""
     settings = ("--config", lengthening, "--batch.tokens_per_step", "2560", "--data.validation", "[]")
+    settings += ("--checkpoint.save_final", "false")
     refused = launch("pp", 2, "train.py", "--config", lengthening, check=False)
     assert "batch.tokens_per_step 1,280 is not a multiple" in refused.stderr
     assert not (tmp_path / "run").exists()

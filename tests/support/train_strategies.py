@@ -17,11 +17,12 @@ RUNS.json is a list of runs, each with a `strategy`, the `arguments` for train.p
     plain_files         make DeepSpeed swap with plain reads and writes instead of libaio
     working_folders     working folder of each rank, to simulate separate machines
     aot_eager           only trace compiled code, and run it operation by operation
+    hash_weights        write a hash of the initial weights to initial_weights.sha256 in the run folder
     kill_in_step        [step, seconds]: kill the launcher and all its processes with SIGKILL this many seconds after
                         the start of the step, counted from 1
 
 After every load, the model and optimizer tensors are compared with the checkpoint bit by bit. In every run folder, the
-script writes a hash of the initial weights and these files:
+script writes these files:
 
     dropout.json        dropout seeds of each rank in the last 4 micro-steps
     reductions.json     number of gradient reductions by the first rank's pipeline stages
@@ -60,7 +61,7 @@ from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.replicas import replica_differences
 from pretrain.parallel.strategy import Strategy
 from pretrain.recipe import read_command_line
-from pretrain.training import run_plan
+from pretrain.training import run_plan, run_records
 from support.launcher_environment import LAUNCHER_VARIABLES, launcher_environment
 from support.plain_file_io import use_plain_files
 from support.project import ROOT
@@ -101,14 +102,16 @@ def check_load_average(load_average):
     return checked
 
 
-def record_initial_weights(prepare, run: dict):
-    """Wraps Strategy.prepare to write a hash of the initial weights to the run folder."""
+def watch_prepare(prepare, run: dict):
+    """Wraps Strategy.prepare to remember the strategy, spoil a call and hash the initial weights."""
 
-    def recorded(strategy, model, *arguments):
+    def watched(strategy, model, *arguments):
         run["trained_by"] = strategy
         if run.get("nan_at_call") is not None and strategy.ranks.rank == strategy.ranks.count - 1:
             model.register_forward_hook(spoil_call(run["nan_at_call"]))
         model = prepare(strategy, model, *arguments)
+        if "hash_weights" not in run:
+            return model
         group, digest = strategy.model_tensors(), hashlib.sha256()
         for name in sorted(group.shapes):
             digest.update(name.encode() + group.fetch(name).contiguous().view(torch.uint8).numpy().tobytes())
@@ -117,7 +120,7 @@ def record_initial_weights(prepare, run: dict):
             (strategy.config.output / "initial_weights.sha256").write_text(digest.hexdigest())
         return model
 
-    return recorded
+    return watched
 
 
 def spoil_call(number: int):
@@ -279,6 +282,11 @@ if __name__ == "__main__":
     pretrain.parallel.strategy.use_all_cores = lambda: torch.set_num_threads(1)
     # Writing a model card takes as long as a tiny run. Other tests cover it.
     export.export_card = lambda *_: None
+    # These depend only on the machine and on files that don't change.
+    run_records.commit_of = functools.cache(run_records.commit_of)
+    run_records.emulation_of_bf16 = functools.cache(run_records.emulation_of_bf16)
+    run_records.package_versions = functools.cache(run_records.package_versions)
+    launched = functools.cache(launcher_environment)
     for name in registry.STRATEGIES:
         registry.strategy_named(name)  # imports the class, so that all_strategies finds it
     for strategy_class in all_strategies():
@@ -287,7 +295,7 @@ if __name__ == "__main__":
         if "load_average" in vars(strategy_class):
             strategy_class.load_average = check_load_average(strategy_class.load_average)
         if "prepare" in vars(strategy_class):
-            strategy_class.prepare = record_initial_weights(strategy_class.prepare, run)
+            strategy_class.prepare = watch_prepare(strategy_class.prepare, run)
     Strategy.set_learning_rate = kill_in_step(Strategy.set_learning_rate, run)
     PipelineStage.perform_reduce_grad = count_reductions(PipelineStage.perform_reduce_grad, run)
     Strategy.make_accelerator = scale_gradients(Strategy.make_accelerator, run)
@@ -320,7 +328,7 @@ if __name__ == "__main__":
             use_plain_files()
         os.chdir(run.get("working_folders", [ROOT] * 99)[int(os.environ.get("RANK", "0"))])
         file = ROOT / f"accelerate_configs/{run['strategy']}.yaml"
-        os.environ.update(launcher_environment(file, int(os.environ.get("WORLD_SIZE", "1"))))
+        os.environ.update(launched(file, int(os.environ.get("WORLD_SIZE", "1"))))
         os.environ.update(run.get("environment", {}))
         profile = ["--profile", str(run["profile"])] if "profile" in run else []
         command_line = read_command_line(["--config", sys.argv[1], *run["arguments"], *profile], "")

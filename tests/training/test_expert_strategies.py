@@ -59,9 +59,10 @@ ALONE = {
 if EVERYTHING:
     ALONE["compiled"] = ["--compile", "regional"]
 BALANCE = ["--loss.router_balance", "0.5"]
-LONG = ["--budget.steps", "150", "--batch.tokens_per_step", "1024", "--batch.sequences_per_micro_batch", "16"]
+ONLY_TRAIN = ["--checkpoint.save_final", "false", "--data.validation", "[]"]
+LONG = ["--budget.steps", "150", "--batch.tokens_per_step", "512", "--batch.sequences_per_micro_batch", "8"]
 LONG += ["--optim.learning_rate", "3e-3", "--optim.max_grad_norm", "1.0", "--optim.warmup_steps", "20"]
-LONG += ["--logging.every_steps", "20", "--checkpoint.every_steps", "1000"]
+LONG += ["--logging.every_steps", "20", "--checkpoint.every_steps", "1000", *ONLY_TRAIN]
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +92,17 @@ def runs(shards, tmp_path_factory) -> Path:
     def run(strategy: str, name: str, *arguments: str, **more) -> dict:
         return {"strategy": strategy, "arguments": ["--output", str(folder / name), *arguments], **more}
 
-    def trained(kind: str, strategy: str, name: str = "", **more) -> dict:
-        arguments = [argument.format(folder=folder) for argument in KINDS[kind]]
+    def trained(kind: str, strategy: str, name: str = "", *more_arguments: str, **more) -> dict:
+        arguments = [*(argument.format(folder=folder) for argument in KINDS[kind]), *more_arguments]
         # With this bucket size, Muon computes in fp32.
         return run(strategy, name or f"{kind} {strategy}", *BALANCE, *arguments, muon_bucket=2**20, **more)
 
     def resumed(source: str, target: str, name: str) -> dict:
-        return trained(
-            "qwen3_moe", target, name, start_from=str(folder / f"qwen3_moe {source}/checkpoints/step-00000004")
-        )
+        middle = str(folder / f"qwen3_moe {source}/checkpoints/step-00000004")
+        return trained("qwen3_moe", target, name, *ONLY_TRAIN, start_from=middle)
 
     alone = [trained(kind, "single") for kind in KINDS if UNDER[kind]]
-    alone += [run("single", name, *BALANCE, *arguments) for name, arguments in ALONE.items()]
+    alone += [run("single", name, *BALANCE, *arguments, *ONLY_TRAIN) for name, arguments in ALONE.items()]
     alone.append(resumed("single", "single", "resumed"))
     alone.append(run("single", "balanced", *LONG, "--loss.router_balance", "0.1"))
     alone.append(run("single", "left_alone", *LONG, "--loss.router_balance", "0"))
@@ -178,7 +178,7 @@ def test_experts_are_balanced_only_with_the_loss(runs):
     balanced, left_alone = events(runs / "balanced", "train")[-1], events(runs / "left_alone", "train")[-1]
     assert balanced["expert_entropy_min"] > 0.95 > 0.9 > left_alone["expert_entropy"]
     assert balanced["expert_load_max"] < 2 < left_alone["expert_load_max"]
-    assert losses(runs / "balanced")[150] < losses(runs / "balanced")[20] - 1
+    assert losses(runs / "balanced")[150] < losses(runs / "balanced")[20] - 0.7
 
 
 def biases(folder: Path) -> dict:
