@@ -10,7 +10,6 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
-from pretrain_tools.preparation.cleaning.stages import Cleaning
 from pretrain_tools.preparation.documents.document_index import document_table
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Part
@@ -36,11 +35,6 @@ class Documents:
     def of_each(self, name: str) -> list[Any]:
         """Returns the values of one field for all records."""
         return [getattr(record, name) for record in self.records]
-
-    def clean(self, cleaning: Cleaning) -> None:
-        """Cleans the documents and adds the cleaning statistics to the counts."""
-        kept, texts, self.counts.cleaning = cleaning.clean(*map(self.of_each, ("text", "url", "source", "place")))
-        self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -89,7 +83,7 @@ class PartEncoder:
         options = self.options
         found = read_part(part, options, self.split)
         if options.cleaning is not None:
-            found.clean(options.cleaning)
+            found.records, found.counts.cleaning = options.cleaning.clean(found.records)
         texts = found.of_each("text")
         arrays = self.encoder.encode(texts)
         self._compare(texts)
