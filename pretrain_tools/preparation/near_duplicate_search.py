@@ -25,7 +25,7 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
-from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, InputOrder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
@@ -219,11 +219,11 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
     """
 
     def described(number: int) -> dict[str, Any]:
-        (record,), _ = search.order.table(number, number + 1)
+        (record,) = search.order.table(number, number + 1)
         source = manifests[0].source_names[int(record["source"])]
         return {
             "source": source,
-            "place": int(record["place"]),
+            "place": int(record["place"] % HELD_OUT),
             "bytes": int(record["text_bytes"]),
             "text": search.text(number, EXCERPT_TOKENS),
         }

@@ -170,11 +170,14 @@ def _by_name(value: Any) -> Any:
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Describes sources that were added, removed or changed."""
+    """Describes sources that were added, removed, changed or reordered."""
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
-    return [
+    differences = [
         *(f"source {path} was added" for path in new if path not in old),
         *(f"source {path} was removed" for path in old if path not in new),
         *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
     ]
+    if not differences and [*old] != [*new]:
+        differences = ["the order of the sources has changed"]
+    return differences

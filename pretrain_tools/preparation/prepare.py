@@ -272,7 +272,8 @@ class _Run:
         if self.slices:
             total_bytes = documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, self.removed)
-        part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
+        source_numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
+        part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split, source_numbers)
         if not request.on_ray:
             # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()

@@ -117,16 +117,14 @@ def slice_parts(
     text = stored_lines(manifest) if has_text(manifest) else None
     part = first = read = 0
     while first < order.documents:
-        documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
+        documents = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
         ends = np.cumsum(documents["end"].astype(np.int64))
         taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
         documents = documents[:taken]
-        is_validation = is_validation[:taken]
         ends = ends[:taken]
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
         reader.read(read, ids)
         read += len(ids)
-        names, documents["source"] = np.unique(documents["source"], return_inverse=True)
         documents["end"] = ends
         number_of_first = first_of_slice + first
         left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
@@ -141,8 +139,6 @@ def slice_parts(
             counts,
             ids=ids,
             documents=documents,
-            source_names=tuple(manifest.source_names[name] for name in names),
-            is_validation=is_validation,
             lines=list(itertools.islice(text, taken)) if text else None,
         )
         yield encoded.keeping(kept)

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
-from pretrain_tools.preparation.documents.document_index import document_table
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, document_table
 from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Part
 from pretrain_tools.preparation.encode import Encoder, FastEncoder
@@ -31,10 +30,6 @@ class Documents:
     records: list[Record] = field(default_factory=list)
     """Records with text and an assigned split."""
     problems: list[Problem] = field(default_factory=list)
-
-    def of_each(self, name: str) -> list[Any]:
-        """Returns the values of one field for all records."""
-        return [getattr(record, name) for record in self.records]
 
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
@@ -66,6 +61,8 @@ class PartEncoder:
     encoder: Encoder | None
     options: PreparationOptions
     split: ValidationSplit
+    source_numbers: dict[str, int]
+    """{source: index in the manifest's list of sources}."""
     _has_compared: bool = field(default=False, init=False)
 
     def compile(self) -> None:
@@ -84,24 +81,23 @@ class PartEncoder:
         found = read_part(part, options, self.split)
         if options.cleaning is not None:
             found.records, found.counts.cleaning = options.cleaning.clean(found.records)
-        texts = found.of_each("text")
+        records = found.records
+        texts = [record.text for record in records]
         arrays = self.encoder.encode(texts)
         self._compare(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
-        names = found.of_each("source")
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        sources = [numbers[name] for name in names]
+        sources = [self.source_numbers[record.source] for record in records]
+        places = np.array([record.place for record in records], np.uint64)
+        places += HELD_OUT * np.array([record.is_validation for record in records], bool)
         near = options.near_duplicates
         return EncodedPart(
             part.after,
             found.counts,
             ids=ids,
-            documents=document_table(tokens, list(map(len, texts)), sources, found.of_each("place")),
-            source_names=tuple(numbers),
-            is_validation=np.array(found.of_each("is_validation"), dtype=bool),
+            documents=document_table(tokens, list(map(len, texts)), sources, places),
             signatures=None if near is None else near.signatures(*near.words(texts)),
-            lines=list(map(document_line, found.records)) if options.write_text else None,
+            lines=list(map(document_line, records)) if options.write_text else None,
             problems=tuple(found.problems),
         )
 
