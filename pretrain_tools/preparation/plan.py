@@ -70,7 +70,7 @@ class PreparationRequest:
     """A request to prepare the folder `output` and upload it to `destination`, if given.
 
     If `vocabulary_size` is set, trains a tokenizer instead (or extends `tokenizer`) on at most `sample_bytes` of text.
-    `slice` is (number, count). `workers` is None for one worker per CPU core in the Ray cluster.
+    `workers` is None for one worker per CPU core in the Ray cluster.
     """
 
     documents: Documents
@@ -81,7 +81,6 @@ class PreparationRequest:
     workers: int | None = 1
     on_ray: bool = False
     ray_address: str | None = None
-    slice: tuple[int, int] | None = None
     merge_slices: int | None = None
     vocabulary_size: int | None = None
     sample_bytes: int | None = None

@@ -80,7 +80,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
-    slices = require_slices(request, plan)
+    slices = require_slices(request, plan, say)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
