@@ -298,8 +298,9 @@ class Files:
             else:
                 source = self.sources[number]
                 end = offset + expected_bytes(source)
-                # Skip files that end before the slice.
-                parts = _parts_of(source, number, reading) if end > taken.start else ()
+                # Skip files that end before the slice. The last parts of a file may begin at its end, because reading
+                # runs ahead.
+                parts = _parts_of(source, number, reading) if end >= taken.start else ()
                 for part in parts:
                     is_done = number == start.source and part.after.part <= start.part
                     if offset in taken and not is_done:
