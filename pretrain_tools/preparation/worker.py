@@ -11,7 +11,7 @@ from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
 from pretrain_tools.preparation.documents.document_index import HELD_OUT, document_table
 from pretrain_tools.preparation.documents.records import Record
-from pretrain_tools.preparation.documents.sources import Part
+from pretrain_tools.preparation.documents.sources import Part, place_text
 from pretrain_tools.preparation.encode import Encoder, FastEncoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
@@ -39,8 +39,9 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
         if record.text:
             found.records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
-            where = source.place(record.place), source.recorded_place(record.place)
-            found.problems.append(Problem(*where, record.problem, record.problem_records))
+            # The manifest doesn't contain local folders.
+            name = place_text(source.name, source.format, record.place)
+            found.problems.append(Problem(source.place(record.place), name, record.problem, record.problem_records))
             if options.on_error == "stop":
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
