@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pretrain.errors import InputError, did_you_mean
 from pretrain_tools.preparation.cleaning.published import NamedFilter
-from pretrain_tools.preparation.cleaning.stages import CODE, Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 FUNCTION_WORDS = {
     "en": "the of and to that is was with for you have this are from they which not be at it were but his or had by",
@@ -70,6 +70,8 @@ class LanguageFilter(NamedFilter):
             raise InputError(*problems)
 
     def open(self) -> Judge:
+        from pretrain_tools.preparation.cleaning.forms import CODE
+
         wanted = {ALIKE.get(language, language) for language in self.languages}
 
         def judge(batch: TextBatch) -> Verdicts:

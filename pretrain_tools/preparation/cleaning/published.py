@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from pretrain_tools.preparation.cleaning.stages import CODE, LINES, PARAGRAPHS, TABLE, Judge, TextBatch, Verdicts
+from pretrain_tools.preparation.cleaning.stages import Judge, TextBatch, Verdicts
 
 if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.forms import Lines
@@ -87,9 +87,26 @@ def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return part / np.maximum(whole, 1)
 
 
-def _forms(batch: TextBatch, by_form: bool) -> np.ndarray:
+class Forms(NamedTuple):
+    """Document types (see forms.py) as (documents,) bool arrays."""
+
+    page: np.ndarray
+    set_in_lines: np.ndarray
+    code: np.ndarray
+    table: np.ndarray
+
+    @property
+    def prose(self) -> np.ndarray:
+        """(documents,) bool"""
+        return self.page | self.set_in_lines
+
+
+def _forms(batch: TextBatch, by_form: bool) -> Forms:
     """Returns the documents' types. If `by_form` is False, treats all of them as web pages."""
-    return batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
+    from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
+
+    found = batch.forms if by_form else np.full(len(batch), PARAGRAPHS)
+    return Forms(*(found == form for form in (PARAGRAPHS, LINES, CODE, TABLE)))
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ class GopherQuality(NamedFilter):
         ellipses = _share(np.array([sum(map(text.count, DOTS)) for text in batch.texts]), words)
         bullets = _share(lines.totals(np.isin(lines.table["first_code"], BULLETS)), lines.counts)
         dots = _share(lines.totals(lines.ends_in_dots), lines.counts)
-        prose = _forms(batch, self.by_form) <= LINES
+        prose = _forms(batch, self.by_form).prose
         rules = [
             Rule("few_words", words, self.min_words, is_least=True),
             Rule("many_words", words, self.max_words),
@@ -168,22 +185,21 @@ class GopherRepetition(NamedFilter):
         lines = batch.lines
         blocks = lines.blocks
         forms = _forms(batch, self.by_form)
-        page = forms == PARAGRAPHS
         total = lines.characters + lines.counts - 1
         block_share = _share(blocks.repeated[0], blocks.counts)
         block_characters = _share(blocks.repeated[1], total)
         line_share = _share(lines.repeated[0], lines.counts)
         line_characters = _share(lines.repeated[1], total)
         measured = {
-            "duplicate_paragraphs": (block_share, page),
-            "duplicate_paragraph_characters": (block_characters, forms <= LINES),
-            "duplicate_lines": (line_share, page),
-            "duplicate_line_characters": (line_characters, page | (forms == TABLE)),
+            "duplicate_paragraphs": (block_share, forms.page),
+            "duplicate_paragraph_characters": (block_characters, forms.prose),
+            "duplicate_lines": (line_share, forms.page),
+            "duplicate_line_characters": (line_characters, forms.page | forms.table),
         }
         verdicts = verdicts_of(
             [Rule(name, values, getattr(self, name), fits=fits) for name, (values, fits) in measured.items()]
         )
-        skipped = forms == CODE
+        skipped = forms.code
         skipped[list(verdicts.removed)] = True
         broken = np.full(len(batch), -1)
         values = np.zeros(len(batch))
@@ -210,20 +226,19 @@ class FineWebQuality(NamedFilter):
         lines = batch.lines
         blocks = lines.blocks
         forms = _forms(batch, self.by_form)
-        page = forms == PARAGRAPHS
         by_line = _share(lines.totals(lines.ends_sentence), lines.counts)
         by_block = _share(blocks.totals(blocks.ends_sentence), blocks.counts)
-        ending = np.where(forms == LINES, by_block, by_line)
+        ending = np.where(forms.set_in_lines, by_block, by_line)
         short = _share(lines.totals(lines.table["characters"] <= self.short_line_characters), lines.counts)
         duplicate = _share(lines.repeated[1], lines.characters)
         newlines = _share(lines.counts - 1, lines.totals("words"))
         return verdicts_of(
             [
                 Rule("empty", lines.counts, 1, is_least=True),
-                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms <= LINES),
-                Rule("short_lines", short, self.max_short_lines, fits=page),
-                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=page),
-                Rule("many_lines", newlines, self.max_newlines_per_word, fits=page),
+                Rule("few_ending_lines", ending, self.min_ending_lines, is_least=True, fits=forms.prose),
+                Rule("short_lines", short, self.max_short_lines, fits=forms.page),
+                Rule("duplicate_characters", duplicate, self.max_duplicate_characters, fits=forms.page),
+                Rule("many_lines", newlines, self.max_newlines_per_word, fits=forms.page),
             ]
         )
 
@@ -249,8 +264,7 @@ class C4Quality(NamedFilter):
 
     def judge(self, batch: TextBatch) -> Verdicts:
         forms = _forms(batch, self.by_form)
-        page = forms == PARAGRAPHS
-        prose = forms <= LINES
+        prose = forms.prose
         cited = {}
         for number, text in enumerate(batch.texts if self.citations else ()):
             if prose[number] and b"[" in text and (without := CITATION.sub(b"", text)) != text:
@@ -263,24 +277,24 @@ class C4Quality(NamedFilter):
         most = np.inf if self.max_word_characters is None else self.max_word_characters
         no_end = self.endings & (~np.isin(lines.last_bytes, list(ENDINGS)) | lines.ends_in_dots)
         few_words = table["words"] < (self.min_words_per_line or 0)
-        page_line = page[document]
-        stays = ~(page_line & ((table["longest_word"] > most) | no_end | few_words))
+        page = forms.page[document]
+        stays = ~(page & ((table["longest_word"] > most) | no_end | few_words))
         # As in C4, count these before the rules `javascript` and `policies`, respectively, remove lines.
         lorem = lines.totals(found[b"lorem ipsum"] * stays)
-        stays &= ~(page_line & self.javascript & (found[b"javascript"] > 0))
+        stays &= ~(page & self.javascript & (found[b"javascript"] > 0))
         curly = _share(lines.totals(found[b"{"] * stays), lines.totals("words"))
-        stays &= ~(page_line & self.policies & (sum(found[phrase] for phrase in POLICIES) > 0))
+        stays &= ~(page & self.policies & (sum(found[phrase] for phrase in POLICIES) > 0))
         sentences = lines.totals(table["sentences"] * stays)
         verdicts = verdicts_of(
             [
                 Rule("lorem_ipsum", lorem, 0 if self.placeholders else None, fits=prose),
-                Rule("curly_bracket", curly, self.max_curly_brackets, fits=page),
+                Rule("curly_bracket", curly, self.max_curly_brackets, fits=forms.page),
                 Rule("few_sentences", sentences, self.min_sentences, is_least=True, fits=prose),
             ]
         )
         joined = lines.joined(stays)
         for number, text in enumerate(batch.texts):
-            new = joined[number] if page[number] else texts[number]
+            new = joined[number] if forms.page[number] else texts[number]
             if number not in verdicts.removed and new != text:
                 verdicts.changed[number] = new
         return verdicts

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from pretrain_tools.preparation.cleaning.compiled import DividedTexts
     from pretrain_tools.preparation.cleaning.forms import Lines
 
-PARAGRAPHS, LINES, CODE, TABLE = range(4)
-"""Document types. PARAGRAPHS: each line is a paragraph. LINES: hard-wrapped text, with sentences that span several
-lines. CODE: source code. TABLE: rows of cells. The first two are prose."""
 BATCH_BYTES = 1 << 20
 """Batch size in bytes. Intermediate arrays of this size fit in the CPU cache."""
 
