@@ -18,7 +18,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pretrain.errors import InputError, did_you_mean, run_script
 from pretrain.files import place_of
@@ -122,37 +122,36 @@ def interactive_problems(arguments: argparse.Namespace) -> list[str]:
 
 
 def option_problems(arguments: argparse.Namespace) -> list[str]:
-    """Parses the choices and numbers in place. Returns a list of problems."""
-    from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+    """Parses the choices and numbers in place. Returns a list of problems. Invalid values stay unchanged."""
+    from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-    class Options(BaseModel):
-        weights: Literal["raw", "average"]
-        precision: Literal["auto", "bf16", "fp16", "fp32"]
-        split: Literal["validation", "train"]
-        document_mask: Literal["on", "off"] | None
-        batch_size: PositiveInt | Literal["auto"] | None
-        num_fewshot: NonNegativeInt | None
-        limit: float | None = Field(gt=0, allow_inf_nan=False)
-        sequences: PositiveInt | None
-        sequence_length: PositiveInt | None
-        max_new_tokens: PositiveInt
-        temperature: float = Field(ge=0, allow_inf_nan=False)
-        top_k: NonNegativeInt | None
-        top_p: float | None = Field(gt=0, le=1)
-        seed: int = Field(ge=0, lt=2**63)
-
-    try:
-        options = Options.model_validate(vars(arguments))
-    except ValidationError as error:
-        allowed: dict[str, list[str]] = {}  # an option with several types has an error for each of them
-        for problem in error.errors():
-            option = f"--{problem['loc'][0]} {problem['input']}"
-            allowed.setdefault(option, []).append(problem["msg"].removeprefix("Input should be "))
-        return [f"{option}: must be {' or '.join(values)}" for option, values in allowed.items()]
-    vars(arguments).update(options.model_dump())
+    kinds = {
+        "weights": Literal["raw", "average"],
+        "precision": Literal["auto", "bf16", "fp16", "fp32"],
+        "split": Literal["validation", "train"],
+        "document_mask": Literal["on", "off"] | None,
+        "batch_size": PositiveInt | Literal["auto"] | None,
+        "num_fewshot": NonNegativeInt | None,
+        "limit": Annotated[float, Field(gt=0, allow_inf_nan=False)] | None,
+        "sequences": PositiveInt | None,
+        "sequence_length": PositiveInt | None,
+        "max_new_tokens": PositiveInt,
+        "temperature": Annotated[float, Field(ge=0, allow_inf_nan=False)],
+        "top_k": NonNegativeInt | None,
+        "top_p": Annotated[float, Field(gt=0, le=1)] | None,
+        "seed": Annotated[int, Field(ge=0, lt=2**63)],
+    }
     problems = []
-    if arguments.limit is not None and arguments.limit >= 1 and not arguments.limit.is_integer():
-        problems.append(f"--limit {arguments.limit}: must be a whole number of documents, or a fraction below 1")
+    for name, kind in kinds.items():
+        given = getattr(arguments, name)
+        try:
+            setattr(arguments, name, TypeAdapter(kind).validate_python(given))
+        except ValidationError as error:  # an option with several types has an error for each of them
+            allowed = [problem["msg"].removeprefix("Input should be ") for problem in error.errors()]
+            problems.append(f"--{name} {given}: must be {' or '.join(allowed)}")
+    limit = arguments.limit
+    if isinstance(limit, float) and limit >= 1 and not limit.is_integer():
+        problems.append(f"--limit {limit}: must be a whole number of documents, or a fraction below 1")
     given = [f"--{name}" for name in ("top_k", "top_p") if getattr(arguments, name) is not None]
     if given and arguments.temperature == 0:
         problems.append(

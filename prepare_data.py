@@ -68,13 +68,7 @@ def carry_out(request: "PreparationRequest") -> int:
     """Prepares shards or trains a tokenizer. Returns the exit status."""
     destination = request.destination
     if destination:
-        from pretrain_tools.preparation.slices import fetch_slices, slice_destination
-
-        if request.slice:
-            destination = slice_destination(request, *request.slice)
         destination.open()
-        if request.merge_slices and not (destination.local / destination.last).is_file():
-            fetch_slices(request, say)
     status = train(request) if request.vocabulary_size else prepare_shards(request)
     if status == 0 and destination:
         copied = destination.fill(say)
@@ -126,11 +120,8 @@ def prepare_shards(request: "PreparationRequest") -> int:
     from pretrain_tools.preparation.inspect import figure_lines
     from pretrain_tools.preparation.prepare import StoppedError, prepare
     from pretrain_tools.preparation.progress import DocumentProgress
-    from pretrain_tools.preparation.slices import slice_of
 
     started = time.monotonic()
-    if request.slice:
-        request = slice_of(request, *request.slice)
     output = request.output
     with closing(DocumentProgress(request.documents.total_bytes)) as progress:
         try:
@@ -141,7 +132,7 @@ def prepare_shards(request: "PreparationRequest") -> int:
     how = "already complete" if outcome.already_done else f"prepared in {time.monotonic() - started:.1f} s"
     print(f"{output}: {how}")
     print("\n".join(figure_lines(outcome.manifest, Tally.recorded(output))))
-    if request.slice:
+    if request.options.slice:
         print("Next: once all slices are prepared, run the same command with --merge_slices N instead of --slice")
         return 0
     warn_of_empty_splits(outcome.manifest, request.options.validation_fraction)

@@ -110,7 +110,7 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
     from pyarrow import parquet
 
     from pretrain_tools.preparation.cleaning.filters import read_cleaning
-    from pretrain_tools.preparation.documents.records import Reading
+    from pretrain_tools.preparation.documents.records import Reading, Record
     from pretrain_tools.preparation.documents.sources import find_sources, records_of
 
     rng = random.Random(0)
@@ -135,16 +135,16 @@ def write_documents(file: str, megabytes: float, folder: Path) -> dict[str, Any]
         texts = (
             [with_changed_words(text, CHANGED_OF_ANOTHER_TIME, rng) for text in originals] if time else originals[:]
         )
-        contents = [text.encode() for text in texts]
+        records = [Record(number, text.encode()) for number, text in enumerate(texts)]
         # Only plant items in documents that pass the filters, because the others never reach decontamination.
-        stay = cleaning.clean(contents, [None] * len(texts), [""] * len(texts), range(len(texts))).kept
+        stay = [record.place for record in cleaning.clean(records)[0]]
         places = iter(rng.sample(stay, len(stay)))
         for number in range(time, PLANTED, times):
             for place in places:
                 head, _, tail = texts[place].partition(" ")
                 planted = f"{head} {items[number]} {tail}"
                 # The document must still pass the filters with the item.
-                if cleaning.clean([planted.encode()], [None], [""], range(1)).kept:
+                if cleaning.clean([Record(0, planted.encode())])[0]:
                     texts[place] = planted
                     break
         copied = rng.sample(texts, int(NEAR_COPIES * len(texts)))

@@ -42,7 +42,6 @@ class Intake:
         plain_text = state_folder / TEXT_FOLDER if options.write_text else None
         self.writer = ShardWriter(folder, plan["dtype"], options.shard_tokens, progress["writer"], plain_text)
         self._seen = seen_in_shards(folder, self.writer.written(), plan["dtype"]) if options.deduplicate else None
-        self._source_numbers = {source["path"]: number for number, source in enumerate(plan["sources"])}
 
     def commit(self) -> None:
         """Flushes all data to disk, then records the progress."""
@@ -63,20 +62,17 @@ class Intake:
             # This may raise InputError, so do it before any other change to the tally.
             count_problems(encoded.problems, tally, self._options)
         tally.duplicate_documents += copies
-        # Replace the part's source numbers with the plan's.
         part = encoded.keeping(np.arange(len(encoded.documents)) < taken)
-        documents = part.documents.copy()
-        numbers = np.array([self._source_numbers[name] for name in encoded.source_names], np.uint32)
-        documents["source"] = numbers[documents["source"]]
-        part = replace(part, documents=documents)
-        chosen_by_split = {"train": ~part.is_validation, "validation": part.is_validation}
-        if self._options.slice is not None:
-            documents["place"] += HELD_OUT * part.is_validation
-            chosen_by_split = {UNDIVIDED: np.ones(taken, bool)}
+        is_validation = part.documents["place"] >= HELD_OUT
+        chosen_by_split = {UNDIVIDED: np.ones(taken, bool)}
+        if self._options.slice is None:
+            documents = part.documents.copy()
+            documents["place"] %= HELD_OUT
+            part = replace(part, documents=documents)
+            chosen_by_split = {"train": ~is_validation, "validation": is_validation}
         for split, chosen in chosen_by_split.items():
             if chosen.any():
-                of_split = part.keeping(chosen)
-                self.writer.write(split, of_split.ids, of_split.documents, of_split.signatures, of_split.lines)
+                self.writer.write(split, part.keeping(chosen))
         tally.tokens += len(part.ids)
         tally.documents += taken
         tally.add(encoded.counts)

@@ -92,9 +92,7 @@ class EncodedPart:
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint16))
     """Concatenated documents, with an end-of-document ID after each."""
     documents: np.ndarray = field(default_factory=lambda: np.empty(0, DOCUMENT))
-    """(documents,) DOCUMENT. Ends are offsets in `ids`; sources are indices in `source_names`."""
-    source_names: tuple[str, ...] = ()
-    is_validation: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
+    """(documents,) DOCUMENT. Ends are offsets in `ids`; places of validation documents have the flag HELD_OUT."""
     signatures: np.ndarray | None = None
     """(documents, signature_bytes) uint8; None without --near_duplicates."""
     lines: list[bytes] | None = None
@@ -112,7 +110,6 @@ class EncodedPart:
             self,
             ids=self.ids[np.repeat(kept, tokens)],
             documents=documents,
-            is_validation=self.is_validation[kept],
             signatures=None if self.signatures is None else self.signatures[kept],
             lines=None if self.lines is None else list(itertools.compress(self.lines, kept.tolist())),
         )

@@ -13,8 +13,8 @@ Finally, one process merges the pairs into connected components and keeps the fi
 import hashlib
 import os
 import socket
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from pretrain.data.tokenizer import LoadedTokenizer, backend_of
 from pretrain.errors import InputError
 from pretrain.files import write_durably
 from pretrain_tools.preparation.cleaning.near_duplicates import NearDuplicates
-from pretrain_tools.preparation.documents.document_index import InputOrder
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, InputOrder
 
 SIGNATURES_SUFFIX = ".signatures"
 """Suffix of the signature file next to each shard."""
@@ -56,7 +56,7 @@ class DuplicateSearch:
         self, manifests: Sequence[Manifest], settings: NearDuplicates, work: Path, tokenizer: LoadedTokenizer
     ):
         self.order = InputOrder(manifests)
-        self._settings = settings
+        self.settings = settings
         self._tokenizer = tokenizer
         digest = hashlib.sha256(b"".join((manifest.folder / MANIFEST_FILE).read_bytes() for manifest in manifests))
         self._work = work / digest.hexdigest()[:16]
@@ -73,7 +73,7 @@ class DuplicateSearch:
 
     def tasks(self, stage: str) -> int:
         """Returns the number of tasks in a stage."""
-        return self._settings.bands * self._partitions if stage == "candidates" else len(self._runs)
+        return self.settings.bands * self._partitions if stage == "candidates" else len(self._runs)
 
     def _path(self, stage: str, task: int) -> Path:
         return self._work.absolute() / stage / f"{task:05d}"
@@ -106,10 +106,10 @@ class DuplicateSearch:
     def _keys(self, run: int) -> bytes:
         """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
         documents = np.array(self._runs[run])
-        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
-        entries = np.empty((self._settings.bands, len(documents)), "<u8")
-        for band in range(self._settings.bands):
-            keys = self._settings.band_keys(signatures, band)
+        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
+        entries = np.empty((self.settings.bands, len(documents)), "<u8")
+        for band in range(self.settings.bands):
+            keys = self.settings.band_keys(signatures, band)
             entries[band] = (keys << np.uint64(24)) | np.arange(len(documents), dtype=np.uint64)
             entries[band].sort()
         return entries.tobytes()
@@ -148,13 +148,17 @@ class DuplicateSearch:
                 pieces.append(pairs[begin:stop])
         pairs = np.unique(np.concatenate(pieces))
         pairs = np.stack([pairs & np.uint64(0xFFFFFFFF), pairs >> np.uint64(32)], axis=1).astype(np.int64)
+        # Cache only two documents, because documents can be large and pairs are sorted.
+        words = lru_cache(2)(self.words)
         parents: dict[int, int] = {}
         found = []
         for first in range(0, len(pairs), PAIRS_AT_ONCE):
             block = pairs[first : first + PAIRS_AT_ONCE]
             for one, other in block[self._are_alike(block)].tolist():
                 roots = _root(parents, one), _root(parents, other)
-                if roots[0] != roots[1] and self.similarity(one, other) >= self._settings.threshold:
+                if roots[0] == roots[1]:
+                    continue
+                if self.settings.similarity(words(one), words(other)) >= self.settings.threshold:
                     parents[max(roots)] = min(roots)
                     found.append((one, other))
         return np.array(found, "<u4").tobytes()
@@ -162,22 +166,14 @@ class DuplicateSearch:
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
         """Returns (pairs,) bool: True if the signatures are similar enough for an exact comparison."""
         documents, inverse = np.unique(pairs, return_inverse=True)
-        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self._settings.signature_bytes)
+        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
         inverse = inverse.reshape(-1, 2)
         agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
-        return agreement >= self._settings.threshold - SIGNATURE_MARGIN
+        return agreement >= self.settings.threshold - SIGNATURE_MARGIN
 
-    def similarity(self, one: int, other: int) -> float:
-        """Computes the Jaccard similarity of two documents."""
-        return self._settings.similarity(self._words(one), self._words(other))
-
-    @cached_property
-    def _words(self) -> Callable[[int], np.ndarray]:
-        # Cache only two documents, because documents can be large and pairs are sorted.
-        return lru_cache(2)(lambda number: self._settings.words([self.text(number).encode()])[0])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_words"}
+    def words(self, number: int) -> np.ndarray:
+        """Returns the hashes of a document's words."""
+        return self.settings.words([self.text(number).encode()])[0]
 
     def text(self, number: int, most_tokens: int | None = None) -> str:
         """Decodes a document's text from its token IDs, optionally only the first `most_tokens`.
@@ -219,18 +215,22 @@ def report_of(search: DuplicateSearch, duplicates: np.ndarray, manifests: Sequen
     """
 
     def described(number: int) -> dict[str, Any]:
-        (record,), _ = search.order.table(number, number + 1)
+        (record,) = search.order.table(number, number + 1)
         source = manifests[0].source_names[int(record["source"])]
         return {
             "source": source,
-            "place": int(record["place"]),
+            "place": int(record["place"] % HELD_OUT),
             "bytes": int(record["text_bytes"]),
             "text": search.text(number, EXCERPT_TOKENS),
         }
 
     step = max(1, -(-len(duplicates) // EXAMPLES_SHOWN))
     examples = [
-        {"jaccard": round(search.similarity(one, other), 4), "removed": described(one), "kept": described(other)}
+        {
+            "jaccard": round(search.settings.similarity(search.words(one), search.words(other)), 4),
+            "removed": described(one),
+            "kept": described(other),
+        }
         for one, other in duplicates[::step].tolist()
     ]
     return {

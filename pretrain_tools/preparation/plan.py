@@ -70,7 +70,7 @@ class PreparationRequest:
     """A request to prepare the folder `output` and upload it to `destination`, if given.
 
     If `vocabulary_size` is set, trains a tokenizer instead (or extends `tokenizer`) on at most `sample_bytes` of text.
-    `slice` is (number, count). `workers` is None for one worker per CPU core in the Ray cluster.
+    `workers` is None for one worker per CPU core in the Ray cluster.
     """
 
     documents: Documents
@@ -81,7 +81,6 @@ class PreparationRequest:
     workers: int | None = 1
     on_ray: bool = False
     ray_address: str | None = None
-    slice: tuple[int, int] | None = None
     merge_slices: int | None = None
     vocabulary_size: int | None = None
     sample_bytes: int | None = None
@@ -170,11 +169,14 @@ def _by_name(value: Any) -> Any:
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Describes sources that were added, removed or changed."""
+    """Describes sources that were added, removed, changed or reordered."""
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
-    return [
+    differences = [
         *(f"source {path} was added" for path in new if path not in old),
         *(f"source {path} was removed" for path in old if path not in new),
         *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
     ]
+    if not differences and [*old] != [*new]:
+        differences = ["the order of the sources has changed"]
+    return differences

@@ -80,7 +80,7 @@ def prepare(request: PreparationRequest, say: Say = print, report: Report = lamb
     finished = _finished(output, plan)
     if finished is not None and not state_folder.exists():
         return finished
-    slices = require_slices(request, plan)
+    slices = require_slices(request, plan, say)
     existed = output.is_dir()
     refuse_other_files(output, UNFINISHED_FOLDER)
     try:
@@ -272,7 +272,8 @@ class _Run:
         if self.slices:
             total_bytes = documents.total_bytes or 0
             return merged_parts(self.slices, start, total_bytes, self.removed)
-        part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split)
+        source_numbers = {source["path"]: number for number, source in enumerate(self.plan["sources"])}
+        part_encoder = PartEncoder(request.tokenizer, encoder, self.options, request.split, source_numbers)
         if not request.on_ray:
             # Compile before forking. Otherwise each worker would compile the kernels itself.
             part_encoder.compile()

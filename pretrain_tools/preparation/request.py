@@ -22,7 +22,7 @@ from pretrain_tools.preparation.documents.records import Reading, template_probl
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.encode import ENGINES
 from pretrain_tools.preparation.plan import Documents, PreparationOptions, PreparationRequest
-from pretrain_tools.preparation.slices import parse_slice
+from pretrain_tools.preparation.slices import parse_slice, slice_of
 from pretrain_tools.preparation.tokenizer_training import PRE_TOKENIZERS, RECORD_FILE
 from pretrain_tools.preparation.upload import destination_of
 
@@ -56,6 +56,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
         problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; use at most {most:,}")
+    slice = problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None
     request = PreparationRequest(
         documents,
         options.within(documents) if documents else options,
@@ -65,7 +66,6 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         workers=arguments.workers or (None if on_ray else cores),
         on_ray=on_ray,
         ray_address=arguments.ray_address,
-        slice=problems.attempt(parse_slice, arguments.slice) if arguments.slice is not None else None,
         merge_slices=arguments.merge_slices,
         vocabulary_size=arguments.train_tokenizer,
         sample_bytes=arguments.tokenizer_sample_bytes,
@@ -74,7 +74,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
         destination=destination,
     )
     problems.stop_if_any()
-    return request
+    return slice_of(request, *slice) if slice else request
 
 
 def read_examples(arguments: argparse.Namespace) -> tuple[Path, Reading]:

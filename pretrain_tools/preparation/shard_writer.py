@@ -12,6 +12,7 @@ from pretrain.data.object_store import BLOCKS_SUFFIX, block_digests
 from pretrain.errors import InputError
 from pretrain.files import sha256_of, sync_folder, write_durably
 from pretrain_tools.preparation.documents.document_index import DOCUMENTS_SUFFIX, UNDIVIDED, tokens_of
+from pretrain_tools.preparation.encoded_part import EncodedPart
 from pretrain_tools.preparation.near_duplicate_search import SIGNATURES_SUFFIX
 from pretrain_tools.preparation.text_files import TEXT_FOLDER, TEXT_SUFFIX, compress, text_name
 
@@ -99,22 +100,9 @@ class ShardWriter:
                     f"{path}: has changed since it was written; remove {self._folder} and prepare it again"
                 )
 
-    def write(
-        self,
-        split: str,
-        ids: np.ndarray,
-        documents: np.ndarray,
-        signatures: np.ndarray | None = None,
-        lines: list[bytes] | None = None,
-    ) -> None:
-        """Appends documents to the shards of a split.
-
-        Args:
-            ids: token IDs of the concatenated documents.
-            documents: (documents,) DOCUMENT, with ends relative to `ids`.
-            signatures: (documents, signature_bytes) uint8.
-            lines: one JSON line per document (text_files.document_line).
-        """
+    def write(self, split: str, part: EncodedPart) -> None:
+        """Appends documents to the shards of a split."""
+        documents = part.documents
         ends = documents["end"].astype(np.int64)
         tokens = tokens_of(documents)
         first = first_id = 0
@@ -128,13 +116,13 @@ class ShardWriter:
             # In the file, ends are relative to the start of the shard.
             entries["end"] = ends[first:stop] - first_id + shard.tokens
             contents = {
-                IDS_SUFFIX: np.ascontiguousarray(ids[first_id:stop_id], self._dtype).data.cast("B"),
+                IDS_SUFFIX: np.ascontiguousarray(part.ids[first_id:stop_id], self._dtype).data.cast("B"),
                 DOCUMENTS_SUFFIX: entries.tobytes(),
             }
-            if signatures is not None:
-                contents[SIGNATURES_SUFFIX] = signatures[first:stop].tobytes()
+            if part.signatures is not None:
+                contents[SIGNATURES_SUFFIX] = part.signatures[first:stop].tobytes()
             if self._plain_text:
-                contents[PLAIN_TEXT_SUFFIX] = b"".join(lines[first:stop])
+                contents[PLAIN_TEXT_SUFFIX] = b"".join(part.lines[first:stop])
             for suffix, content in contents.items():
                 if suffix not in opened.files:
                     opened.files[suffix] = _open_to_append(self._path(shard, suffix))

@@ -21,7 +21,6 @@ from pretrain_tools.preparation.documents.sources import Position
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationRequest, refuse_differences
 from pretrain_tools.preparation.text_files import has_text, stored_lines
-from pretrain_tools.preparation.upload import Destination
 
 TOKENS_PER_PART = 1 << 22
 DOCUMENTS_PER_PART = 1 << 16
@@ -36,43 +35,31 @@ def parse_slice(text: str) -> tuple[int, int]:
 
 
 def slice_of(request: PreparationRequest, number: int, count: int) -> PreparationRequest:
-    """Returns the request for slice `number` of `count`."""
+    """Returns the request for slice `number` of `count`. It is uploaded to URL.slices/I-of-N."""
     # Duplicates are removed when the slices are merged.
-    label = f"part {number} of {count}"
-    options = replace(request.options, slice=label, deduplicate=False)
-    output = slices_folder(request) / f"{number}-of-{count}"
-    return replace(request, documents=request.documents.sliced(number, count), options=options, output=output)
-
-
-def slices_folder(request: PreparationRequest) -> Path:
-    return request.output.with_name(request.output.name + ".slices")
-
-
-def slice_destination(request: PreparationRequest, number: int, count: int) -> Destination:
-    """Returns the upload destination of a slice: URL.slices/I-of-N."""
+    options = replace(request.options, slice=f"part {number} of {count}", deduplicate=False)
+    name = f"{number}-of-{count}"
+    output = request.output.with_name(f"{request.output.name}.slices") / name
     destination = request.destination
-    local = slices_folder(request) / f"{number}-of-{count}"
-    return replace(destination, url=f"{destination.url}.slices/{number}-of-{count}", local=local)
+    if destination:
+        destination = replace(destination, url=f"{destination.url}.slices/{name}", local=output)
+    documents = request.documents.sliced(number, count)
+    return replace(request, documents=documents, options=options, output=output, destination=destination)
 
 
-def fetch_slices(request: PreparationRequest, say: Callable[[str], None]) -> None:
-    """Downloads all finished slices for the merge. Raises InputError."""
-    problems = Problems()
-    for number in range(request.merge_slices):
-        problems.attempt(slice_destination(request, number, request.merge_slices).fetch, say)
-    problems.stop_if_any()
-
-
-def require_slices(request: PreparationRequest, plan: dict[str, Any]) -> list[Path]:
-    """Lists the slice folders to merge. Raises InputError if any are unfinished or don't match the request."""
+def require_slices(request: PreparationRequest, plan: dict[str, Any], say: Callable[[str], None]) -> list[Path]:
+    """Downloads and lists the slices to merge. Raises InputError if any are unfinished or don't match the request."""
     folders = []
     problems = Problems()
-    for number in range(request.merge_slices or 0):
-        of_slice = slice_of(request, number, request.merge_slices)
+    count = request.merge_slices or 0
+    slices = [slice_of(request, number, count) for number in range(count)]
+    for of_slice in slices if request.destination else ():
+        problems.attempt(of_slice.destination.fetch, say)
+    problems.stop_if_any()
+    for number, of_slice in enumerate(slices):
         folder = of_slice.output
         if not (folder / MANIFEST_FILE).is_file():
-            command = f"--slice {number}/{request.merge_slices}"
-            problems.append(f"{folder}: is incomplete; run the same command with {command}")
+            problems.append(f"{folder}: is incomplete; run the same command with --slice {number}/{count}")
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
@@ -117,16 +104,14 @@ def slice_parts(
     text = stored_lines(manifest) if has_text(manifest) else None
     part = first = read = 0
     while first < order.documents:
-        documents, is_validation = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
+        documents = order.table(first, min(first + DOCUMENTS_PER_PART, order.documents))
         ends = np.cumsum(documents["end"].astype(np.int64))
         taken = max(1, int(np.searchsorted(ends, TOKENS_PER_PART, side="right")))
         documents = documents[:taken]
-        is_validation = is_validation[:taken]
         ends = ends[:taken]
         ids = np.empty(int(ends[-1]), id_dtype(manifest.dtype))
         reader.read(read, ids)
         read += len(ids)
-        names, documents["source"] = np.unique(documents["source"], return_inverse=True)
         documents["end"] = ends
         number_of_first = first_of_slice + first
         left, right = np.searchsorted(removed, (number_of_first, number_of_first + taken))
@@ -141,8 +126,6 @@ def slice_parts(
             counts,
             ids=ids,
             documents=documents,
-            source_names=tuple(manifest.source_names[name] for name in names),
-            is_validation=is_validation,
             lines=list(itertools.islice(text, taken)) if text else None,
         )
         yield encoded.keeping(kept)

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -10,10 +9,9 @@ from pretrain.data.manifest import dtype_for
 from pretrain.data.tokenizer import LoadedTokenizer
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import add_numbers
-from pretrain_tools.preparation.cleaning.stages import Cleaning
-from pretrain_tools.preparation.documents.document_index import document_table
+from pretrain_tools.preparation.documents.document_index import HELD_OUT, document_table
 from pretrain_tools.preparation.documents.records import Record
-from pretrain_tools.preparation.documents.sources import Part
+from pretrain_tools.preparation.documents.sources import Part, place_text
 from pretrain_tools.preparation.encode import Encoder, FastEncoder
 from pretrain_tools.preparation.encoded_part import EncodedPart, Problem, Tally
 from pretrain_tools.preparation.plan import PreparationOptions
@@ -33,15 +31,6 @@ class Documents:
     """Records with text and an assigned split."""
     problems: list[Problem] = field(default_factory=list)
 
-    def of_each(self, name: str) -> list[Any]:
-        """Returns the values of one field for all records."""
-        return [getattr(record, name) for record in self.records]
-
-    def clean(self, cleaning: Cleaning) -> None:
-        """Cleans the documents and adds the cleaning statistics to the counts."""
-        kept, texts, self.counts.cleaning = cleaning.clean(*map(self.of_each, ("text", "url", "source", "place")))
-        self.records = [self.records[number]._replace(text=text) for number, text in zip(kept, texts, strict=True)]
-
 
 def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -> Documents:
     """Reads the documents in one part of the input. With on_error=stop, stops at the first bad record."""
@@ -50,8 +39,9 @@ def read_part(part: Part, options: PreparationOptions, split: ValidationSplit) -
         if record.text:
             found.records += split.pieces(record._replace(source=source.name))
         elif record.problem is not None:
-            where = source.place(record.place), source.recorded_place(record.place)
-            found.problems.append(Problem(*where, record.problem, record.problem_records))
+            # The manifest doesn't contain local folders.
+            name = place_text(source.name, source.format, record.place)
+            found.problems.append(Problem(source.place(record.place), name, record.problem, record.problem_records))
             if options.on_error == "stop":
                 # Keep the preceding documents, so that the next process can resume at the bad record.
                 break
@@ -72,6 +62,8 @@ class PartEncoder:
     encoder: Encoder | None
     options: PreparationOptions
     split: ValidationSplit
+    source_numbers: dict[str, int]
+    """{source: index in the manifest's list of sources}."""
     _has_compared: bool = field(default=False, init=False)
 
     def compile(self) -> None:
@@ -89,25 +81,24 @@ class PartEncoder:
         options = self.options
         found = read_part(part, options, self.split)
         if options.cleaning is not None:
-            found.clean(options.cleaning)
-        texts = found.of_each("text")
+            found.records, found.counts.cleaning = options.cleaning.clean(found.records)
+        records = found.records
+        texts = [record.text for record in records]
         arrays = self.encoder.encode(texts)
         self._compare(texts)
         tokens = np.array([len(array) + 1 for array in arrays], dtype=np.int64)
         ids = self._joined(arrays, int(tokens.sum()))
-        names = found.of_each("source")
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        sources = [numbers[name] for name in names]
+        sources = [self.source_numbers[record.source] for record in records]
+        places = np.array([record.place for record in records], np.uint64)
+        places += HELD_OUT * np.array([record.is_validation for record in records], bool)
         near = options.near_duplicates
         return EncodedPart(
             part.after,
             found.counts,
             ids=ids,
-            documents=document_table(tokens, list(map(len, texts)), sources, found.of_each("place")),
-            source_names=tuple(numbers),
-            is_validation=np.array(found.of_each("is_validation"), dtype=bool),
+            documents=document_table(tokens, list(map(len, texts)), sources, places),
             signatures=None if near is None else near.signatures(*near.words(texts)),
-            lines=list(map(document_line, found.records)) if options.write_text else None,
+            lines=list(map(document_line, records)) if options.write_text else None,
             problems=tuple(found.problems),
         )
 

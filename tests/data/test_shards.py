@@ -9,6 +9,8 @@ from pretrain.data.manifest import Shard, dtype_for
 from pretrain.data.shards import open_shards, read_manifest, verify_shards
 from pretrain.errors import InputError
 from pretrain_tools.preparation.documents.document_index import document_table, read_index
+from pretrain_tools.preparation.documents.sources import BEGINNING
+from pretrain_tools.preparation.encoded_part import EncodedPart, Tally
 from pretrain_tools.preparation.shard_writer import ShardWriter
 
 END = 9
@@ -163,13 +165,13 @@ def test_verify_finds_a_foreign_tokenizer(folder):
 def documents(*lengths):
     ids = np.concatenate([np.r_[np.arange(length - 1), END] for length in lengths]) if lengths else np.array([])
     table = document_table(np.array(lengths), np.array(lengths) * 3, np.arange(len(lengths)), np.array(lengths) + 1)
-    return ids, table
+    return EncodedPart(BEGINNING, Tally(), ids=ids, documents=table)
 
 
 def test_shards_are_split_between_documents(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 10)
-    writer.write("train", *documents(4, 5, 3, 12, 2))
-    writer.write("train", *documents(7, 2))
+    writer.write("train", documents(4, 5, 3, 12, 2))
+    writer.write("train", documents(7, 2))
     shards = writer.finish()
     assert [(shard.tokens, shard.documents) for shard in shards] == [(9, 2), (3, 1), (12, 1), (9, 2), (2, 1)]
     assert [shard.text_bytes for shard in shards] == [27, 9, 36, 27, 6]
@@ -195,28 +197,28 @@ def test_a_writer_resumes_from_its_state(tmp_path, written_after):
     pieces = [documents(4, 5, 3), documents(6, 6), documents(2), documents(9, 9), documents(1, 1, 1)]
     writer = ShardWriter(whole, "uint16", 10)
     for piece in pieces:
-        writer.write("train", *piece)
-        writer.write("validation", *piece)
+        writer.write("train", piece)
+        writer.write("validation", piece)
     expected = writer.finish()
     writer = ShardWriter(broken, "uint16", 10)
     for piece in pieces[:2]:
-        writer.write("train", *piece)
-        writer.write("validation", *piece)
+        writer.write("train", piece)
+        writer.write("validation", piece)
     state = json.loads(json.dumps(writer.sync()))
     for _ in range(written_after):
-        writer.write("train", *documents(8, 3))
+        writer.write("train", documents(8, 3))
     writer.close()
     writer = ShardWriter(broken, "uint16", 10, state)
     for piece in pieces[2:]:
-        writer.write("train", *piece)
-        writer.write("validation", *piece)
+        writer.write("train", piece)
+        writer.write("validation", piece)
     assert writer.finish() == expected
     assert {p.name: p.read_bytes() for p in broken.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
 
 def test_a_writer_does_not_resume_from_a_truncated_shard(tmp_path):
     writer = ShardWriter(tmp_path, "uint16", 100)
-    writer.write("train", *documents(4, 5, 3))
+    writer.write("train", documents(4, 5, 3))
     state = writer.sync()
     writer.close()
     (tmp_path / "train-00000.bin").write_bytes(b"12")

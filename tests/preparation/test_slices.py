@@ -98,6 +98,15 @@ def test_slices_are_runs_of_parts_of_about_the_same_size(tmp_path, small_parts):
     assert read_in(documents.sliced(3, 8).parts(Reading(), middle)) == read_in(slices[3][2:])
 
 
+def test_no_document_is_lost_if_a_slice_ends_with_a_file(tmp_path, small_parts, monkeypatch):
+    monkeypatch.setattr("pretrain_tools.preparation.documents.sources.RECORDS_PER_PART", 10)
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(json.dumps([{"text": f"{name}{n:02d}" * 20} for n in range(40)]))
+    documents = Files(find_sources([f"{tmp_path}/*.json"]))
+    slices = [read_in(documents.sliced(number, 2).parts(Reading(), BEGINNING)) for number in range(2)]
+    assert slices[0] + slices[1] == read_in(documents.parts(Reading(), BEGINNING))
+
+
 @pytest.mark.parametrize("name", ["one.jsonl.zst", "one.parquet", "one.csv"])
 def test_one_large_file_is_sliced_too(tmp_path, run, small_parts, name):
     (tmp_path / name).write_bytes(WRITERS[name.partition(".")[2]](texts(120)))

@@ -190,6 +190,7 @@ def test_without_a_task_the_choices_are_listed():
             "--top_k: cannot be used with --temperature 0, which is greedy decoding",
         ),
         (["--top_p", "1.5"], "--top_p 1.5: must be less than or equal to 1"),
+        (["--top_p", "1.5", "--limit", "2.5"], "--limit 2.5: must be a whole number of documents"),
         (["--interactive", "--data", "x"], "--interactive: cannot be combined with --data"),
         (["--temperature", "nan"], "--temperature nan: must be a finite number"),
     ],

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.data.data_record import numbers_in
+from pretrain_tools.preparation.documents.records import Record
 
 KEPT = "kept"
 """Used instead of a rule's name for documents that weren't removed."""
@@ -61,22 +62,21 @@ class CleaningAccount:
         """{rule: documents, bytes} without KEPT."""
         return {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
 
-    def add_document(
-        self, rule: str, source: str, place: int, text: bytes, measured: tuple[float, float] | None = None
-    ) -> None:
+    def add_document(self, rule: str, record: Record, measured: tuple[float, float] | None = None) -> None:
         """Counts a document that was removed by a rule or kept.
 
         Args:
             rule: name of the rule, or KEPT.
-            text: the document before cleaning.
+            record: the document before cleaning.
             measured: measured value and limit, if the rule has one.
         """
-        self._add_rules(source, {rule: {"documents": 1, "bytes": len(text)}})
+        text = record.text
+        self._add_rules(record.source, {rule: {"documents": 1, "bytes": len(text)}})
         drawn = self.samples.setdefault(rule, {})
         digest = _digest_of(text)
         if len(drawn) < SAMPLES_PER_RULE or digest < max(drawn):
             excerpt = text[:EXCERPT_BYTES].decode(errors="ignore")
-            sample = {"source": source, "place": place, "bytes": len(text), "text": excerpt}
+            sample = {"source": record.source, "place": record.place, "bytes": len(text), "text": excerpt}
             if measured is not None:
                 sample["value"], sample["limit"] = measured
             self.samples[rule] = _smallest({digest: sample} | drawn, SAMPLES_PER_RULE)

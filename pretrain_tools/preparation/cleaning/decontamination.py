@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pretrain.data.data_record import DECONTAMINATION
 from pretrain.errors import InputError, Problems
@@ -27,14 +27,9 @@ FILE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 TASK_SUFFIXES = (".yaml", ".yml")
 SHORTEST_RUN_WORDS = 5
 
-
-class BenchmarkItem(NamedTuple):
-    """Strings that identify a benchmark item."""
-
-    whole: tuple[str, ...]
-    """Strings that also match as a whole if they are short."""
-    parts: tuple[str, ...] = ()
-    """Strings that match only in a long run of words."""
+ItemTexts = tuple[list[str], list[str]]
+"""Strings that identify a benchmark item: (strings that also match as a whole if they are short, strings that match
+only in a long run of words)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class Benchmark:
     """Benchmark items from a task or file."""
 
     name: str
-    items: tuple[BenchmarkItem, ...]
+    items: list[ItemTexts]
 
     @cached_property
     def sha256(self) -> str:
@@ -79,10 +74,10 @@ class Decontamination:
     def _texts(self) -> list[tuple[int, int, bytes, bool]]:
         """(benchmark index, item index, text, whether it also matches as a whole) for all items."""
         return [
-            (number, item_number, text.encode(errors="replace"), text in item.whole)
+            (number, item, text.encode(errors="replace"), text in whole)
             for number, benchmark in enumerate(self.benchmarks)
-            for item_number, item in enumerate(benchmark.items)
-            for text in dict.fromkeys((*item.whole, *item.parts))
+            for item, (whole, parts) in enumerate(benchmark.items)
+            for text in dict.fromkeys((*whole, *parts))
         ]
 
     @cached_property
@@ -174,9 +169,8 @@ def _file_benchmark(path: Path) -> Benchmark:
             value = line if path.suffix == ".txt" else json.loads(line)
         except ValueError as error:
             raise InputError(f"--decontaminate {path}, line {number:,}: invalid JSON ({error})") from None
-        whole, parts = lm_eval_items.record_texts(value)
-        items.append(BenchmarkItem(tuple(whole), tuple(parts)))
-    return Benchmark(path.name, tuple(items))
+        items.append(lm_eval_items.record_texts(value))
+    return Benchmark(path.name, items)
 
 
 def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
@@ -190,7 +184,7 @@ def _task_benchmarks(names: Sequence[str]) -> list[Benchmark]:
     if printed["problems"]:
         advice = "data paths in a task file are relative to the current folder, and other data is loaded from the Hub"
         raise InputError(*(f"--decontaminate {problem}; {advice}" for problem in printed["problems"]))
-    items: dict[str, list[BenchmarkItem]] = {}
+    items: dict[str, list[ItemTexts]] = {}
     for task, whole, parts in printed["items"]:
-        items.setdefault(task, []).append(BenchmarkItem(tuple(whole), tuple(parts)))
-    return [Benchmark(task, tuple(found)) for task, found in items.items()]
+        items.setdefault(task, []).append((whole, parts))
+    return [Benchmark(task, found) for task, found in items.items()]

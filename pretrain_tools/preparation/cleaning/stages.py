@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
+from pretrain_tools.preparation.documents.records import Record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,14 +100,6 @@ class CleaningStage(Protocol):
         """
 
 
-class Cleaned(NamedTuple):
-    """Result of cleaning: indices of the kept documents, their texts, and statistics for all documents."""
-
-    kept: list[int]
-    texts: list[bytes]
-    account: CleaningAccount
-
-
 @dataclass(frozen=True)
 class Cleaning:
     """A sequence of cleaning stages. Each stage processes the documents kept by the previous one."""
@@ -125,26 +118,17 @@ class Cleaning:
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
 
-    def clean(
-        self, texts: Sequence[bytes], urls: Sequence[str | None], sources: Sequence[str], places: Sequence[int]
-    ) -> Cleaned:
-        """Runs all stages. sources, places: each document's source and location, for the samples."""
+    def clean(self, records: Sequence[Record]) -> tuple[list[Record], CleaningAccount]:
+        """Runs all stages. Returns (kept documents with their new text, statistics for all documents)."""
         account = CleaningAccount()
-        kept = []
-        left = []
-        for first, stop in batches(texts):
-            batch = TextBatch(list(texts[first:stop]), list(urls[first:stop]))
-            stay, batch = self._clean(batch, sources[first:stop], places[first:stop], account)
-            kept += [first + number for number in stay]
-            left += batch.texts
-        return Cleaned(kept, left, account)
+        cleaned = []
+        for first, stop in batches([record.text for record in records]):
+            cleaned += self._clean(records[first:stop], account)
+        return cleaned, account
 
-    def _clean(
-        self, batch: TextBatch, sources: Sequence[str], places: Sequence[int], account: CleaningAccount
-    ) -> tuple[list[int], TextBatch]:
-        """Runs all stages on a batch. Returns (indices of the kept documents, batch of the kept documents)."""
-        texts = batch.texts
-        kept = list(range(len(batch)))
+    def _clean(self, kept: Sequence[Record], account: CleaningAccount) -> list[Record]:
+        """Runs all stages on a batch. Returns the kept documents with their new text."""
+        batch = TextBatch([record.text for record in kept], [record.url for record in kept])
         for label, judge in self.opened:
             if not kept:
                 break
@@ -161,16 +145,15 @@ class Cleaning:
                     if not text:
                         removed[number] = f"{label}.nothing_left"
             for number, rule in removed.items():
-                place = kept[number]
-                account.add_document(rule, sources[place], places[place], texts[place], verdicts.measured.get(number))
+                account.add_document(rule, kept[number], verdicts.measured.get(number))
             if removed or verdicts.changed:
                 stay = [number for number in range(len(batch)) if number not in removed]
                 batch = batch.after(stay, verdicts)
                 kept = [kept[number] for number in stay]
-        for place in kept:
-            account.add_document(KEPT, sources[place], places[place], texts[place])
+        for record in kept:
+            account.add_document(KEPT, record)
         account.add_domains(batch.texts, batch.urls)
-        return kept, batch
+        return [record._replace(text=text) for record, text in zip(kept, batch.texts, strict=True)]
 
 
 def batches(texts: Sequence[bytes]) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ MOST_OPEN_FILES = 4096
 UNDIVIDED = "documents"
 """Replaces the split name in slices, and before near duplicates are removed. Shards then contain both splits."""
 HELD_OUT = np.uint64(1 << 63)
-"""Flag added to `place` for validation documents in undivided shards."""
+"""Flag added to `place` for validation documents, until documents are divided into splits."""
 DOCUMENTS_SUFFIX = ".documents"
 DOCUMENT = np.dtype([("end", "<u8"), ("place", "<u8"), ("text_bytes", "<u4"), ("source", "<u4")])
 """end: token offset in the shard, after the end-of-document ID. place: line, row or number in the source, starting at
@@ -92,18 +92,15 @@ class InputOrder:
             begin = int(self._ends[shard - 1]) if shard else 0
             yield self._shards[shard], numbers[shards == shard] - begin
 
-    def table(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (DOCUMENT records, is_validation) for documents first to stop - 1, with lengths instead of ends."""
+    def table(self, first: int, stop: int) -> np.ndarray:
+        """Returns the DOCUMENT records of documents first to stop - 1, with lengths instead of ends."""
         pieces = []
         for path, rows in self._by_shard(np.arange(first, stop)):
             index = self._index(path)
             piece = index[rows]
             piece["end"] -= np.where(rows > 0, index["end"][rows - 1], 0)
             pieces.append(piece)
-        together = np.concatenate(pieces)
-        is_validation = together["place"] >= HELD_OUT
-        together["place"] %= HELD_OUT
-        return together, is_validation
+        return np.concatenate(pieces)
 
     def beside(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
         """Reads records from files next to the shards: (documents, record_bytes) uint8. numbers: ascending indices."""

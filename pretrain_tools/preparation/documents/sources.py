@@ -63,10 +63,6 @@ class InputFile:
         """Formats a location in this file for messages, such as 'a.jsonl, line 5'."""
         return place_text(shown(self.path), self.format, number)
 
-    def recorded_place(self, number: int) -> str:
-        """Formats a location for the manifest, without local folders."""
-        return place_text(self.name, self.format, number)
-
 
 def place_text(path: str, format_name: str | None, number: int) -> str:
     """Formats a location in a file. format_name: None to detect it from the suffix."""
@@ -206,15 +202,10 @@ def _holds_lines(source: InputFile) -> bool:
 
 def records_of(source: InputFile, reading: Reading, stream: ByteStream | None = None, **some: int) -> Iterator[Record]:
     """Reads a file, or a part of it, such as row_group=3. If the rest is unreadable, the last record has a problem."""
-    stream = stream or source.open()
-    return _guarded(FORMATS[source.format](stream, reading, **some), stream)
-
-
-def _guarded(records: Iterator[Record], stream: ByteStream) -> Iterator[Record]:
     place = 0
-    with stream:
+    with stream or source.open() as stream:
         try:
-            for record in records:
+            for record in FORMATS[source.format](stream, reading, **some):
                 place = record.place
                 yield record
         except DamagedFileError as error:
@@ -298,8 +289,9 @@ class Files:
             else:
                 source = self.sources[number]
                 end = offset + expected_bytes(source)
-                # Skip files that end before the slice.
-                parts = _parts_of(source, number, reading) if end > taken.start else ()
+                # Skip files that end before the slice. The last parts of a file may begin at its end, because reading
+                # runs ahead.
+                parts = _parts_of(source, number, reading) if end >= taken.start else ()
                 for part in parts:
                     is_done = number == start.source and part.after.part <= start.part
                     if offset in taken and not is_done:
@@ -337,12 +329,12 @@ def _is_small(source: InputFile, reading: Reading) -> bool:
 
 def _parts_of(source: InputFile, number: int, reading: Reading) -> Iterator[Part]:
     """Splits a large file into parts."""
-    can_split = source.format == "parquet" and not source.compression
-    groups = containers.parquet_row_group_bytes(source.path) if can_split else []
     if source.format == "jsonl" or (source.format == "txt" and reading.documents == "line"):
         return _line_parts(source, number)
-    if groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
-        return _row_group_parts(source, number, groups)
+    if source.format == "parquet" and not source.compression:
+        groups = containers.parquet_row_group_bytes(source.path)
+        if groups and max(groups) <= LARGEST_ROW_GROUP_BYTES:
+            return _row_group_parts(source, number, groups)
     return _record_parts(source, number, reading)
 
 

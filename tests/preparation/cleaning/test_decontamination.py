@@ -15,7 +15,6 @@ from pretrain.data.tokenizer import load_decoder
 from pretrain.errors import InputError
 from pretrain_tools.preparation.cleaning.account import CleaningAccount, ranges_text
 from pretrain_tools.preparation.cleaning.decontamination import (
-    BenchmarkItem,
     Decontamination,
     read_benchmarks,
 )
@@ -180,10 +179,10 @@ def test_lm_eval_items_are_questions_with_answers(tasks):
     sums = found["sums"]
     question = "Which of these is it then?"
     # The task's own words, the passage and the ID aren't part of an item.
-    assert quiz.items == (BenchmarkItem((question, f"{question} the first one", f"{question} the other")),)
-    assert pairs.items == (BenchmarkItem(("Some turtles alarm Kimberley.", "Some turtles come here Kimberley.")),)
+    assert quiz.items == [([question, f"{question} the first one", f"{question} the other"], [])]
+    assert pairs.items == [(["Some turtles alarm Kimberley.", "Some turtles come here Kimberley."], [])]
     problem = "Ann has two pears and eats one."
-    assert sums.items == (BenchmarkItem((problem, f"{problem} She has one pear.")),)
+    assert sums.items == [([problem, f"{problem} She has one pear."], [])]
 
 
 def test_unreadable_benchmarks_are_named(tmp_path, monkeypatch):

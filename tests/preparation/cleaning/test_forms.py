@@ -9,6 +9,7 @@ import pytest
 from pretrain_tools.preparation.cleaning.filters import sensible_set
 from pretrain_tools.preparation.cleaning.forms import CODE, LINES, PARAGRAPHS, TABLE
 from pretrain_tools.preparation.cleaning.stages import Cleaning, TextBatch
+from pretrain_tools.preparation.documents.records import Record
 
 SENTENCES = [
     "The committee decided to publish all of its records, and that was a relief to everyone who had waited.",
@@ -111,9 +112,9 @@ BAD = {
 
 
 def kept(texts):
-    stages, count = tuple(sensible_set(is_english=True)), len(texts)
-    cleaned = Cleaning(stages).clean([text.encode() for text in texts], [None] * count, ["x"] * count, range(count))
-    return dict(zip(cleaned.kept, cleaned.texts, strict=True)), cleaned.account.rules
+    records = [Record(number, text.encode(), source="x") for number, text in enumerate(texts)]
+    cleaned, account = Cleaning(tuple(sensible_set(is_english=True))).clean(records)
+    return {record.place: record.text for record in cleaned}, account.rules
 
 
 @pytest.mark.parametrize(("form", "text"), GOOD.values(), ids=GOOD)

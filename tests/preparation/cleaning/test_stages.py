@@ -17,6 +17,7 @@ from pretrain_tools.preparation.cleaning.account import (
     measured_text,
 )
 from pretrain_tools.preparation.cleaning.filters import read_cleaning
+from pretrain_tools.preparation.documents.records import Record
 from pretrain_tools.preparation.documents.sources import Files, find_sources
 from pretrain_tools.preparation.plan import PreparationOptions, PreparationRequest
 from pretrain_tools.preparation.prepare import prepare
@@ -106,7 +107,7 @@ def test_sources_beyond_the_limit_count_together():
     account = CleaningAccount()
     for number in range(MOST_SOURCES_COUNTED + 5):
         part = CleaningAccount()
-        part.add_document("rule" if number % 2 else KEPT, f"{number}.txt", 1, b"text")
+        part.add_document("rule" if number % 2 else KEPT, Record(1, b"text", source=f"{number}.txt"))
         account.add(part)
     assert len(account.by_source) == MOST_SOURCES_COUNTED + 1
     assert sum(amounts["documents"] for amounts in account.by_source[OTHER_SOURCES].values()) == 5
