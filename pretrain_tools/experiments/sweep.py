@@ -32,7 +32,7 @@ from pretrain_tools.experiments.sweep_plan import (
     name_problems,
     request_problems,
 )
-from pretrain_tools.experiments.sweep_report import PointResult, report_sweep
+from pretrain_tools.experiments.sweep_report import SWEEP_RESULTS, PointResult, report_sweep
 
 LOCK_OF_SWEEP = ".sweep.lock"
 
@@ -56,6 +56,7 @@ def run_sweep(
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
         sweep = Sweep(request, [] if request.search else points)
+        refuse_to_lose_results(request, sweep.points)
         slots = device_slots(parallel)
         for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
@@ -134,14 +135,26 @@ class Sweep:
         ]
 
 
+def refuse_to_lose_results(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if the folder's results.json has results of combinations that this sweep doesn't include."""
+    found = read_json(request.output / SWEEP_RESULTS)
+    settings = [point.settings for point in points]
+    if any(result["settings"] not in settings for result in found.get("results", [])):
+        raise other_sweep(request, found["vary"])
+
+
+def other_sweep(request: SweepRequest, varied: object) -> InputError:
+    return InputError(
+        f"{request.output}: contains a sweep with --vary {json.dumps(varied)}, but got --vary "
+        f"{json.dumps(request.described['vary'])}; use the same --vary, or a different --output"
+    )
+
+
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
     """Reads the settings that a search has chosen so far. Raises InputError if the search varied other settings."""
     found = read_json(request.output / TRIALS_FILE)
     if found and found["vary"] != request.described["vary"]:
-        raise InputError(
-            f"{request.output}: the search varied {json.dumps(found['vary'])}; use the same --vary, or a different "
-            "--output"
-        )
+        raise other_sweep(request, found["vary"])
     return found.get("trials", [])
 
 
