@@ -164,7 +164,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
 
 def train_runs(
-    runs: Mapping[str, SmallRun],
+    runs: Sequence[SmallRun],
     slots: list[dict[str, str]],
     next_run: Callable[[set[str]], SmallRun | None],
     ended: Callable[[SmallRun, int], None],
@@ -175,13 +175,13 @@ def train_runs(
     signal.
 
     Args:
-        runs: {name: run}. A search adds more later.
+        runs: runs that an earlier command may have started.
         next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
         ended: called with each run that has ended, and with its exit status.
     """
     training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
     with signals_passed_on(training) as received:
-        for run in runs.values():
+        for run in runs:
             if is_held(run.log):
                 text = "started by an earlier command and still training; waiting for it to finish"
                 print(f"{run.name}: {text}", file=sys.stderr, flush=True)

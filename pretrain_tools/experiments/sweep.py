@@ -73,22 +73,20 @@ class Sweep:
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
-        self.points: list[SweepPoint] = []
-        self.runs: dict[str, SmallRun] = {}
+        self.points = list(points)
         self.failures: dict[str, str] = {}
         """{run that failed in this call: reason}"""
-        trials = recorded_trials(request) if request.search else []
-        for point in [*points, *(check_points(request, trials) if trials else ())]:
-            self._add(point)
+        if request.search and (trials := recorded_trials(request)):
+            self.points = check_points(request, trials)
 
-    def _add(self, point: SweepPoint) -> None:
-        self.points.append(point)
-        self.runs.update({run.name: run for run in point.runs})
+    @property
+    def runs(self) -> list[SmallRun]:
+        return [run for point in self.points for run in point.runs]
 
     def next_run(self, active: set[str]) -> SmallRun | None:
         """Returns the next run to start, or None if none can start now; see `train_runs`."""
         while True:
-            for run in self.runs.values():
+            for run in self.runs:
                 is_open = run.name not in active and run.name not in self.failures
                 if is_open and not read_outcome(run).is_over:
                     return run
@@ -99,7 +97,7 @@ class Sweep:
 
     def _pick(self, active: set[str]) -> None:
         settings = pick_settings(self.request, self.results(), active)
-        recorded = [*recorded_trials(self.request), settings]
+        recorded = [*(point.settings for point in self.points), settings]
         try:
             (point,) = check_points(self.request, [settings])
         except InputError as error:
@@ -107,7 +105,7 @@ class Sweep:
         # Recorded before the runs start so that a killed search can resume them.
         values = {"vary": self.request.described["vary"], "trials": recorded}
         write_durably(self.request.output / TRIALS_FILE, json.dumps(values, indent=1))
-        self._add(point)
+        self.points.append(point)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
         """Returns a run's outcome, including a failure in this call."""
