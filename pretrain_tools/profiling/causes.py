@@ -163,8 +163,8 @@ def slow_data(evidence: Evidence) -> Cause | None:
     worst = max(late, key=lambda rank: rank.typical("data"))
     seconds = worst.typical("data")
     text = (
-        f"waiting for data takes {evidence.part(seconds)} on rank {worst.rank} on {worst.facts['host']}, the slowest "
-        f"of {counted(len(late), 'late rank')} out of {len(evidence.ranks)}; the other ranks wait for it"
+        f"{named(late)} waited for data, up to {evidence.part(seconds)} on {worst.facts['host']}; all ranks wait for "
+        "the slowest one"
     )
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
@@ -263,11 +263,9 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
     if not often:
         return None
     idle = evidence.median("idle")
-    more = f" and {len(often) - 5} more" if len(often) > 5 else ""
-    verb = "waits" if len(often) == 1 else "wait"
     text = (
-        f"{counted(len(often), 'line')} {verb} for the device in every micro-step: {', '.join(often[:5])}{more}; the "
-        f"GPU is idle for {milliseconds(idle)} per step"
+        f"{counted(len(often), 'line')} with a wait for the device in every micro-step, most often "
+        f"{', '.join(often[:5])}; the GPU is idle for {milliseconds(idle)} per step"
     )
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
     return Cause("synchronizing line", idle, text, remedy)
