@@ -88,11 +88,6 @@ class Prediction:
     measured: float | None = None
     """Measured loss, for a back-test."""
 
-    @property
-    def holds(self) -> bool:
-        """True if the measured loss is within the interval."""
-        return self.interval[0] <= self.measured <= self.interval[1]
-
 
 @dataclass(frozen=True)
 class Ladder:

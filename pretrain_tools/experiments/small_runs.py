@@ -96,11 +96,6 @@ class RunOutcome:
         """Final loss; inf for an unfinished run."""
         return self.loss_at(self.step) if self.state == "finished" else math.inf
 
-    @property
-    def is_over(self) -> bool:
-        """Returns True if there is nothing left to train."""
-        return self.state in ("finished", "diverged")
-
 
 def read_outcome(run: SmallRun) -> RunOutcome:
     """Reads a run's outcome from its folder, even after a crash."""

@@ -88,7 +88,7 @@ class Sweep:
         while True:
             for run in self.runs:
                 is_open = run.name not in active and run.name not in self.failures
-                if is_open and not read_outcome(run).is_over:
+                if is_open and read_outcome(run).state not in ("finished", "diverged"):
                     return run
             # A search chooses settings while other runs train, so that no device is idle.
             if len(self.points) >= (self.request.search or 0):
