@@ -15,9 +15,9 @@ from pretrain.recipe import read_run_config
 from pretrain.runs.run_folder import METRICS_FILE, read_config, read_json, setting
 from pretrain.units import count_text, parse_count
 from pretrain_tools.experiments.scaling_law import ScalingLaw, fit_scaling_law
-from pretrain_tools.experiments.small_runs import end_of, losses_by_step
+from pretrain_tools.experiments.small_runs import losses_by_step
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import History, find_runs, read_history
+from pretrain_tools.runs.history import History, end_of, find_runs, read_history
 
 LEAST_SIZES = 4
 """Minimum number of model sizes for a prediction."""
@@ -87,11 +87,6 @@ class Prediction:
     """Compute relative to the largest run."""
     measured: float | None = None
     """Measured loss, for a back-test."""
-
-    @property
-    def holds(self) -> bool:
-        """True if the measured loss is within the interval."""
-        return self.interval[0] <= self.measured <= self.interval[1]
 
 
 @dataclass(frozen=True)

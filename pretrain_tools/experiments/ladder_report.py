@@ -84,10 +84,11 @@ def ladder_text(ladder: Ladder, left_out: list[str]) -> str:
     ]
     if told := ladder.backtest:
         low, high = told.interval
+        verdict = "within" if low <= told.measured <= high else "OUTSIDE"
         lines.append(
             f"back-test: a fit without the largest size predicts {told.loss:.4f} ({low:.4f} to {high:.4f}) at "
             f"{told.times_compute:.3g} times the compute. The measured loss is {told.measured:.4f} "
-            f"({told.measured / told.loss - 1:+.2%}), {'within' if told.holds else 'OUTSIDE'} the interval."
+            f"({told.measured / told.loss - 1:+.2%}), {verdict} the interval."
         )
     if ladder.predictions:
         rows = [["prediction", "N", "tokens", "compute", "loss", "90% interval"]]

@@ -20,6 +20,7 @@ from typing import TextIO
 
 import numpy as np
 
+from pretrain.config import RunConfig
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
@@ -139,9 +140,11 @@ def compare_strategies(
     ]
     if problems:
         raise InputError(*problems)
-    # Otherwise, each launch would resolve `auto` for its own number of processes.
-    changes = [*changes, *numbers_for_auto(recipe, changes, processes)]
-    overrides = run_overrides(recipe, changes, steps, precision)
+    # Imported here so that the errors above don't wait for torch.
+    from pretrain.training.auto_settings import resolve_auto
+
+    config = resolve_auto(read_run_config(recipe, changes), processes)
+    overrides = run_overrides(config, changes, steps, precision)
     outcomes: dict[str, StrategyOutcome] = {}
     for number, name in enumerate(names, start=1):
         count = 1 if name == REFERENCE else processes
@@ -152,7 +155,7 @@ def compare_strategies(
             raise InputError(
                 *(outcomes[REFERENCE].refusals or [f"training {recipe} failed; see {output / REFERENCE}.log"])
             )
-    optimizer = read_run_config(recipe, changes).optim.name
+    optimizer = config.optim.name
     if precision == "fp32" and updates_in_bf16(optimizer):
         print(f"{optimizer} computes its updates in bf16 on this machine, so the bf16 tolerances apply.\n")
         precision = "bf16"
@@ -179,22 +182,17 @@ def updates_in_bf16(optimizer: str) -> bool:
     return OPTIMIZERS[optimizer].updates_in_bf16 and missing_bf16(device_type()) is None
 
 
-def numbers_for_auto(recipe: Path, changes: Sequence[tuple[str, str]], processes: int) -> list[tuple[str, str]]:
-    """Resolves the recipe's `auto` settings for this number of processes. Imports torch."""
-    from pretrain.training.auto_settings import resolve_auto
+def run_overrides(config: RunConfig, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
+    """Returns command-line overrides for a short run, including `changes`.
 
-    resolved = resolve_auto(read_run_config(recipe, changes), processes)
-    found = {name: attrgetter(name)(resolved) for name in RESOLVED}
-    return [(name, str(value)) for name, value in found.items() if value is not None]
-
-
-def run_overrides(recipe: Path, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """Returns command-line overrides for a short run, including `changes`."""
+    config: the recipe with `changes`, without `auto` settings.
+    """
+    # Otherwise, each launch would resolve `auto` for its own number of processes.
+    resolved = [(name, attrgetter(name)(config)) for name in RESOLVED]
     # Warm up for at most 10% of the short run, so that most steps use the full learning rate.
-    warmup = read_run_config(recipe, changes).optim.warmup_steps
-    warmup = steps // 10 if warmup == "auto" else min(warmup, steps // 10)
+    warmup = min(config.optim.warmup_steps, steps // 10)
     return [
-        *(f"--{path}={value}" for path, value in changes),
+        *(f"--{path}={value}" for path, value in [*changes, *resolved] if value is not None),
         *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--interval_scale", "1"),
         *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -131,9 +131,7 @@ def fit_scaling_law(
     starts = starting_points(float(np.exp(y.min())))
     noise = assumed
     for _ in range(3):  # the fit and the noise depend on each other
-        rows = (len(starts), 1)
-        same = Drawn(n, d, np.tile(y, rows), np.full(len(starts), noise), np.tile(centers, rows))
-        fits, objectives = _fit(starts, same)
+        fits, objectives = _fit(starts, n, d, y, np.full(len(starts), noise), centers)
         theta = fits[np.argmin(objectives)]
         starts = theta[None]
         residuals = y - log_loss(theta, n, d)
@@ -149,7 +147,7 @@ def fit_scaling_law(
     refit_noise = np.minimum(refit_noise, 10 * noise)
     noisy = y + refit_noise[:, None] * random.standard_normal((REFITS, len(y)))
     moved = centers + PRIOR_SDS * random.standard_normal((REFITS, 4))
-    refits, _ = _fit(np.tile(theta, (REFITS, 1)), Drawn(n, d, noisy, refit_noise, moved))
+    refits, _ = _fit(np.tile(theta, (REFITS, 1)), n, d, noisy, refit_noise, moved)
     return ScalingLaw(theta, refits, refit_noise, reference, noise, residuals)
 
 
@@ -169,46 +167,46 @@ PRIOR_SDS = np.array([LOG_E_SD, LOG_BALANCE_SD, EXPONENT_SD, EXPONENT_SD])
 SCALED_PRIORS = PRIORS / PRIOR_SDS[:, None]
 
 
-class Drawn(NamedTuple):
-    """Resampled losses and prior means for R refits."""
+def _fit(
+    theta: NDArray, n: NDArray, d: NDArray, y: NDArray, noise: NDArray, centers: NDArray
+) -> tuple[NDArray, NDArray]:
+    """Minimizes the objective with Levenberg-Marquardt. Returns the fits (R, 5) and their objectives (R,).
 
-    n: NDArray
-    d: NDArray
-    """log N and log D relative to the reference, shape (n,)."""
-    y: NDArray
-    """log L, shape (R, n)."""
-    noise: NDArray
-    """Shape (R,)."""
-    centers: NDArray
-    """Prior means, shape (R, 4)."""
-
-    def from_priors(self, theta: NDArray) -> NDArray:
-        """Returns the distance from the prior means in standard deviations, shape (R, 4)."""
-        return (theta @ PRIORS.T - self.centers) / PRIOR_SDS
-
-
-def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
-    """Minimizes the objective with Levenberg-Marquardt, starting from theta (R, 5).
-
-    Returns the fits (R, 5) and their objectives (R,).
+    Args:
+        theta: starting points, shape (R, 5).
+        n: log N relative to the reference, shape (n,).
+        d: log D relative to the reference, shape (n,).
+        y: log L, shape (n,) or (R, n).
+        noise: shape (R,).
+        centers: prior means, shape (4,) or (R, 4).
     """
-    n, d, y, noise, _ = drawn
-    damping = np.full(len(theta), 1e-2)
-    objective = _objective(theta, drawn)
-    for _ in range(MOST_ITERATIONS):
+
+    def distances(theta: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+        """Returns the model (R, n), and the deviations of y (R, n) and the priors (R, 4) in standard deviations."""
         model = log_loss(theta.T[:, :, None], n, d)
-        deviation = (model - y) / noise[:, None]
+        return model, (model - y) / noise[:, None], (theta @ PRIORS.T - centers) / PRIOR_SDS
+
+    def objectives(theta: NDArray) -> NDArray:
+        _, deviation, from_priors = distances(theta)
+        deviation = np.abs(deviation)
+        huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
+        return huber.sum(axis=1) + (from_priors**2).sum(axis=1) / 2
+
+    damping = np.full(len(theta), 1e-2)
+    objective = objectives(theta)
+    for _ in range(MOST_ITERATIONS):
+        model, deviation, from_priors = distances(theta)
         # Iteratively reweighted least squares converges to the minimum of the Huber loss.
         weights = np.minimum(1.0, HUBER_WIDTH / np.maximum(np.abs(deviation), 1e-12))
         slopes = _slopes(theta, n, d, model) / noise[:, None, None]
-        gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + drawn.from_priors(theta) @ SCALED_PRIORS
+        gradient = np.einsum("rni,rn,rn->ri", slopes, weights, deviation) + from_priors @ SCALED_PRIORS
         curvature = np.einsum("rni,rn,rnj->rij", slopes, weights, slopes) + SCALED_PRIORS.T @ SCALED_PRIORS
         diagonal = np.einsum("rii->ri", curvature)
         damped = curvature + damping[:, None, None] * np.eye(5) * (diagonal[:, None] + 1e-9)
         tried = theta - np.linalg.solve(damped, gradient[..., None])[..., 0]
         # Without bounds, an overshooting step could make an exponent negative; the fit wouldn't recover.
         tried[:, 3:] = np.clip(tried[:, 3:], 0.01, 2.0)
-        then = _objective(tried, drawn)
+        then = objectives(tried)
         better = then < objective
         gained = np.where(better, objective - then, 0.0)
         # Each refit accepts or rejects its own step, so the results don't depend on the batch.
@@ -218,13 +216,6 @@ def _fit(theta: NDArray, drawn: Drawn) -> tuple[NDArray, NDArray]:
         if better.any() and gained.max() < 1e-9:
             break
     return theta, objective
-
-
-def _objective(theta: NDArray, drawn: Drawn) -> NDArray:
-    n, d, y, noise, _ = drawn
-    deviation = np.abs(log_loss(theta.T[:, :, None], n, d) - y) / noise[:, None]
-    huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
-    return huber.sum(axis=1) + (drawn.from_priors(theta) ** 2).sum(axis=1) / 2
 
 
 def _slopes(theta: NDArray, n: NDArray, d: NDArray, model: NDArray) -> NDArray:

@@ -32,7 +32,7 @@ from pretrain.recipe import as_yaml
 from pretrain.runs.event_log import Event, read_metrics
 from pretrain.runs.run_folder import checkpoint_folders
 from pretrain_tools.runs.comparison import flatten_settings
-from pretrain_tools.runs.history import count_hours, current_events, is_number
+from pretrain_tools.runs.history import History, end_of, is_number
 
 POLL_SECONDS_OF_RUNS = 0.2
 
@@ -96,17 +96,11 @@ class RunOutcome:
         """Final loss; inf for an unfinished run."""
         return self.loss_at(self.step) if self.state == "finished" else math.inf
 
-    @property
-    def is_over(self) -> bool:
-        """Returns True if there is nothing left to train."""
-        return self.state in ("finished", "diverged")
-
 
 def read_outcome(run: SmallRun) -> RunOutcome:
     """Reads a run's outcome from its folder, even after a crash."""
-    events = read_metrics(run.output)
-    count_hours(events)
-    events = current_events(events)
+    history = History.of_events(run.output, read_metrics(run.output))
+    events = history.events
     end = end_of(events)
     state = "unfinished" if events else "new"
     if end.get("code") == EXIT_NUMERIC:
@@ -120,16 +114,10 @@ def read_outcome(run: SmallRun) -> RunOutcome:
         state=state,
         step=end.get("step", checkpoint) if state == "finished" else checkpoint,
         losses=losses_by_step(events),
-        tokens=next((e.get("tokens") or 0 for e in reversed(events) if e["event"] == "train"), 0),
+        tokens=history.last("train").get("tokens") or 0,
         seconds=3600 * events[-1]["hours"] if events else 0.0,
         reason=str(end.get("reason", "")) if state != "finished" else "",
     )
-
-
-def end_of(events: Sequence[Event]) -> Event:
-    """Returns the `end` event of the newest process, or {} if that process is still training or has crashed."""
-    last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
-    return last if last.get("event") == "end" else {}
 
 
 def losses_by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
@@ -164,7 +152,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
 
 
 def train_runs(
-    runs: Mapping[str, SmallRun],
+    runs: Sequence[SmallRun],
     slots: list[dict[str, str]],
     next_run: Callable[[set[str]], SmallRun | None],
     ended: Callable[[SmallRun, int], None],
@@ -175,13 +163,13 @@ def train_runs(
     signal.
 
     Args:
-        runs: {name: run}. A search adds more later.
+        runs: runs that an earlier command may have started.
         next_run: called with the names of active runs. Returns the next run, or None if nothing can start now.
         ended: called with each run that has ended, and with its exit status.
     """
     training: dict[int, tuple[SmallRun, subprocess.Popen]] = {}
     with signals_passed_on(training) as received:
-        for run in runs.values():
+        for run in runs:
             if is_held(run.log):
                 text = "started by an earlier command and still training; waiting for it to finish"
                 print(f"{run.name}: {text}", file=sys.stderr, flush=True)

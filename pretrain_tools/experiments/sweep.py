@@ -32,7 +32,7 @@ from pretrain_tools.experiments.sweep_plan import (
     name_problems,
     request_problems,
 )
-from pretrain_tools.experiments.sweep_report import PointResult, report_sweep
+from pretrain_tools.experiments.sweep_report import SWEEP_RESULTS, PointResult, report_sweep
 
 LOCK_OF_SWEEP = ".sweep.lock"
 
@@ -56,6 +56,7 @@ def run_sweep(
     request.output.mkdir(parents=True, exist_ok=True)
     with folder_lock(request.output / LOCK_OF_SWEEP):
         sweep = Sweep(request, [] if request.search else points)
+        refuse_to_lose_results(request, sweep.points)
         slots = device_slots(parallel)
         for caution in cautions_of_sweep(request, points):
             print(f"warning: {caution}", file=sys.stderr)
@@ -72,24 +73,22 @@ class Sweep:
 
     def __init__(self, request: SweepRequest, points: Sequence[SweepPoint]):
         self.request = request
-        self.points: list[SweepPoint] = []
-        self.runs: dict[str, SmallRun] = {}
+        self.points = list(points)
         self.failures: dict[str, str] = {}
         """{run that failed in this call: reason}"""
-        trials = recorded_trials(request) if request.search else []
-        for point in [*points, *(check_points(request, trials) if trials else ())]:
-            self._add(point)
+        if request.search and (trials := recorded_trials(request)):
+            self.points = check_points(request, trials)
 
-    def _add(self, point: SweepPoint) -> None:
-        self.points.append(point)
-        self.runs.update({run.name: run for run in point.runs})
+    @property
+    def runs(self) -> list[SmallRun]:
+        return [run for point in self.points for run in point.runs]
 
     def next_run(self, active: set[str]) -> SmallRun | None:
         """Returns the next run to start, or None if none can start now; see `train_runs`."""
         while True:
-            for run in self.runs.values():
+            for run in self.runs:
                 is_open = run.name not in active and run.name not in self.failures
-                if is_open and not read_outcome(run).is_over:
+                if is_open and read_outcome(run).state not in ("finished", "diverged"):
                     return run
             # A search chooses settings while other runs train, so that no device is idle.
             if len(self.points) >= (self.request.search or 0):
@@ -98,7 +97,7 @@ class Sweep:
 
     def _pick(self, active: set[str]) -> None:
         settings = pick_settings(self.request, self.results(), active)
-        recorded = [*recorded_trials(self.request), settings]
+        recorded = [*(point.settings for point in self.points), settings]
         try:
             (point,) = check_points(self.request, [settings])
         except InputError as error:
@@ -106,7 +105,7 @@ class Sweep:
         # Recorded before the runs start so that a killed search can resume them.
         values = {"vary": self.request.described["vary"], "trials": recorded}
         write_durably(self.request.output / TRIALS_FILE, json.dumps(values, indent=1))
-        self._add(point)
+        self.points.append(point)
 
     def outcome(self, run: SmallRun) -> RunOutcome:
         """Returns a run's outcome, including a failure in this call."""
@@ -134,14 +133,26 @@ class Sweep:
         ]
 
 
+def refuse_to_lose_results(request: SweepRequest, points: Sequence[SweepPoint]) -> None:
+    """Raises InputError if the folder's results.json has results of combinations that this sweep doesn't include."""
+    found = read_json(request.output / SWEEP_RESULTS)
+    settings = [point.settings for point in points]
+    if any(result["settings"] not in settings for result in found.get("results", [])):
+        raise other_sweep(request, found["vary"])
+
+
+def other_sweep(request: SweepRequest, varied: object) -> InputError:
+    return InputError(
+        f"{request.output}: contains a sweep with --vary {json.dumps(varied)}, but got --vary "
+        f"{json.dumps(request.described['vary'])}; use the same --vary, or a different --output"
+    )
+
+
 def recorded_trials(request: SweepRequest) -> list[dict[str, str]]:
     """Reads the settings that a search has chosen so far. Raises InputError if the search varied other settings."""
     found = read_json(request.output / TRIALS_FILE)
     if found and found["vary"] != request.described["vary"]:
-        raise InputError(
-            f"{request.output}: the search varied {json.dumps(found['vary'])}; use the same --vary, or a different "
-            "--output"
-        )
+        raise other_sweep(request, found["vary"])
     return found.get("trials", [])
 
 

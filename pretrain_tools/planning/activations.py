@@ -4,7 +4,8 @@ The model runs once with one layer and once with two, while a dispatch mode coun
 save fewer tensors than eager ones, so their tensors are counted in the graphs from torch.compile's partitioner (a
 minimum cut between forward and backward, arXiv 2111.13257).
 
-Sizes are in bytes and linear in the number of sequences (see `Line`).
+Sizes are in bytes and linear in the number of sequences: a `Line` is a polynomial with the coefficients
+[fixed, per sequence].
 """
 
 import contextlib
@@ -15,10 +16,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import torch
+from numpy.polynomial import Polynomial as Line
 from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 
@@ -35,30 +36,6 @@ from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
-
-
-@dataclass(frozen=True)
-class Line:
-    """A size in bytes: fixed + per_sequence x sequences."""
-
-    fixed: float
-    per_sequence: float
-
-    def __call__(self, sequences: int) -> float:
-        return self.fixed + self.per_sequence * sequences
-
-    @classmethod
-    def through(cls, at_one: float, at_two: float) -> "Line":
-        return cls(2 * at_one - at_two, at_two - at_one)
-
-    def __add__(self, other: "Line") -> "Line":
-        return Line(self.fixed + other.fixed, self.per_sequence + other.per_sequence)
-
-    def __sub__(self, other: "Line") -> "Line":
-        return Line(self.fixed - other.fixed, self.per_sequence - other.per_sequence)
-
-    def times(self, factor: float) -> "Line":
-        return Line(self.fixed * factor, self.per_sequence * factor)
 
 
 @dataclass(frozen=True)
@@ -242,14 +219,13 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
     share = call.activation_checkpointing
     if isinstance(share, float):
         none, full = (_trace(keyed, replace(call, activation_checkpointing=mode)) for mode in ("none", "full"))
-        return replace(full, per_layer=full.per_layer.times(share) + none.per_layer.times(1 - share))
+        return replace(full, per_layer=full.per_layer * share + none.per_layer * (1 - share))
     model_config = keyed.config
     has_kinds = call.mixers and not _follow_layers(model_config)
     kinds = list(getattr(model_config, "layer_types", None) or []) if has_kinds else []
     if len(set(kinds)) > 1:
         of_kinds = [_trace(_of_one_kind(model_config, kind), call) for kind in kinds]
-        lines = [activations.per_layer for activations in of_kinds]
-        mean = Line(fmean(line.fixed for line in lines), fmean(line.per_sequence for line in lines))
+        mean = sum(found.per_layer for found in of_kinds) / len(of_kinds)
         return replace(max(of_kinds, key=lambda found: found.backward(1)), per_layer=mean)
     if call.mixers:
         call = replace(call, compiled=False)  # mixers with document rows run outside compiled layers
@@ -260,7 +236,7 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             short = _trace(keyed, replace(call, window=replace(call.window, sequence_length=TRACED_LENGTH)))
             longer = length / TRACED_LENGTH
             lines = (short.outside, short.before, short.per_layer, short.backward, short.hidden)
-            return Activations(*(Line(line.fixed, line.per_sequence * longer) for line in lines))
+            return Activations(*(Line([line(0), longer * (line(1) - line(0))]) for line in lines))
     counts = (call.sequences,) if call.sequences else (1, 2)
     measured = {(layers, n): _measure(model_config, layers, n, call) for layers in (1, 2) for n in counts}
     if call.compiled:
@@ -268,8 +244,10 @@ def _trace(keyed: KeyedConfig, call: ForwardPass) -> Activations:
             measured[1, n] |= _compiled_layer(model_config, n, call)
 
     def line(key: str, layers: int) -> Line:
-        found = [measured[layers, n][key] for n in counts]
-        return Line.through(*found) if len(found) == 2 else Line(0.0, found[0] / call.sequences)
+        if call.sequences:
+            return Line([0.0, measured[layers, call.sequences][key] / call.sequences])
+        at_one, at_two = (measured[layers, n][key] for n in counts)
+        return Line([2 * at_one - at_two, at_two - at_one])
 
     per_layer = line("kept", 2) - line("kept", 1)
     outside = line("kept", 1) - per_layer

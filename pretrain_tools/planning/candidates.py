@@ -63,9 +63,6 @@ class Case:
         """
         return largest_footprint(self.run, layout, sequences)
 
-    def fits(self, memory: Memory) -> bool:
-        return memory.total <= self.hardware.usable_bytes
-
     def step(self, layout: Layout, sequences: int) -> StepTime:
         """Estimates the step time.
 
@@ -223,8 +220,10 @@ def consider_layout(layout: Layout, case: Case, problems: list[str] | None = Non
         return Candidate(layout, notes)
     micro_batch = config.batch.sequences_per_micro_batch
     memory = case.memory(layout, micro_batch)
-    fits = case.fits(memory)
-    largest = largest_that_fits(possible, lambda n: case.fits(case.memory(layout, n)))
+    usable = case.hardware.usable_bytes
+    fits = memory.total <= usable
+    count = bisect.bisect_right(possible, usable, key=lambda n: case.memory(layout, n).total)
+    largest = possible[count - 1] if count else None
     if name == "cp":
         notes.append(f"{name}: {layout.cp} of {layout.ranks} processes share each sequence")
     used = micro_batch if fits and micro_batch in possible else largest
@@ -280,12 +279,6 @@ def could_run(run: PlannedRun, layout: Layout) -> bool:
     )
 
 
-def largest_that_fits(ascending: list[int], fits) -> int | None:
-    """Finds the largest value that fits, by binary search."""
-    count = bisect.bisect_left(ascending, True, key=lambda value: not fits(value))
-    return ascending[count - 1] if count else None
-
-
 def batch_problems(config: RunConfig, ranks: int, parts: int) -> list[str]:
     """Explains why the batch can't be divided among the processes, using the trainer's check."""
     try:
@@ -313,13 +306,12 @@ def strategy_problems(run: PlannedRun, layout: Layout) -> list[str]:
 
 def recommend(candidates: list[Candidate]) -> Candidate | None:
     """Chooses the simplest of the fastest candidates, preferring the recipe's micro-batch; None if none fits."""
+    order = list(STRATEGIES)
     return min(
-        fastest_of(candidates), key=lambda candidate: (not candidate.fits, *simplicity(candidate)), default=None
+        fastest_of(candidates),
+        key=lambda candidate: (not candidate.fits, order.index(candidate.name), not candidate.layout.is_planned),
+        default=None,
     )
-
-
-def simplicity(candidate: Candidate) -> tuple[int, bool]:
-    return list(STRATEGIES).index(candidate.name), not candidate.layout.is_planned
 
 
 def fastest_of(candidates: list[Candidate]) -> list[Candidate]:

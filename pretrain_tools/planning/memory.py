@@ -275,7 +275,8 @@ class Memory:
     @property
     def total(self) -> float:
         """Total bytes on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        # A Python float, because comparisons of numpy's floats can't be written as JSON.
+        return float(self.parameters + self.gradients + self.optimizer + self.activations + self.buffers)
 
 
 @once_per_config

@@ -127,13 +127,10 @@ def find_causes(evidence: Evidence) -> list[Cause]:
 
 
 def named(ranks: list[RankSteps]) -> str:
-    """Formats ranks, such as 'rank 1' or 'ranks 0, 1 and 5'. Lists only the first five of more than six ranks."""
-    numbers = [f"{rank.rank}" for rank in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 6:
-        return f"ranks {', '.join(numbers[:5])} and {len(numbers) - 5} more"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+    """Formats ranks, such as 'rank 1', 'ranks 0, 1', or 'ranks 0, 1, 2, 3, 4 and 3 more'."""
+    numbers = ", ".join(str(rank.rank) for rank in ranks[:5])
+    more = f" and {len(ranks) - 5} more" if len(ranks) > 5 else ""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {numbers}{more}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -164,12 +161,11 @@ def slow_data(evidence: Evidence) -> Cause | None:
     if not late:
         return None
     worst = max(late, key=lambda rank: rank.typical("data"))
-    others = ""
-    if len(late) < len(evidence.ranks):
-        others = f"; the other ranks wait for {'it' if len(late) == 1 else 'them'}"
     seconds = worst.typical("data")
-    verb = "waits" if len(late) == 1 else "wait"
-    text = f"on {worst.facts['host']}, {named(late)} {verb} for data for {evidence.part(seconds)}{others}"
+    text = (
+        f"{named(late)} waited for data, up to {evidence.part(seconds)} on {worst.facts['host']}; all ranks wait for "
+        "the slowest one"
+    )
     remedy = "copy the shards to a local disk, or check for other load on the disk or the network"
     return Cause("waiting for data", seconds, text, remedy)
 
@@ -267,11 +263,9 @@ def synchronizing_lines(evidence: Evidence) -> Cause | None:
     if not often:
         return None
     idle = evidence.median("idle")
-    more = f" and {len(often) - 5} more" if len(often) > 5 else ""
-    verb = "waits" if len(often) == 1 else "wait"
     text = (
-        f"{counted(len(often), 'line')} {verb} for the device in every micro-step: {', '.join(often[:5])}{more}; the "
-        f"GPU is idle for {milliseconds(idle)} per step"
+        f"{counted(len(often), 'line')} with a wait for the device in every micro-step, most often "
+        f"{', '.join(often[:5])}; the GPU is idle for {milliseconds(idle)} per step"
     )
     remedy = "keep the value on the device (torch.where, masks), or read it once per step after the update"
     return Cause("synchronizing line", idle, text, remedy)

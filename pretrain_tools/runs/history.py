@@ -8,7 +8,7 @@ step it went back to.
 import json
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -282,6 +282,12 @@ def read_end(run: Path) -> list[Event]:
     # Comparing prefixes is faster than parsing 4 MB of JSON.
     rare = [line for line in lines[:-LAST_LINES] if not line.startswith(FREQUENT)]
     return current_events(parse_lines([*rare, *lines[-LAST_LINES:]]))
+
+
+def end_of(events: Sequence[Event]) -> Event:
+    """Returns the `end` event of the newest process, or {} if that process is still training or has crashed."""
+    last = next((event for event in reversed(events) if event["event"] in ("end", "start", "train")), {})
+    return last if last.get("event") == "end" else {}
 
 
 def last_start(run: Path) -> Event:

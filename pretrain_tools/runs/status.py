@@ -15,7 +15,7 @@ from pretrain.runs.event_log import Event
 from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE, MIRROR_STATUS, heartbeat_path, latest_step, read_json
 from pretrain.terminal import printable, sparkline
 from pretrain.units import count_text, counted, duration_text, table
-from pretrain_tools.runs.history import find_runs, is_number, last_start, read_end, require_run
+from pretrain_tools.runs.history import end_of, find_runs, is_number, last_start, read_end, require_run
 
 STALE_HEARTBEAT_SECONDS = 60.0
 """Age at which a heartbeat indicates a dead or hanging process. Heartbeats are written every few seconds."""
@@ -92,13 +92,11 @@ def read_status(run: Path) -> RunStatus:
     last = {event["event"]: event for event in events}
     train = last.get("train", {})
     alive = is_training(run)
-    # An `end` followed by a start or a step belongs to an earlier process.
-    ended = next((e for e in reversed(events) if e["event"] in ("end", "train", "start", "resume")), {})
-    end = ended if ended.get("event") == "end" else None
+    end = end_of(events)
     logged = (run / METRICS_FILE).stat().st_mtime
     # Without a lock or heartbeat, assume that the run is alive if its log was written recently.
     if alive is None:
-        alive = end is None and time.time() - logged < STALE_HEARTBEAT_SECONDS
+        alive = not end and time.time() - logged < STALE_HEARTBEAT_SECONDS
     reached = (train.get("step"), last.get("start", {}).get("step"), last.get("rollback", {}).get("to_step"))
     step = next((step for step in reached if is_number(step)), None)
     # `runs.py anneal` changes the last step, which is recorded in a `control` event.
@@ -108,8 +106,8 @@ def read_status(run: Path) -> RunStatus:
     holder = read_json(run / LOCK_FILE) or heartbeat
     return RunStatus(
         folder=run,
-        state="running" if alive else "crashed" if end is None else "finished" if end.get("code") == 0 else "stopped",
-        reason=None if alive or end is None else str(end.get("reason")),
+        state="running" if alive else "crashed" if not end else "finished" if end.get("code") == 0 else "stopped",
+        reason=None if alive or not end else str(end.get("reason")),
         where=f"process {holder.get('pid', '?')} on {holder.get('host', '?')}" if alive and holder else None,
         step=step,
         total_steps=total_steps,

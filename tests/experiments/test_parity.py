@@ -17,7 +17,9 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
+from pretrain.recipe import read_run_config
 from pretrain.runs.run_folder import read_json
+from pretrain.training.auto_settings import resolve_auto
 from pretrain_tools.experiments import parity
 from pretrain_tools.experiments.parity import (
     Curve,
@@ -135,15 +137,15 @@ def test_a_recipe_that_cannot_run_at_all_is_refused_with_the_reason(recipe, tmp_
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_can_be_shortened(recipe):
-    overrides = run_overrides(recipe, [], 20, "fp32")
+    overrides = run_overrides(resolve_auto(read_run_config(recipe), 2), [], 20, "fp32")
     assert overrides[overrides.index("--budget") + 1] == "{steps: 20}"
     assert int(overrides[overrides.index("--optim.warmup_steps") + 1]) <= 2
 
 
 def test_settings_can_be_changed_on_the_command_line():
-    overrides = run_overrides(
-        ROOT / "recipes/demo.yaml", [("optim.name", "adamw"), ("budget.tokens", "9M")], 20, "fp32"
-    )
+    changes = [("optim.name", "adamw"), ("budget.tokens", "9M")]
+    config = resolve_auto(read_run_config(ROOT / "recipes/demo.yaml", changes), 2)
+    overrides = run_overrides(config, changes, 20, "fp32")
     assert overrides[:2] == ["--optim.name=adamw", "--budget.tokens=9M"]
     assert overrides.index("--budget") > 1, "the short budget must come later, so that it takes precedence"
 

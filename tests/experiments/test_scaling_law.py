@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from pretrain_tools.experiments.scaling_law import (
-    Drawn,
+    HUBER_WIDTH,
+    PRIOR_SDS,
     _fit,
-    _objective,
     fit_scaling_law,
     law_of,
     law_values,
@@ -72,11 +72,21 @@ def test_fits_reach_a_minimum():
     n, d = random.standard_normal((2, 6))
     theta = np.array([0.5, 0.0, 0.1, 0.3, 0.4])
     y = log_loss(theta, n, d) + 0.01 * random.standard_normal((4, 6))
-    drawn = Drawn(n, d, y, np.full(4, 0.01), np.tile([0.0, 0.0, 0.35, 0.35], (4, 1)))
-    found, objective = _fit(np.tile(theta, (4, 1)) + 0.3, drawn)
+    noise = np.full(4, 0.01)
+    centers = [0.0, 0.0, 0.35, 0.35]
+
+    def objective(theta):
+        e, p, q, alpha, beta = theta.T
+        deviation = np.abs(log_loss(theta.T[:, :, None], n, d) - y) / 0.01
+        huber = np.where(deviation <= HUBER_WIDTH, deviation**2 / 2, HUBER_WIDTH * (deviation - HUBER_WIDTH / 2))
+        from_priors = (np.stack([e, p - q, alpha, beta], axis=1) - centers) / PRIOR_SDS
+        return huber.sum(axis=1) + (from_priors**2).sum(axis=1) / 2
+
+    found, least = _fit(np.tile(theta, (4, 1)) + 0.3, n, d, y, noise, np.array(centers))
+    assert np.allclose(objective(found), least)
     for _ in range(200):
-        assert (_objective(found + 1e-3 * random.standard_normal(found.shape), drawn) > objective).all()
-    alone, _ = _fit(theta[None] + 0.3, Drawn(n, d, y[:1], drawn.noise[:1], drawn.centers[:1]))
+        assert (objective(found + 1e-3 * random.standard_normal(found.shape)) > least).all()
+    alone, _ = _fit(theta[None] + 0.3, n, d, y[:1], noise[:1], np.array(centers))
     assert np.allclose(alone[0], found[0], atol=1e-4)
 
 

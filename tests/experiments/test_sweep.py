@@ -173,6 +173,23 @@ def test_only_its_own_folder_continues_a_sweep(recipe, tmp_path, monkeypatch):
     assert sorted(run.iterdir()) == before and len(trained) == 2
 
 
+def test_another_sweep_does_not_overwrite_the_results_in_its_folder(recipe, tmp_path, monkeypatch):
+    trained = record_instead_of_training(monkeypatch, lambda config: {"x": config.optim.learning_rate})
+    output = tmp_path / "sweep"
+    asked = request("optim.learning_rate=1e-3,2e-3", recipe=recipe, output=output)
+    assert sweeps.run_sweep(asked, None) == 0
+    before = (output / "results.json").read_bytes()
+    held = '--vary {"optim.learning_rate": ["1e-3", "2e-3"]}, but got --vary {"optim.'
+    for vary in ("optim.weight_decay=0,0.1", "optim.learning_rate=2e-3,4e-3"):
+        said = refusal(replace(asked, axes=tuple(read_axes([vary]))))
+        assert f"{output}: contains a sweep with {held}" in said and "or a different --output" in said
+    assert sweep(recipe, output, "--vary", vary, check=False).returncode == 2
+    assert (output / "results.json").read_bytes() == before and len(trained) == 2
+    # More values keep all results.
+    assert sweeps.run_sweep(replace(asked, axes=tuple(read_axes(["optim.learning_rate=1e-3,2e-3,4e-3"]))), None) == 0
+    assert len(trained) == 3
+
+
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")

@@ -11,7 +11,7 @@ from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
 from pretrain.parallel.registry import STRATEGIES
 from pretrain.registry import load_extensions
-from pretrain_tools.planning.activations import ForwardPass, Line, trace_activations
+from pretrain_tools.planning.activations import ForwardPass, trace_activations
 from pretrain_tools.planning.candidates import work_of_run
 from pretrain_tools.planning.footprints import footprint
 from pretrain_tools.planning.layouts import layout
@@ -101,11 +101,6 @@ def test_optimizer_state_is_that_of_the_real_optimizer(model_config, model_file,
     assert optimizer_elements(name, sizes_of(model_config)) == kept
 
 
-def test_a_line_goes_through_its_points():
-    line = Line.through(10.0, 13.0)
-    assert [line(n) for n in (1, 2, 10)] == [10.0, 13.0, 37.0]
-
-
 def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     """Hooks record the tensors that autograd saves."""
     act = trace_activations(model_config, ForwardPass(WindowSpec(64, False), torch.float32, autocast=False))
@@ -131,7 +126,7 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):
     act = trace_activations(model_config, ForwardPass(WindowSpec(64, True), torch.float32, autocast=True))
     matrices = sizes_of(model_config).layer - 2 * SHAPE["hidden_size"]
-    assert act.per_layer.fixed == 2 * matrices, "autocast's bf16 copies of a layer's matrices must be counted once"
+    assert act.per_layer(0) == 2 * matrices, "autocast's bf16 copies of a layer's matrices must be counted once"
 
 
 def test_compiled_layers_keep_less(model_config, model_file):

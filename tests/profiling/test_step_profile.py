@@ -65,7 +65,7 @@ def test_a_slow_disk_is_named(train, tmp_path):
     ended = train("--profile", STEPS, faults=[{"where": "disk", "seconds": 0.4}])
     found = causes_of(ended, tmp_path / "run")
     assert list(found) == ["waiting for data"]
-    assert "rank 1 waits for data for " in found["waiting for data"]
+    assert "rank 1 waited for data, up to " in found["waiting for data"]
 
 
 def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):

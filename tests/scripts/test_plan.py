@@ -24,7 +24,6 @@ from pretrain_tools.planning.candidates import (
     Case,
     command_of,
     consider_layout,
-    largest_that_fits,
     micro_batches,
     reason_of,
     recommend,
@@ -36,7 +35,7 @@ from pretrain_tools.planning.candidates import (
 from pretrain_tools.planning.footprints import largest_footprint
 from pretrain_tools.planning.hardware_options import find_gpu
 from pretrain_tools.planning.layouts import Layout, layout, layouts, products
-from pretrain_tools.planning.memory import PlannedRun, sizes_of
+from pretrain_tools.planning.memory import Memory, PlannedRun, sizes_of
 from pretrain_tools.planning.report import PARTS, build_plan, comment_of, plan_json, plan_verdict, remarks
 from pretrain_tools.planning.step_time import COMMUNICATION_BYTES, CONTEXT_BYTES, FRAGMENTATION, Hardware, StepTime
 from pretrain_tools.planning.traffic import Links
@@ -202,16 +201,20 @@ def test_the_largest_micro_batch_fits_and_divides_the_batch(recipe):
     assert chosen.memory.total <= plan.hardware.usable_bytes
 
 
+@pytest.mark.parametrize("found", [None, 1, 4, 32])
+def test_largest_micro_batch_is_found_by_bisection(found, recipe, monkeypatch):
+    monkeypatch.setattr(Case, "memory", lambda case, layout, sequences: Memory(sequences, 0, 0, 0, 0, "loss"))
+    case = case_of(recipe, gpus=2)
+    gpu = replace(case.hardware.gpu, memory_bytes=((found or 0.5) + CONTEXT_BYTES + COMMUNICATION_BYTES) / 0.92)
+    case = replace(case, hardware=replace(case.hardware, gpu=gpu))
+    assert consider_layout(layout("ddp", 2), case).largest_micro_batch == found
+
+
 def test_auto_on_a_t4_is_fp16_only_under_strategies_that_scale_the_loss(recipe):
     auto, fp16, fp32 = (plan_of(recipe, ("precision", name), gpu="t4", gpus=2) for name in ("auto", "fp16", "fp32"))
     memory = candidate(auto, "ddp").memory
     assert memory == candidate(fp16, "ddp").memory and memory.total < candidate(fp32, "ddp").memory.total
     assert candidate(auto, "fsdp2").memory == candidate(fp32, "fsdp2").memory
-
-
-@pytest.mark.parametrize(("limit", "found"), [(0, None), (1, 1), (5, 4), (8, 8), (100, 16)])
-def test_largest_is_found_by_bisection(limit, found):
-    assert largest_that_fits([1, 2, 4, 8, 16], lambda n: n <= limit) == found
 
 
 def test_what_cannot_run_is_reported_with_the_reason(recipe):

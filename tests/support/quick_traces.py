@@ -8,6 +8,6 @@ def use_quick_traces(monkeypatch) -> None:
     def trace(model_config, call):
         per_sequence = call.window.sequence_length * model_config.hidden_size * 2.0
         kept = 2.0 if call.activation_checkpointing == "full" else 34.0
-        return Activations(*(Line(0.0, factor * per_sequence) for factor in (2.0, 2.0, kept, 60.0, 2.0)))
+        return Activations(*(Line([0.0, factor * per_sequence]) for factor in (2.0, 2.0, kept, 60.0, 2.0)))
 
     monkeypatch.setattr(memory, "trace_activations", trace)
