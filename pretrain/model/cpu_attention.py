@@ -71,13 +71,18 @@ def attend_by_products(
     positions_T = torch.arange(length, device=query_BHTE.device)
     is_hidden = positions_T[:, None] < positions_T
     if cu_seq_lens is not None:
-        tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=query_BHTE.device)
-        segment_BT = torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+        segment_BT = segment_ids(cu_seq_lens, batch, length)
         is_hidden = (is_hidden | (segment_BT[:, :, None] != segment_BT[:, None]))[:, None]
         is_hidden = is_hidden.expand(batch, heads, length, length).flatten(0, 1)
     hidden = torch.where(is_hidden, -torch.inf, 0.0).to(dtype)
     scores_NTT = torch.baddbmm(hidden, query_NTE.to(dtype), key_NTE.transpose(1, 2).to(dtype), alpha=scale)
     return torch.bmm(scores_NTT.softmax(dim=-1).to(value_NTE.dtype), value_NTE).unflatten(0, (batch, heads))
+
+
+def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    """Returns each token's segment ID, (B, T)."""
+    tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
