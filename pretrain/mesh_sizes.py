@@ -12,7 +12,7 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -148,20 +148,34 @@ def launcher_command() -> tuple[list[str], Path] | None:
     return None
 
 
-def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size as text} from the accelerate config, or {} if it can't be read."""
+def launcher_config() -> tuple[Any, Path | None]:
+    """Returns the launcher's parsed options and the path of its accelerate config, or None for each if unknown."""
     command = launcher_command()
     if command is None:
-        return {}
+        return None, None
     words, folder = command
-    joined = next((word.partition("=")[2] for word in words if word.startswith("--config_file=")), None)
-    following = words[words.index("--config_file") + 1] if "--config_file" in words[:-1] else None
-    if (name := joined or following) is None:
-        return {}
+    from accelerate.commands.config import config_args
+    from accelerate.commands.launch import launch_command_parser
+
+    options = launch_command_parser().parse_args(words)
+    default = None if options.cpu else config_args.default_config_file  # accelerate makes the same choice
+    name = options.config_file or default
+    return options, None if name is None else folder / name
+
+
+def read_launcher_file(path: Path | None) -> dict[str, Any]:
+    """Reads an accelerate config. Returns {} on errors, which accelerate has already reported."""
     try:
-        section = yaml.safe_load((folder / name).read_text(encoding="utf-8")).get("parallelism_config") or {}
-    except (OSError, AttributeError, yaml.YAMLError):
-        return {}  # accelerate has already reported the problem
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def sizes_in_file() -> dict[str, str]:
+    """Returns {dimension: size as text} from the accelerate config, or {} if it can't be read."""
+    _, path = launcher_config()
+    section = read_launcher_file(path).get("parallelism_config") or {}
     return {name: str(section[setting(name)]) for name in DIMENSIONS if setting(name) in section}
 
 
