@@ -109,22 +109,17 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """
     found: dict[str, str] = {}
     rest: list[str] = []
-    place = 0
-    while place < len(words):
-        option, has_value, value = words[place].partition("=")
-        dimension = next((name for name in DROPPED if option == f"--{setting(name)}"), None)
+    following = iter(words)
+    for word in following:
+        option, has_value, value = word.partition("=")
         if option.endswith(".py") or option in ("-m", "--module"):
-            break
+            return found, [*rest, word, *following]
+        dimension = next((name for name in DROPPED if option == f"--{setting(name)}"), None)
         if dimension is None:
-            rest.append(words[place])
-            place += 1
-        elif has_value:
-            found[dimension] = value
-            place += 1
+            rest.append(word)
         else:
-            found[dimension] = words[place + 1] if place + 1 < len(words) else ""
-            place += 2
-    return found, rest + words[place:]
+            found[dimension] = value if has_value else next(following, "")
+    return found, rest
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
@@ -172,13 +167,6 @@ def read_launcher_file(path: Path | None) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size as text} from the accelerate config, or {} if it can't be read."""
-    _, path = launcher_config()
-    section = read_launcher_file(path).get("parallelism_config") or {}
-    return {name: str(section[setting(name)]) for name in DIMENSIONS if setting(name) in section}
-
-
 def requested_sizes() -> dict[str, str]:
     """Returns {dimension: size as text} from the launcher, without sizes of 1."""
     if not environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
@@ -186,8 +174,9 @@ def requested_sizes() -> dict[str, str]:
     in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
     found = {name: text for name, text in in_environment.items() if text is not None}
     if not found.keys() >= set(DROPPED):
-        in_file = sizes_in_file()
-        found = {name: in_file[name] for name in DROPPED if name in in_file} | found
+        _, path = launcher_config()
+        section = read_launcher_file(path).get("parallelism_config") or {}
+        found = {name: str(section[setting(name)]) for name in DROPPED if setting(name) in section} | found
     return {name: found[name].lower() for name in DIMENSIONS if found.get(name, "1") != "1"}
 
 
