@@ -102,6 +102,11 @@ def processes_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def processes_here() -> int:
+    """Returns the number of launched processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Splits a launcher's arguments into {dimension: size}, for sizes that accelerate doesn't support, and the rest.
 
