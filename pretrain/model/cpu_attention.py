@@ -98,27 +98,26 @@ def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
-def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
+def segments_of(cu_seq_lens: Tensor, length: int) -> list[tuple[slice, slice]]:
     """Returns (rows, positions) for each segment. Groups adjacent rows that have only one segment each."""
-    ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(cu_seq_lens.tolist()):
         if start == end:
             continue
         row, first = divmod(start, length)
-        whole = end - start == length
-        if whole and segments and segments[-1][1] == slice(0, length) and segments[-1][0].stop == row:
-            segments[-1] = (slice(segments[-1][0].start, row + 1), slice(0, length))
-        else:
-            segments.append((slice(row, row + 1), slice(first, first + end - start)))
+        first_row = row
+        positions = slice(first, first + end - start)
+        if segments and segments[-1][1] == positions == slice(0, length):
+            first_row = segments.pop()[0].start
+        segments.append((slice(first_row, row + 1), positions))
     return segments
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
     """Returns (rows, positions, True to use blocks of queries) for each attention call, in order."""
-    batch, heads, length, _ = query_BHTE.shape
+    _, heads, length, _ = query_BHTE.shape
     parts = []
-    for rows, positions in segments_of(cu_seq_lens, batch, length):
+    for rows, positions in segments_of(cu_seq_lens, length):
         tokens = positions.stop - positions.start
         if not in_blocks(query_BHTE.dtype, rows.stop - rows.start, tokens):
             parts.append((rows, positions, False))
