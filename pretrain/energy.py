@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pretrain.gpus import gpu_called
+from pretrain.mesh_sizes import processes_here
 
 POWERCAP = Path("/sys/class/powercap")
 WATTS_PER_THREAD = 4.0
@@ -35,7 +36,7 @@ class EnergyMeter:
     """
 
     def __init__(self, device: torch.device, ranks: int, powercap: Path = POWERCAP):
-        local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        local = min(ranks, processes_here())
         self._machines = -(-ranks // local)
         self._readers, self.how = _readers(device, local, powercap)
         """How the values were obtained: 'measured by NVML', 'estimated: ...', or None."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pretrain.gpus import gpu_called
+from pretrain.mesh_sizes import processes_here, processes_launched
 from pretrain.units import bytes_text, counted
 
 M_TRIM_THRESHOLD = -1
@@ -88,9 +89,8 @@ def environment_warnings(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return []
     found = [few_cores()]
-    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     has_adapters = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
-    if has_adapters and int(os.environ.get("WORLD_SIZE", 1)) > processes_here:
+    if has_adapters and processes_launched() > processes_here():
         found.append(unused_infiniband())
     return [*filter(None, found)]
 
@@ -99,7 +99,7 @@ def few_cores() -> str | None:
     """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
     cores = available_cores()
     is_bound = cores < (os.cpu_count() or cores)
-    share = cores if is_bound else cores / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    share = cores if is_bound else cores / processes_here()
     if share >= MIN_CORES:
         return None
     return (
@@ -231,7 +231,7 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return whole // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return whole // processes_here()
 
 
 def available_cores() -> int:
@@ -247,7 +247,7 @@ def use_all_cores() -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     launched = "LOCAL_RANK" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
     if threads is None or (threads == "1" and launched):
-        torch.set_num_threads(max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, available_cores() // processes_here()))
 
 
 def threads_beside(device: torch.device) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -102,6 +102,11 @@ def processes_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def processes_here() -> int:
+    """Returns the number of launched processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Splits a launcher's arguments into {dimension: size}, for sizes that accelerate doesn't support, and the rest.
 
@@ -109,22 +114,17 @@ def take_own_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """
     found: dict[str, str] = {}
     rest: list[str] = []
-    place = 0
-    while place < len(words):
-        option, has_value, value = words[place].partition("=")
-        dimension = next((name for name in DROPPED if option == f"--{setting(name)}"), None)
+    following = iter(words)
+    for word in following:
+        option, has_value, value = word.partition("=")
         if option.endswith(".py") or option in ("-m", "--module"):
-            break
+            return found, [*rest, word, *following]
+        dimension = next((name for name in DROPPED if option == f"--{setting(name)}"), None)
         if dimension is None:
-            rest.append(words[place])
-            place += 1
-        elif has_value:
-            found[dimension] = value
-            place += 1
+            rest.append(word)
         else:
-            found[dimension] = words[place + 1] if place + 1 < len(words) else ""
-            place += 2
-    return found, rest + words[place:]
+            found[dimension] = value if has_value else next(following, "")
+    return found, rest
 
 
 def launcher_command() -> tuple[list[str], Path] | None:
@@ -148,21 +148,28 @@ def launcher_command() -> tuple[list[str], Path] | None:
     return None
 
 
-def sizes_in_file() -> dict[str, str]:
-    """Returns {dimension: size as text} from the accelerate config, or {} if it can't be read."""
+def launcher_config() -> tuple[Any, Path | None]:
+    """Returns the launcher's parsed options and the path of its accelerate config, or None for each if unknown."""
     command = launcher_command()
     if command is None:
-        return {}
+        return None, None
     words, folder = command
-    joined = next((word.partition("=")[2] for word in words if word.startswith("--config_file=")), None)
-    following = words[words.index("--config_file") + 1] if "--config_file" in words[:-1] else None
-    if (name := joined or following) is None:
-        return {}
+    from accelerate.commands.config import config_args
+    from accelerate.commands.launch import launch_command_parser
+
+    options = launch_command_parser().parse_args(words)
+    default = None if options.cpu else config_args.default_config_file  # accelerate makes the same choice
+    name = options.config_file or default
+    return options, None if name is None else folder / name
+
+
+def read_launcher_file(path: Path | None) -> dict[str, Any]:
+    """Reads an accelerate config. Returns {} on errors, which accelerate has already reported."""
     try:
-        section = yaml.safe_load((folder / name).read_text(encoding="utf-8")).get("parallelism_config") or {}
-    except (OSError, AttributeError, yaml.YAMLError):
-        return {}  # accelerate has already reported the problem
-    return {name: str(section[setting(name)]) for name in DIMENSIONS if setting(name) in section}
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, yaml.YAMLError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def requested_sizes() -> dict[str, str]:
@@ -172,8 +179,9 @@ def requested_sizes() -> dict[str, str]:
     in_environment = {name: os.environ.get(variable(name)) for name in DIMENSIONS}
     found = {name: text for name, text in in_environment.items() if text is not None}
     if not found.keys() >= set(DROPPED):
-        in_file = sizes_in_file()
-        found = {name: in_file[name] for name in DROPPED if name in in_file} | found
+        _, path = launcher_config()
+        section = read_launcher_file(path).get("parallelism_config") or {}
+        found = {name: str(section[setting(name)]) for name in DROPPED if setting(name) in section} | found
     return {name: found[name].lower() for name in DIMENSIONS if found.get(name, "1") != "1"}
 
 

@@ -6,7 +6,6 @@ and allowed values.
 
 import functools
 import json
-import os
 import re
 import reprlib
 import sys
@@ -24,7 +23,7 @@ from pretrain.errors import EXIT_BAD_INPUT, InputError, Problems, did_you_mean, 
 from pretrain.files import is_url, or_shipped
 from pretrain.old_names import current_path, with_current_names
 from pretrain.registry import OPTIMIZERS, SCHEDULES
-from pretrain.terminal import say
+from pretrain.terminal import is_first_process, say
 from pretrain.units import table
 
 brief = reprlib.Repr()
@@ -287,11 +286,11 @@ def own_name(key: str) -> str:
     sections = {path.partition(".")[0].removesuffix("[]") for path in settings}
     theirs = key.replace("-", "_")
     if (now := current_path(key)) != key:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             say(f"--{key}: is now --{now}", sys.stderr)
         return now
     if theirs in SETTINGS_ELSEWHERE:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             say(f"--{key}: interpreted as --{SETTINGS_ELSEWHERE[theirs]} (docs/coming_from.md)", sys.stderr)
         return SETTINGS_ELSEWHERE[theirs]
     if key.partition(".")[0] in {*sections, "config", "profile", "group"}:
@@ -331,7 +330,7 @@ def read_run_config(
     if not isinstance(values, dict):
         raise InputError(f"{path}: must be a mapping of settings (got {type(values).__name__})")
     values, notices = with_current_names(values)
-    if notices and os.environ.get("RANK", "0") == "0":
+    if notices and is_first_process():
         say(f"{path}: {', '.join(notices)} (converted)", sys.stderr)
     if not loads_extensions and values.pop("extensions", None):
         values |= {"optim": {"learning_rate": "auto"}, "loss": {**values.get("loss", {}), "terms": {}}, "trackers": []}

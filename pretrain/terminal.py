@@ -124,9 +124,14 @@ def say(text: str, stream: TextIO | None = None, color: str | None = None) -> No
     LIVE_LINE.print_above(colored(text, color, stream) if color else text, stream)
 
 
+def is_first_process() -> bool:
+    """Returns True on rank 0, or in a process that wasn't launched with others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say_stage(text: str) -> None:
     """Prints a script's current stage to stderr, on rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         say(f"{text} ...", sys.stderr, "dim")
 
 
@@ -141,7 +146,7 @@ def _without_traceback_for_interrupts(
 ) -> None:
     LIVE_LINE.clear()
     if issubclass(kind, KeyboardInterrupt):
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_process():
             print("interrupted", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError, did_you_mean
 from pretrain.model import cpu_attention
-from pretrain.model.cpu_attention import HALF_DTYPES
+from pretrain.model.cpu_attention import HALF_DTYPES, segment_ids
 
 IGNORED = -100
 """Target that the loss ignores."""
@@ -335,7 +335,7 @@ def sdpa(
     mask = attention_mask
     # During generation, a single query attends to every key. is_causal requires as many queries as keys.
     if mask is None and (cu_seq_lens_q is not None or window is not None or 1 < length < keys):
-        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, window)
+        mask = _dense_mask((query_BHTE.shape[0], length, keys), query_BHTE.device, cu_seq_lens_q, window)
     is_causal = mask is None and length > 1
     is_grouped = query_BHTE.shape[1] != key_BGTE.shape[1]
     if is_grouped and device_type == "cuda" and (mask is not None or not has_flash):
@@ -369,7 +369,8 @@ def eager(
     scale = query_BHTE.shape[-1] ** -0.5 if scaling is None else scaling
     mask = attention_mask
     if mask is None:
-        mask = _dense_mask(query_BHTE, key_BGTE, cu_seq_lens_q, sliding_window)
+        shape = (query_BHTE.shape[0], query_BHTE.shape[2], key_BGTE.shape[2])
+        mask = _dense_mask(shape, query_BHTE.device, cu_seq_lens_q, sliding_window)
     scores_BHTT = (query_BHTE @ key_BHTE.transpose(2, 3)).float() * scale
     scores_BHTT = scores_BHTT.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_BHTT + mask
     weights_BHTT = scores_BHTT.softmax(dim=-1).to(value_BHTE.dtype)
@@ -420,14 +421,15 @@ def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None, window: int | None) -> Tensor:
+def _dense_mask(
+    shape: tuple[int, int, int], device: torch.device, cu_seq_lens: Tensor | None, window: int | None
+) -> Tensor:
     """Returns a mask (B or 1, 1, T, keys), True if a query may attend to a key.
 
-    The queries are at the last key positions.
+    The queries are at the last key positions. shape: (B, T, number of keys).
     """
-    batch, _, length, _ = query_BHTE.shape
-    keys = key_BGTE.shape[2]
-    key_position = torch.arange(keys, device=query_BHTE.device)
+    batch, length, keys = shape
+    key_position = torch.arange(keys, device=device)
     distance_TT = key_position[keys - length :, None] - key_position[None, :]
     mask_TT = distance_TT >= 0
     if window is not None:
@@ -438,25 +440,16 @@ def _dense_mask(query_BHTE: Tensor, key_BGTE: Tensor, cu_seq_lens: Tensor | None
     return (mask_TT & (segment_BT[:, :, None] == segment_BT[:, None, :]))[:, None]
 
 
-def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Returns each token's segment ID, (B, T)."""
-    tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
-    return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
-
-
 def _library_masks(cu_seq_lens: Tensor, batch: int, length: int, attention: str) -> Tensor | dict[str, Tensor]:
     """Returns (B, 1, T, T) masks in transformers' format: boolean for sdpa, additive for eager.
 
     Returns one mask for all layers, or {layer type: mask} if `attention` contains `+masks(...)`.
     """
     implementation, _, form = attention.partition("+")
-    segment_BT = segment_ids(cu_seq_lens, batch, length)
-    position = torch.arange(length, device=cu_seq_lens.device)
-    distance_TT = position[:, None] - position[None, :]
-    may_look = ((segment_BT[:, :, None] == segment_BT[:, None, :]) & (distance_TT >= 0))[:, None]
 
     def as_taken(window: str) -> Tensor:
-        allowed = may_look & (distance_TT < int(window)) if window else may_look
+        shape = (batch, length, length)
+        allowed = _dense_mask(shape, cu_seq_lens.device, cu_seq_lens, int(window) if window else None)
         if implementation == "sdpa":
             return allowed
         lowest = torch.finfo(torch.float32).min

@@ -71,13 +71,18 @@ def attend_by_products(
     positions_T = torch.arange(length, device=query_BHTE.device)
     is_hidden = positions_T[:, None] < positions_T
     if cu_seq_lens is not None:
-        tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=query_BHTE.device)
-        segment_BT = torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
+        segment_BT = segment_ids(cu_seq_lens, batch, length)
         is_hidden = (is_hidden | (segment_BT[:, :, None] != segment_BT[:, None]))[:, None]
         is_hidden = is_hidden.expand(batch, heads, length, length).flatten(0, 1)
     hidden = torch.where(is_hidden, -torch.inf, 0.0).to(dtype)
     scores_NTT = torch.baddbmm(hidden, query_NTE.to(dtype), key_NTE.transpose(1, 2).to(dtype), alpha=scale)
     return torch.bmm(scores_NTT.softmax(dim=-1).to(value_NTE.dtype), value_NTE).unflatten(0, (batch, heads))
+
+
+def segment_ids(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
+    """Returns each token's segment ID, (B, T)."""
+    tokens = torch.arange(batch * length, dtype=cu_seq_lens.dtype, device=cu_seq_lens.device)
+    return torch.searchsorted(cu_seq_lens, tokens, right=True).view(batch, length)
 
 
 def in_blocks(dtype: torch.dtype, windows: int, tokens: int) -> bool:
@@ -93,27 +98,26 @@ def serves_windows(dtype: torch.dtype, windows: int, tokens: int) -> bool:
     return own or (dtype in HALF_DTYPES and tokens <= LONGEST_IN_BLOCKS)
 
 
-def segments_of(cu_seq_lens: Tensor, batch: int, length: int) -> list[tuple[slice, slice]]:
+def segments_of(cu_seq_lens: Tensor, length: int) -> list[tuple[slice, slice]]:
     """Returns (rows, positions) for each segment. Groups adjacent rows that have only one segment each."""
-    ends = cu_seq_lens.tolist()
     segments: list[tuple[slice, slice]] = []
-    for start, end in itertools.pairwise(ends):
+    for start, end in itertools.pairwise(cu_seq_lens.tolist()):
         if start == end:
             continue
         row, first = divmod(start, length)
-        whole = end - start == length
-        if whole and segments and segments[-1][1] == slice(0, length) and segments[-1][0].stop == row:
-            segments[-1] = (slice(segments[-1][0].start, row + 1), slice(0, length))
-        else:
-            segments.append((slice(row, row + 1), slice(first, first + end - start)))
+        first_row = row
+        positions = slice(first, first + end - start)
+        if segments and segments[-1][1] == positions == slice(0, length):
+            first_row = segments.pop()[0].start
+        segments.append((slice(first_row, row + 1), positions))
     return segments
 
 
 def query_blocks(cu_seq_lens: Tensor, query_BHTE: Tensor) -> list[tuple[slice, slice, bool]]:
     """Returns (rows, positions, True to use blocks of queries) for each attention call, in order."""
-    batch, heads, length, _ = query_BHTE.shape
+    _, heads, length, _ = query_BHTE.shape
     parts = []
-    for rows, positions in segments_of(cu_seq_lens, batch, length):
+    for rows, positions in segments_of(cu_seq_lens, length):
         tokens = positions.stop - positions.start
         if not in_blocks(query_BHTE.dtype, rows.stop - rows.start, tokens):
             parts.append((rows, positions, False))

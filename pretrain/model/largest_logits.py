@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from pretrain.model.attention import segment_ids
+from pretrain.model.cpu_attention import segment_ids
 
 MAX_LOGITS = {"cpu": 2**21, "cuda": 2**26}
 """Maximum number of logits per block, by device type. They fit into a CPU's cache, or take 256 MB on a GPU."""

@@ -75,8 +75,7 @@ def width_roles(config: PreTrainedConfig) -> dict[str, WidthRole]:
             roles[name] = WidthRole(inputs=False, outputs=any(grown))
         else:
             outputs, inputs = grown[-2:][::-1] if name in transposed else grown[-2:]
-            both = all(grown[-2:])
-            roles[name] = WidthRole(inputs=both or inputs, outputs=both or outputs)
+            roles[name] = WidthRole(inputs, outputs)
     if config.get_text_config().tie_word_embeddings:
         head = WidthRole(inputs=True, outputs=False)
         roles |= {name: head for name in roles if name.rpartition(".")[0] == norm_before_head(here)}
@@ -94,18 +93,17 @@ def norm_before_head(model: PreTrainedModel) -> str:
     Raises InputError if there isn't exactly one, or if its weight isn't initialized to 1, because gains of the form
     1 + weight can't be scaled.
     """
-    layers = layers_of(model)
-    names = [name for name, module in model.named_modules() if any(module is layer for layer in layers)]
-    beside = [
-        (name, module)
-        for name, module in model.named_modules()
-        if list(module.parameters(recurse=False))
-        and all(parameter.dim() == 1 for parameter in module.parameters(recurse=False))
-        and not any(name.startswith(f"{layer}.") for layer in names)
-    ]
-    order = [name for name, _ in model.named_modules()]
+    inside = {module for layer in layers_of(model) for module in layer.modules()}
+    beside = []
+    last = []
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if module in inside:
+            last = []
+        elif own and all(parameter.dim() == 1 for parameter in own):
+            beside.append((name, module))
+            last.append((name, module))
     # Some models declare the final norm before the layers.
-    last = [pair for pair in beside if order.index(pair[0]) > order.index(names[-1])] if names else []
     (name, norm), *others = last or beside or [("", None)]
     if norm is not None and not others:
         norm = copy.deepcopy(norm)

@@ -113,10 +113,9 @@ class MatrixPiece:
         return self.part(tensors).view(self.matrix.shape)
 
     def places(self, rank: int, whole: torch.Tensor, part: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns (view of the whole matrix, view of a rank's flat shard) for each rectangle in the rank's tile."""
+        """Returns (view of the whole matrix, view of a rank's shard) for each rectangle in the rank's tile."""
         tile = self.tiles[rank]
         whole = whole.view(-1) if len(tile) == 1 else whole
-        part = part.view(shape_of(tile))
         return [(whole[outside], part[inside]) for inside, outside in rectangles(tile)]
 
 
@@ -206,18 +205,16 @@ def exchange_results(bucket: Bucket, holders: Holders, tensors, dtype: torch.dty
     longest = max(sum(piece.elements for piece in theirs) for theirs in owned)
     gathered = torch.empty(holders.size, longest, dtype=dtype, device=holders.device)
     views = [
-        consecutive_views(row, [piece.elements for piece in theirs])
+        consecutive_views(row, [piece.matrix.shape for piece in theirs])
         for row, theirs in zip(gathered, owned, strict=True)
     ]
     mine = owned[holders.rank]
-    own_views = views[holders.rank]
-    matrices = [view.view(piece.matrix.shape) for piece, view in zip(mine, own_views, strict=True)]
+    matrices = views[holders.rank]
     copy_all(matrices, [piece.whole(tensors) for piece in mine])
     replace_all([(matrix, piece.matrix) for matrix, piece in zip(matrices, mine, strict=True)])
     # Cloned, because the collective's input and output must not overlap.
     gather_flat(gathered.view(-1), gathered[holders.rank].clone(), holders.group)
-    for theirs, of_rank in zip(owned, views, strict=True):
-        results = [view.view(piece.matrix.shape) for piece, view in zip(theirs, of_rank, strict=True)]
+    for theirs, results in zip(owned, views, strict=True):
         copy_all([piece.whole(tensors) for piece in theirs], results)
 
 
@@ -227,21 +224,18 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     owned = [[piece for piece, owner in bucket if owner == rank] for rank in processes]
     mine = owned[holders.rank]
     parts = [piece.part(tensors) for theirs in owned for piece in theirs]
-    outgoing = [sum(part.numel() for part in of_rank) for of_rank in split_like(parts, owned)]
+    outgoing = [sum(piece.counts[holders.rank] for piece in theirs) for theirs in owned]
     incoming = [sum(piece.counts[rank] for piece in mine) for rank in processes]
     sent = torch.empty(sum(outgoing), dtype=dtype, device=holders.device)
     received = torch.empty(sum(incoming), dtype=dtype, device=holders.device)
-    sent_parts = [
-        view.view(part.shape)
-        for view, part in zip(consecutive_views(sent, map(torch.numel, parts)), parts, strict=True)
-    ]
+    sent_parts = consecutive_views(sent, [part.shape for part in parts])
     copy_all(sent_parts, parts)
     dist.all_to_all_single(received, sent, incoming, outgoing, group=holders.group)
 
-    flat = consecutive_views(torch.empty_like(received), [piece.elements for piece in mine])
-    wholes = [view.view(piece.matrix.shape) for view, piece in zip(flat, mine, strict=True)]
+    wholes = consecutive_views(torch.empty_like(received), [piece.matrix.shape for piece in mine])
     # all_to_all_single orders the received shards by rank.
-    arrived = iter(consecutive_views(received, [piece.counts[rank] for rank in processes for piece in mine]))
+    shapes = [shape_of(piece.tiles[rank]) for rank in processes for piece in mine]
+    arrived = iter(consecutive_views(received, shapes))
     places = [
         pair
         for rank in processes
@@ -259,14 +253,10 @@ def exchange_parts(bucket: Bucket, holders: Holders, tensors, dtype: torch.dtype
     copy_all(parts, sent_parts)
 
 
-def consecutive_views(flat: torch.Tensor, sizes) -> list[torch.Tensor]:
-    """Splits a flat tensor into views of the given sizes."""
-    return [flat[first:end] for first, end in pairwise(accumulate(sizes, initial=0))]
-
-
-def split_like(values: Sequence, groups: Sequence[Sequence]) -> list[Sequence]:
-    """Splits the values into groups with the same lengths as `groups`."""
-    return [values[first:end] for first, end in pairwise(accumulate(map(len, groups), initial=0))]
+def consecutive_views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Returns views of a flat tensor with these shapes, one after another."""
+    ends = accumulate(map(math.prod, shapes), initial=0)
+    return [flat[first:end].view(shape) for (first, end), shape in zip(pairwise(ends), shapes, strict=True)]
 
 
 def copy_all(targets, sources) -> None:

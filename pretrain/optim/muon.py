@@ -264,7 +264,8 @@ class MuonSpec(AdamWSpec):
         problems = []
         fitting = {name: pattern_of(name, settings.muon.split_matrices) for name in hidden}
         for pattern, blocks in settings.muon.split_matrices.items():
-            outputs = {name: self.outputs(name) for name in hidden if fitting[name] == pattern}
+            whole = {name: self.matrix(name, {}) for name in hidden if fitting[name] == pattern}
+            outputs = {name: matrix.shape[matrix.block_dim] for name, matrix in whole.items()}
             wrong = [name for name, size in outputs.items() if size != sum(block_sizes(blocks, size))]
             if not outputs:
                 problems.append(
@@ -278,12 +279,6 @@ class MuonSpec(AdamWSpec):
                     f"which doesn't match {given}"
                 )
         return problems
-
-    def outputs(self, name: str) -> int:
-        """Returns the number of outputs of a weight matrix."""
-        rows, columns = self.model.shapes[name][-2:]
-        halves_dim, _ = self.model.stacks.get(name, (None, False))
-        return columns if name in self.model.transposed or halves_dim == 1 else rows
 
     def matrix(self, name: str, blocks_of: Mapping[str, int | list[int]]) -> HiddenMatrix:
         """Describes a hidden matrix and its blocks. Without a matching pattern, only fused gate and up projections are

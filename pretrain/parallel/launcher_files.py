@@ -9,11 +9,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.config import RunConfig
 from pretrain.errors import did_you_mean
-from pretrain.mesh_sizes import DIMENSIONS, launcher_command, setting
+from pretrain.mesh_sizes import DIMENSIONS, launcher_config, read_launcher_file, setting
 
 FROM_RECIPE = {
     "train_batch_size": "batch.tokens_per_step",
@@ -51,18 +49,10 @@ def conflict(file: str, key: str, value: Any, config: RunConfig, setting: str) -
 
 def command_problems(strategy: str, processes: int) -> list[str]:
     """Compares the launched processes with the launcher's options and config, and returns error messages."""
-    command = launcher_command()
-    if command is None:
+    options, path = launcher_config()
+    if options is None:
         return []
-    words, folder = command
-    from accelerate.commands.config import config_args
-    from accelerate.commands.launch import launch_command_parser
-
-    asked = launch_command_parser().parse_args(words)
-    default = None if asked.cpu else config_args.default_config_file  # accelerate makes the same choice
-    name = asked.config_file or default
-    in_file = None if name is None else read_launcher_file(folder / name).get("num_processes")
-    wanted = asked.num_processes or in_file
+    wanted = options.num_processes or read_launcher_file(path).get("num_processes")
     problems = []
     if wanted not in (None, processes):
         # On CPUs, accelerate needs mpirun to start several processes.
@@ -71,18 +61,9 @@ def command_problems(strategy: str, processes: int) -> list[str]:
             "command line and use_cpu from the accelerate config, or use accelerate_configs/ddp.yaml, which also "
             "works without a GPU"
         )
-    if name is not None:
-        problems += launcher_file_problems(folder / name, strategy)
+    if path is not None:
+        problems += launcher_file_problems(path, strategy)
     return problems
-
-
-def read_launcher_file(path: Path) -> dict[str, Any]:
-    """Reads an accelerate config. Returns {} on errors, which accelerate has already reported."""
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def launcher_file_problems(path: Path, strategy: str) -> list[str]:

@@ -4,8 +4,10 @@ Shapes: B sequences, T positions, D hidden size.
 """
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,27 +27,24 @@ def split_layers(parameters_per_layer: list[int], stages: int, first: int, last:
     `first` and `last` are the parameter counts outside the layers in the first stage (embedding) and in the last stage
     (final norm and head). Dynamic programming minimizes the sum of squared parameter counts.
     """
+    before = [0, *accumulate(parameters_per_layer)]
     layers = len(parameters_per_layer)
-    before = [0]
-    for count in parameters_per_layer:
-        before.append(before[-1] + count)
 
-    def cost(stage: int, start: int, end: int) -> int:
-        extra = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
-        return (before[end] - before[start] + extra) ** 2
+    @functools.cache
+    def best(stage: int, start: int) -> tuple[int, list[int]]:
+        """Returns (sum of squares, end of each stage) if stages from this one on contain the layers from `start`."""
+        if stage == stages:
+            return 0, []
+        later = stages - 1 - stage
+        extra = (0 if stage else first) + (0 if later else last)
+        found = []
+        for end in range(start + 1, layers - later + 1) if later else [layers]:
+            squares, ends = best(stage + 1, end)
+            found.append((squares + (before[end] - before[start] + extra) ** 2, [end, *ends]))
+        return min(found)
 
-    # {end: (sum of squares, end of each stage)} for the best split of the first `end` layers into the stages so far.
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for stage in range(stages):
-        room_for_the_rest = stages - 1 - stage
-        best = {
-            end: min(
-                (best[start][0] + cost(stage, start, end), [*best[start][1], end]) for start in best if start < end
-            )
-            for end in range(stage + 1, layers - room_for_the_rest + 1)
-        }
-    ends = best[layers][1]
-    return [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    _, ends = best(0, 0)
+    return [range(start, end) for start, end in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, is_first_on_machine
+from pretrain.mesh_sizes import processes_here, processes_launched
 
 INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """{variable: format for an interface name}. NCCL treats a name without '=' as a prefix."""
@@ -94,7 +95,7 @@ def choose_interface() -> None:
     GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME unless they are already set. Raises InputError if gloo would fail and the
     interface is ambiguous.
     """
-    machines = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    machines = processes_launched() // processes_here()
     unset = [variable for variable in INTERFACE_SETTINGS if not os.environ.get(variable)]
     if machines < 2 or not unset:
         return
@@ -113,7 +114,7 @@ def choose_interface() -> None:
             return
         name = others[0]
     os.environ.update({variable: INTERFACE_SETTINGS[variable].format(name) for variable in unset})
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_on_machine():
         print(
             f"{socket.gethostname()}: {' and '.join(unset)} set to {name}, the interface that routes to {main}; set "
             "them before launching to override this",

@@ -37,10 +37,6 @@ def replica_differences(groups: Sequence[ReplicaGroup], device: torch.device) ->
             found += compare(list(tensors), torch.stack(of_rank).cpu(), dist.get_process_group_ranks(group))
     if not dist.is_initialized():
         return found
-    any_found = torch.tensor(len(found), device=device)
-    dist.all_reduce(any_found)
-    if not any_found.item():
-        return []
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, found)
     return list(dict.fromkeys(line for lines in everywhere for line in lines))
@@ -52,18 +48,20 @@ def digest_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tor
     # vanishing modulo 2^64.
     longest = min(CHUNK, max(tensor.numel() for tensor in tensors))
     generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1
-    weights_on = {place: weights.to(place) for place in {tensor.device for tensor in tensors}}
-    return torch.stack([digest(tensor, weights_on[tensor.device]).to(device) for tensor in tensors])
+    weights = (torch.randint(-(2**63), 2**63 - 1, (longest,), generator=generator) | 1).to(device)
+    return torch.stack([digest(tensor, weights) for tensor in tensors])
 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sums the elements' bit patterns, weighted by position, modulo 2^64. Integer sums don't depend on the order."""
+    """Sums the elements' bit patterns, weighted by position, modulo 2^64. Integer sums don't depend on the order.
+
+    Offloaded tensors are copied to the weights' device, one chunk at a time.
+    """
     bits = tensor.detach().contiguous().view(-1).view(INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=weights.device)
     for chunk in bits.split(CHUNK):
-        total = total * 1_000_003 + (chunk * weights[: chunk.numel()]).sum()
+        total = total * 1_000_003 + (chunk.to(weights.device) * weights[: chunk.numel()]).sum()
     return total
 
 

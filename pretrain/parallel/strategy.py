@@ -43,7 +43,6 @@ from pretrain.parallel.tensor_group import TensorGroup, load_parts
 
 if TYPE_CHECKING:
     from pretrain.data.dispatch import Dispatcher
-    from pretrain.optim.matrix_exchange import Holders
 
 _Value = TypeVar("_Value")
 
@@ -108,6 +107,24 @@ class Strategy:
     holds_whole_model = True
     """True if each rank has all fp32 weights on its device."""
 
+    sequence_parts = 1
+    """Number of ranks that split each sequence and its targets."""
+    part = 0
+    """Index of this rank's chunk of each sequence."""
+    head_parts = 1
+    """Number of ranks that split the attention heads for the same tokens, evenly and in order."""
+    head_part = 0
+    """Index of this rank's share of the heads."""
+    micro_batches_per_call = 1
+    """Number of micro-batches per model call."""
+    microbatches = 1
+    """Number of microbatches per micro-step that run one after another, as in a pipeline."""
+    dispatcher: "Dispatcher | None" = None
+    """Sends sequences from the first rank to all ranks. None if each rank reads its own."""
+    optimizer_built = ""
+    """Description of the optimizer, set by `prepare`."""
+    average: WeightAverage | None = None
+    """Weight average, if enabled in the recipe."""
     untrained: list[str] | None = None
     """Names of this rank's parameters that had no gradient in the first step. None before the first update."""
     before_step: tuple[Callable[[int], None], ...] = ()
@@ -136,24 +153,6 @@ class Strategy:
         """Index of this rank's share of the batch. Ranks that share a model replica read the same data."""
         self.data_ranks = self.ranks.count
         """Number of shares into which the batch is split."""
-        self.sequence_parts: int = 1
-        """Number of ranks that split each sequence and its targets."""
-        self.part: int = 0
-        """Index of this rank's chunk of each sequence."""
-        self.head_parts: int = 1
-        """Number of ranks that split the attention heads for the same tokens, evenly and in order."""
-        self.head_part: int = 0
-        """Index of this rank's share of the heads."""
-        self.micro_batches_per_call: int = 1
-        """Number of micro-batches per model call."""
-        self.microbatches: int = 1
-        """Number of microbatches per micro-step that run one after another, as in a pipeline."""
-        self.dispatcher: Dispatcher | None = None
-        """Sends sequences from the first rank to all ranks. None if each rank reads its own."""
-        self.optimizer_built = ""
-        """Description of the optimizer, set by `prepare`."""
-        self.average: WeightAverage | None = None
-        """Weight average, if enabled in the recipe."""
         self.loss_terms: torch.nn.Module = torch.nn.ModuleDict()
         """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
         use_all_cores()  # even with a GPU: offloaded AdamW, initialization and export checks run on the CPU
@@ -249,8 +248,10 @@ class Strategy:
         self.name_of = {parameter: name for name, parameter in named_parameters}
         self.spec = build_optimizer.spec
         optimizer = build_optimizer(named_parameters)
-        if self.spec.shares_work:
-            optimizer.muon.copies = self.copies()
+        if self.spec.shares_work and self.ranks.count > 1:
+            from pretrain.optim.matrix_exchange import Holders
+
+            optimizer.muon.copies = Holders(dist.group.WORLD, self.device)
         self.optimizer_built = describe_optimizer(optimizer)
         return optimizer
 
@@ -455,12 +456,6 @@ class Strategy:
         if self.accelerator.scaler is not None and state:
             saved = {"scale": state["scale"], "_growth_tracker": state["growth_tracker"]}
             self.accelerator.scaler.load_state_dict(self.accelerator.scaler.state_dict() | saved)
-
-    def copies(self) -> "Holders | None":
-        """Returns the ranks that can share the update of replicated parameters, or None for a single rank."""
-        from pretrain.optim.matrix_exchange import Holders
-
-        return Holders(dist.group.WORLD, self.device) if self.ranks.count > 1 else None
 
     def replicas(self) -> list[ReplicaGroup]:
         """Returns the weights that must be bitwise equal on several ranks; see `replica_differences`."""

@@ -33,6 +33,7 @@ from pretrain.parallel.replicas import ReplicaGroup
 from pretrain.parallel.strategy import LOSS_TERMS, Strategy, device_type, of_terms, resolve_precision, without_terms
 from pretrain.parallel.tensor_group import TensorGroup, load_parts
 from pretrain.parallel.zero_partitions import Masters, full_shape
+from pretrain.terminal import is_first_process
 
 
 class Zero(Strategy):
@@ -80,7 +81,7 @@ class Zero(Strategy):
 
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
-        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and os.environ.get("RANK", "0") == "0":
+        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and is_first_process():
             print("compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ...", flush=True)
         import deepspeed
 

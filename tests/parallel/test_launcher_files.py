@@ -286,13 +286,15 @@ def test_fsdp_version_1_is_rejected(config, environment, tmp_path, monkeypatch):
 def test_several_processes_on_cpus_are_refused_if_accelerate_starts_one(tmp_path, monkeypatch):
     answers = {"type of machine": "multi-CPU", "How many processes": "2"}
     path = accelerate_config(tmp_path / "mine.yaml", answers, monkeypatch)
-    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["--config_file", str(path), "train.py"], ROOT))
+    monkeypatch.setattr(
+        "pretrain.mesh_sizes.launcher_command", lambda: (["--config_file", str(path), "train.py"], ROOT)
+    )
     (problem,) = command_problems("single", 1)
     assert problem.startswith("launcher: num_processes: 2 was requested, but 1 was started; remove --cpu")
     words = ["--config_file", str(path), "--num_processes", "1", "train.py"]
-    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, ROOT))
+    monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (words, ROOT))
     assert command_problems("single", 1) == []
-    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (["train.py"], ROOT))
+    monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (["train.py"], ROOT))
     assert command_problems("single", 1) == [], "there is no default config file"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert command_problems("single", 1) == [problem]
@@ -313,7 +315,7 @@ def test_a_file_for_another_strategy_is_reported():
 def test_the_launchers_command_line_is_compared_with_the_launch(monkeypatch):
     """Options must be read in both spellings, but only if they come before the script name."""
     words = ["--config_file", "a.yaml", "--num_processes=4", "train.py", "--num_processes", "2"]
-    monkeypatch.setattr(launcher_files, "launcher_command", lambda: (words, Path("nowhere")))
+    monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: (words, Path("nowhere")))
     monkeypatch.setattr(launcher_files, "launcher_file_problems", lambda path, strategy: [f"{path} for {strategy}"])
     assert command_problems("ddp", 4) == ["nowhere/a.yaml for ddp"]
     assert command_problems("ddp", 1)[0].startswith("launcher: num_processes: 4 was requested, but 1 was started;")
