@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
-from pretrain.data.sampling import Permutation, Stream, key_of
+from pretrain.data.sampling import Stream, key_of
 from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
@@ -167,7 +167,6 @@ class Batches:
         """First step that begins in each stage."""
         self.segments = self._plan(data)
         self._starts = [segment.first_sample for segment in self.segments]
-        self._permutations: dict[tuple[int, int, int], Permutation] = {}
         self._first_located = 0
         self._span_located = 1
         self._windows_located = []
@@ -439,7 +438,6 @@ class Batches:
                 length=segment.length,
                 windows=int(self._windows_per_epoch[segment.length][number]),
                 key=partial(self._key, segment, number),
-                permutation=partial(self._permutation, number, segment),
             )
             found = np.asarray(self._sampler(draw[here], stream))
             most = stream.tokens - stream.length - 1
@@ -458,15 +456,6 @@ class Batches:
         # data.sequence_length have no span, for compatibility with runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
         return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
-
-    def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
-        if (source, epoch, segment.length) not in self._permutations:
-            # Keep the previous epoch's permutation, because a batch may have windows from both epochs.
-            self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
-            windows = int(self._windows_per_epoch[segment.length][source])
-            key = self._key(segment, source, "epoch", epoch)
-            self._permutations[source, epoch, segment.length] = Permutation(windows, key)
-        return self._permutations[source, epoch, segment.length]
 
     def _plan(self, data: Data) -> list[Segment]:
         skipped = sum(count for _, count in self.skipped)
