@@ -15,25 +15,25 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
+from pretrain.data.packing import Packing
 from pretrain.data.sampling import Stream, key_of
 from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.registry import SAMPLERS
 
-if TYPE_CHECKING:
-    from pretrain.data.packing import Packing
-
 PATTERN_LENGTH = 10_000
 """Length of the interleaving pattern in windows. Mixture weights are exact to four digits."""
 
 LOCATED_SAMPLES = 256
 """Minimum number of windows to locate per call."""
+
+_Samples = TypeVar("_Samples", int, np.ndarray)
 
 SkippedRange = tuple[int, int]
 """(index of the first sample to skip, number of samples to skip)."""
@@ -181,17 +181,12 @@ class Batches:
             from pretrain.data.transformations import Transformations
 
             self._transform = Transformations(data, manifests[0], seed)
-        self.packings = self._packed() if data.sampling == "best_fit" else {}
-        """{(source index, window length): packed windows}; empty for other samplers."""
-
-    def _packed(self) -> "dict[tuple[int, int], Packing]":
-        from pretrain.data.packing import Packing
-
-        return {
-            (number, length): Packing(reader, length, int(windows[number]))
-            for length, windows in self._windows_per_epoch.items()
-            for number, reader in enumerate(self.readers.values())
-        }
+        self.packings: dict[tuple[int, int], Packing] = {}
+        """{(source index, window length): packed windows}; empty for samplers other than best_fit."""
+        if data.sampling == "best_fit":
+            for length, windows in self._windows_per_epoch.items():
+                for number, reader in enumerate(self.readers.values()):
+                    self.packings[number, length] = Packing(reader, length, int(windows[number]))
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) number of whole windows. Each is at least 1, because a stage may not use the source."""
@@ -310,7 +305,7 @@ class Batches:
         With best-fit packing, `first token` is the window's index times its length. Use `pieces` to resolve it.
         """
         span = self.span_at(first_sample)
-        samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
+        samples = self._unskipped(first_sample + span * np.arange(count, dtype=np.int64))
         source = np.empty(count, np.int64)
         start = np.empty(count, np.int64)
         for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
@@ -365,9 +360,8 @@ class Batches:
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """Returns the samples of steps first_step to last_step (0-based, inclusive) as a range to skip."""
-        first = self.ramp.sequences_before(first_step)
-        end = self.ramp.sequences_before(last_step + 1)
-        first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
+        first = self.first_sample(first_step)
+        last = self._unskipped(self.ramp.sequences_before(last_step + 1) - 1)
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
@@ -384,21 +378,13 @@ class Batches:
 
     def begins_segment(self, step: int) -> bool:
         """Returns True if the mixture changes at or during `step`, because a stage ends or a source is used up."""
-        before = self.ramp.sequences_before(step)
-        after = self.ramp.sequences_before(step + 1)
-        first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
-        return step > 0 and self._segment_of(first) != self._segment_of(last)
+        ends = [self._unskipped(self.ramp.sequences_before(number) - 1) for number in (step, step + 1)]
+        return step > 0 and self._segment_of(ends[0]) != self._segment_of(ends[1])
 
     def _segment_of(self, sample: int) -> int:
         return bisect.bisect_right(self._starts, sample) - 1
 
-    def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # Ascending, because each range applies to indices already shifted by earlier ranges.
-        for first, count in self.skipped:
-            samples = np.where(samples >= first, samples + count, samples)
-        return samples
-
-    def _unskipped(self, sample: int) -> int:
+    def _unskipped(self, sample: _Samples) -> _Samples:
         return moved_past(self.skipped, sample)
 
     def _first_step_from(self, sample: int) -> int:
@@ -512,11 +498,11 @@ class Batches:
         )
 
 
-def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
-    """Returns the sample that a run reads instead of `sample` when it skips these ranges."""
+def moved_past(ranges: Iterable[SkippedRange], sample: _Samples) -> _Samples:
+    """Returns the sample (or array of samples) that a run reads instead of `sample` when it skips these ranges."""
+    # Ascending, because each range applies to indices already shifted by earlier ranges.
     for first, count in _merged(ranges):
-        if sample >= first:
-            sample += count
+        sample = sample + count * (sample >= first)
     return sample
 
 
