@@ -152,20 +152,21 @@ class Batches:
         self.readers = open_training(data)
         # In order of first appearance in the stages.
         self.folders = list(self.readers)
-        self._numbers, self._read_before = self._continued(origin.sources if origin else ())
+        self._reads = self._continued(origin.sources if origin else ())
+        """Progress in each source before this data, with an empty entry for a new source."""
         self._lengths = [window.sequence_length for window in data.windows]
         """Window length of each stage, in tokens."""
-        read_at = [length for before in self._read_before for length in before]
+        read_at = [length for read in self._reads for length in read.windows]
         self._windows_per_epoch = {
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
         """{window length: (sources,) number of windows per epoch}, including lengths used only earlier in the run."""
-        self.stage_starts = self._stage_starts(data)
+        self.stage_starts = self._stage_starts()
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
         """First step that begins in each stage."""
-        self.segments = self._plan(data)
+        self.segments = self._plan()
         self._starts = [segment.first_sample for segment in self.segments]
         self._first_located = 0
         self._span_located = 1
@@ -193,29 +194,30 @@ class Batches:
         window = replace(self.window, sequence_length=length)
         return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
-    def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
-        """Returns each source's ID and its {window length: windows drawn}. New sources get unused IDs."""
-        left = list(read)
+    def _continued(self, reads: Sequence[SourceRead]) -> list[SourceRead]:
+        """Returns the progress in each source. New sources get unused IDs."""
+        left = list(reads)
+        free = itertools.count(1 + max((read.number for read in reads), default=-1))
         found = []
         for folder, reader in self.readers.items():
+            same = [read for read in left if reader.manifest.sha256.startswith(read.sha256)]
             # Prefer the same folder, because two folders may have the same content. A source may also have moved.
-            same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
-            same.sort(key=lambda entry, folder=folder: entry.shards != folder)
-            found.append(same[0] if same else None)
+            same.sort(key=lambda read, folder=folder: read.shards != folder)
             if same:
                 left.remove(same[0])
-        free = itertools.count(1 + max((entry.number for entry in read), default=-1))
-        numbers = [next(free) if entry is None else entry.number for entry in found]
-        return numbers, [{} if entry is None else entry.windows for entry in found]
+                found.append(replace(same[0], shards=folder))
+            else:
+                found.append(SourceRead(folder, reader.manifest.sha256[:16], next(free), {}))
+        return found
 
     def position(self, step: int) -> DataPosition:
         """Returns the run's position before `step`."""
         sample = self.first_sample(step)
         drawn = self._drawn_before(sample)
         sources = []
-        for place, (folder, reader) in enumerate(self.readers.items()):
+        for place, read in enumerate(self._reads):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
-            sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
+            sources.append(replace(read, windows=windows))
         # Keep unused sources, because the run may use them again.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
@@ -395,9 +397,9 @@ class Batches:
     def _total(self) -> int:
         return self.ramp.total_sequences + sum(count for _, count in self.skipped)
 
-    def _stage_starts(self, data: Data) -> list[int]:
+    def _stage_starts(self) -> list[int]:
         starts = [0]
-        for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
+        for number, (stage, following) in enumerate(itertools.pairwise(self.data.mixtures), start=1):
             # Without skipped samples, so that skipping late in a run doesn't move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
@@ -441,18 +443,18 @@ class Batches:
         # Never change a key: it determines the data order of every resumed run. Keys for windows of
         # data.sequence_length have no span, for compatibility with runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
-        return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
+        return key_of(self.seed, self._reads[source].number, *epoch, *span, purpose)
 
-    def _plan(self, data: Data) -> list[Segment]:
+    def _plan(self) -> list[Segment]:
         skipped = sum(count for _, count in self.skipped)
         segments: list[Segment] = []
         sample = self.origin.sample if self.origin else 0
         drawn = {
-            length: np.array([before.get(length, 0) for before in self._read_before], np.int64)
+            length: np.array([read.windows.get(length, 0) for read in self._reads], np.int64)
             for length in self._windows_per_epoch
         }
         ends = [*self.stage_starts[1:], self._total]
-        for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
+        for number, (stage, end) in enumerate(zip(self.data.mixtures, ends, strict=True), start=1):
             # A run that ends at the step where its data changes also needs a segment.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
