@@ -12,7 +12,7 @@ each window length.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -65,15 +65,6 @@ class DataPosition:
     sample: int
     """Index of the run's next sample."""
     sources: tuple[SourceRead, ...]
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Restores a position from JSON written with `dataclasses.asdict`."""
-        sources = [
-            SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
-            for source in values["sources"]
-        ]
-        return cls(values["step"], values["sample"], tuple(sources))
 
 
 @dataclass(frozen=True)
