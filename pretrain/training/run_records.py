@@ -15,7 +15,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
-from pretrain.data.manifest import MANIFEST_FILE, SPLITS
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
@@ -41,7 +41,6 @@ from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
-SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -138,14 +137,13 @@ def copy_extensions(config: RunConfig) -> None:
 def data_record(reader: ShardReader) -> dict:
     """Summarizes a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
-    splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
         "vocabulary_size": manifest.vocabulary_size,
         "end_of_document_id": manifest.end_of_document_id,
-        "totals": splits,
+        "totals": {split: counts_in(manifest.shards, split) for split in SPLITS},
         "hub_datasets": hub_datasets_of(fields),
         "contamination": contamination_of(fields),
         "preparation": preparation_of(fields),
@@ -166,13 +164,12 @@ def commit_of(folder: Path) -> str | None:
     """Returns the git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
     if not IS_CHECKOUT:  # site-packages may be inside another repository
         return None
-    git = ["git", "-C", str(folder)]
+    # No tag matches, so git describes the commit by its hash.
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+changes" if changed.strip() else "")
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
