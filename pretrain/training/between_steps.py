@@ -61,7 +61,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     """Updates the progress line without waiting for the device. On a GPU, the loss lags one step behind."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
-    if not run.log.is_live:
+    if not run.log.draws:
         return
     plan = run.plan
     parts = [f"step {step:,}/{plan.total_steps:,}"]
