@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from pretrain import config
 from pretrain.config import WindowSpec
@@ -77,11 +78,7 @@ class Requests:
         """Reads a file written by `write`."""
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        tasks = json.loads(bytes(arrays.pop("tasks")))
-        for task in tasks:
-            task["measures"] = tuple(task["measures"])
-            task["questions"] = tuple(map(tuple, task["questions"]))
-        return cls([Task(**task) for task in tasks], **arrays)
+        return cls(TypeAdapter(list[Task]).validate_json(bytes(arrays.pop("tasks"))), **arrays)
 
     def write(self, path: Path) -> None:
         """Writes the requests to an .npz file atomically."""
@@ -140,39 +137,30 @@ class Windows:
 def packed(requests: Requests, window: WindowSpec) -> Windows:
     """Packs requests into windows, in order."""
     length = window.sequence_length
-    rows: list[list[np.ndarray]] = []
-    numbers: list[list[int]] = []
-    left = 0
-    shortened = 0
-    starts = np.concatenate([[0], requests.ends[:-1]])
-    for number, (start, end) in enumerate(zip(starts, requests.ends, strict=True)):
-        ids = requests.ids[start:end]
-        if len(ids) > length + 1:
-            ids = ids[-(length + 1) :]
-            shortened += 1
-        if len(ids) > left or not window.document_mask:
-            rows.append([])
-            numbers.append([])
-            left = length + 1
-        rows[-1].append(ids)
-        numbers[-1].append(number)
-        left -= len(ids)
-    shape = (len(rows), length)
-    found = Windows(
-        np.zeros((len(rows), length + 1), np.int64), np.zeros(shape, np.int64), np.full(shape, -1), shortened
-    )
-    for row, (parts, of_row) in enumerate(zip(rows, numbers, strict=True)):
-        place = 0
-        for ids, number in zip(parts, of_row, strict=True):
-            end = place + len(ids)
-            found.ids[row, place:end] = ids
-            found.begins[row, place] = 1
-            answer = min(int(requests.answer_tokens[number]), len(ids) - 1)
-            found.request[row, end - 1 - answer : end - 1] = number
-            place = end
-        if place < length:
-            found.begins[row, place] = 1
-    return found
+    sizes = np.diff(requests.ends, prepend=0)
+    kept = np.minimum(sizes, length + 1)
+    places: list[tuple[int, int]] = []  # (window, first position) of each request
+    row = -1
+    end = length + 1
+    for size in kept.tolist():
+        if end + size > length + 1 or not window.document_mask:
+            row += 1
+            end = 0
+        places.append((row, end))
+        end += size
+    shape = (row + 1, length)
+    ids = np.zeros((row + 1, length + 1), np.int64)
+    begins = np.zeros(shape, np.int64)
+    request = np.full(shape, -1)
+    for number, (row, place) in enumerate(places):
+        end = place + kept[number]
+        ids[row, place:end] = requests.ids[requests.ends[number] - kept[number] : requests.ends[number]]
+        begins[row, place] = 1
+        if end < length:  # the next request, or the padding
+            begins[row, end] = 1
+        answer = min(requests.answer_tokens[number], kept[number] - 1)
+        request[row, end - 1 - answer : end - 1] = number
+    return Windows(ids, begins, request, int((sizes > length + 1).sum()))
 
 
 class Benchmarks:
