@@ -10,10 +10,8 @@ Shapes: R requests (a question with one of its answers), D questions, T tokens p
 import json
 import math
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -26,12 +24,14 @@ from pretrain import config
 from pretrain.config import WindowSpec
 from pretrain.model.attention import IGNORED, HostBatch, document_layout
 from pretrain.model.loss import recording_losses
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, run_tool
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.run_folder import EVALUATIONS
 from pretrain.training.background_jobs import task_arguments
 
 MEASURES = ("acc", "acc_norm", "bits_per_byte")
+LONGEST_TOKENIZING_SECONDS = 24 * 3600.0
+"""Time limit for tokenizing the requests, which may have to be downloaded."""
 
 
 @dataclass(frozen=True)
@@ -173,51 +173,40 @@ class Benchmarks:
     """
 
     def __init__(self, run: Path, settings: config.Benchmarks, tokenizer: Path):
-        arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
+        self._arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
         if settings.limit is not None:
-            arguments += ["--limit", f"{settings.limit:g}"]
-        name = f"answers-{sha256(json.dumps(arguments).encode()).hexdigest()[:8]}"
-        self.path = run / EVALUATIONS / f"{name}.npz"
-        self.log = self.path.with_suffix(".log")
-        self.settings = settings
-        module = "pretrain_tools.evaluation.answers"
-        self._command = [sys.executable, "-m", module, *arguments, "--output", str(self.path.absolute())]
-        self._process: subprocess.Popen | None = None
+            self._arguments += ["--limit", f"{settings.limit:g}"]
+        name = f"answers-{sha256(json.dumps(self._arguments).encode()).hexdigest()[:8]}"
+        self._path = run / EVALUATIONS / f"{name}.npz"
+        self._tokenizing: Future[Requests | str] | None = None
         self._requests: Requests | None = None
         self._windows: Windows | None = None
 
     def begin(self) -> None:
-        """Starts the process that tokenizes the requests, unless their file exists. Main rank only."""
-        if self.path.is_file():
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-        with open(self.log, "wb") as log:
-            self._process = subprocess.Popen(
-                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        """Starts tokenizing the requests in the background. Main rank only."""
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._tokenizing = executor.submit(self._tokenized)
+        executor.shutdown(wait=False)
+
+    def _tokenized(self) -> Requests | str:
+        if not self._path.is_file():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            words = [*self._arguments, "--output", str(self._path.absolute())]
+            try:
+                run_tool("evaluation.answers", *words, seconds=LONGEST_TOKENIZING_SECONDS)
+            except ToolError as error:
+                return str(error)
+        return Requests.read(self._path)
 
     def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
         """Waits for the tokenized requests and returns them, or an error message."""
         if self._requests is None:
-            process = self._process
-            while strategy.ranks.gather(process is not None and process.poll() is None)[0]:
-                beat()
-                time.sleep(0.05)
-            found: Requests | str | None = None
-            if strategy.ranks.is_main:
-                found = self._written()
+            found = strategy.ranks.by_main(lambda: self._tokenizing.result(), beat)
             found = strategy.ranks.gather(found)[0]
             if isinstance(found, str):
                 return found
             self._requests = found
         return self._requests
-
-    def _written(self) -> Requests | str:
-        if self.path.is_file():
-            return Requests.read(self.path)
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.is_file() else []
-        return "; ".join(line for line in lines if line.strip())[-500:] or f"nothing was written, see {self.log}"
 
     def measure(
         self,
