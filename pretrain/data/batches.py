@@ -384,10 +384,6 @@ class Batches:
         """Returns the first step whose samples are all at or after `sample`; total_steps if there is none."""
         return bisect.bisect_left(range(self.ramp.total_steps), sample, key=self.first_sample)
 
-    @property
-    def _total(self) -> int:
-        return self.ramp.total_sequences + sum(count for _, count in self.skipped)
-
     def _stage_starts(self) -> list[int]:
         starts = [0]
         for number, (stage, following) in enumerate(itertools.pairwise(self.data.mixtures), start=1):
@@ -444,13 +440,19 @@ class Batches:
             length: np.array([read.windows.get(length, 0) for read in self._reads], np.int64)
             for length in self._windows_per_epoch
         }
-        ends = [*self.stage_starts[1:], self._total]
+        ends = [*self.stage_starts[1:], self.ramp.total_sequences + skipped]
         for number, (stage, end) in enumerate(zip(self.data.mixtures, ends, strict=True), start=1):
             # A run that ends at the step where its data changes also needs a segment.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
                 if found is None:
-                    raise InputError(self._exhausted(stage.train, sample - skipped, self._total - skipped))
+                    tokens = self.window.sequence_length
+                    caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in stage.train)
+                    raise InputError(
+                        f"data: the sources are used up ({caps}) after {(sample - skipped) * tokens:,} of "
+                        f"{self.ramp.total_sequences * tokens:,} tokens; raise max_epochs, add a source, or lower the "
+                        "budget"
+                    )
                 segment, windows = found
                 segments.append(segment)
                 sample += min(windows * segment.span, end - sample)
@@ -481,14 +483,6 @@ class Batches:
                 rounds, rest = divmod(int(left[number]) - 1, int(counts[-1, number]))
                 windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
         return Segment(sample, length, self._span(length), pattern, counts, drawn), windows
-
-    def _exhausted(self, sources: list[Source], sample: int, total: int) -> str:
-        tokens = self.window.sequence_length
-        caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in sources)
-        return (
-            f"data: the sources are used up ({caps}) after {sample * tokens:,} of {total * tokens:,} tokens; "
-            "raise max_epochs, add a source, or lower the budget"
-        )
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: _Samples) -> _Samples:

@@ -157,7 +157,7 @@ def continued(
     # Sample indices in a checkpoint include skipped samples. Those in `ramp` don't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
-    if data_changes(plan.identity, identity):
+    if any(plan.identity.get(path) != identity.get(path) for path in DATA):
         origin = contents.get("data")
         if origin is None:
             raise InputError(
@@ -173,11 +173,6 @@ def continued(
     batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
-
-
-def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Returns True if two identities have different data settings (see `run_plan.identity_of`)."""
-    return any(now.get(path) != before.get(path) for path in DATA)
 
 
 def data_digest(plan: RunPlan) -> str:
