@@ -123,19 +123,9 @@ class Windows:
     shortened: int
     """Number of requests that were truncated at the start to fit a window."""
 
-    def part(self, first: int, count: int) -> "Windows":
-        """Returns `count` windows from `first` on, padded with empty windows."""
-        missing = max(0, first + count - max(first, len(self.ids)))
 
-        def rows(values: np.ndarray, empty: int) -> np.ndarray:
-            added = np.full((missing, values.shape[1]), empty, values.dtype)
-            return np.concatenate([values[first : first + count], added])
-
-        return Windows(rows(self.ids, 0), rows(self.begins, 0), rows(self.request, -1), 0)
-
-
-def packed(requests: Requests, window: WindowSpec) -> Windows:
-    """Packs requests into windows, in order."""
+def packed(requests: Requests, window: WindowSpec, multiple: int) -> Windows:
+    """Packs requests into windows, in order. Adds empty windows, so that their number is a multiple of `multiple`."""
     length = window.sequence_length
     sizes = np.diff(requests.ends, prepend=0)
     kept = np.minimum(sizes, length + 1)
@@ -148,10 +138,10 @@ def packed(requests: Requests, window: WindowSpec) -> Windows:
             end = 0
         places.append((row, end))
         end += size
-    shape = (row + 1, length)
-    ids = np.zeros((row + 1, length + 1), np.int64)
-    begins = np.zeros(shape, np.int64)
-    request = np.full(shape, -1)
+    windows = math.ceil((row + 1) / multiple) * multiple
+    ids = np.zeros((windows, length + 1), np.int64)
+    begins = np.zeros((windows, length), np.int64)
+    request = np.full((windows, length), -1)
     for number, (row, place) in enumerate(places):
         end = place + kept[number]
         ids[row, place:end] = requests.ids[requests.ends[number] - kept[number] : requests.ends[number]]
@@ -198,16 +188,6 @@ class Benchmarks:
                 return str(error)
         return Requests.read(self._path)
 
-    def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
-        """Waits for the tokenized requests and returns them, or an error message."""
-        if self._requests is None:
-            found = strategy.ranks.by_main(lambda: self._tokenizing.result(), beat)
-            found = strategy.ranks.gather(found)[0]
-            if isinstance(found, str):
-                return found
-            self._requests = found
-        return self._requests
-
     def measure(
         self,
         model: torch.nn.Module,
@@ -224,20 +204,24 @@ class Benchmarks:
             window: must have the shape that the model was compiled for.
             sequences: number of windows per forward pass.
         """
-        requests = self.requests(strategy, beat)
-        if isinstance(requests, str):
-            return requests
+        together = sequences * strategy.data_ranks
         if self._windows is None:
-            self._windows = packed(requests, window)
+            found = strategy.ranks.by_main(lambda: self._tokenizing.result(), beat)
+            found = strategy.ranks.gather(found)[0]
+            if isinstance(found, str):
+                return found
+            self._requests = found
+            self._windows = packed(found, window, together)
+        requests = self._requests
+        windows = self._windows
         sums = torch.zeros(len(requests.ends), dtype=torch.float64)
         model.eval()
         try:
-            for first in range(0, len(self._windows.ids), sequences * strategy.data_ranks):
-                mine = first + strategy.data_rank * sequences
-                windows = self._windows.part(mine, sequences)
-                layout = document_layout(windows.begins, 1) if window.document_mask else None
-                batch = HostBatch(torch.from_numpy(windows.ids), layout).on_device(strategy.device, attention)
-                request_BT = torch.from_numpy(windows.request)
+            for first in range(strategy.data_rank * sequences, len(windows.ids), together):
+                mine = slice(first, first + sequences)
+                layout = document_layout(windows.begins[mine], 1) if window.document_mask else None
+                batch = HostBatch(torch.from_numpy(windows.ids[mine]), layout).on_device(strategy.device, attention)
+                request_BT = torch.from_numpy(windows.request[mine])
                 is_answer_BT = (request_BT >= 0).to(strategy.device)
                 batch["targets_BT"] = batch["targets_BT"].masked_fill(~is_answer_BT, IGNORED)
                 with torch.no_grad(), recording_losses(model) as losses:
@@ -250,4 +234,4 @@ class Benchmarks:
         finally:
             model.train()
         log_likelihoods = -strategy.sum(sums.to(strategy.device)).cpu().numpy()
-        return requests.scores(log_likelihoods), self._windows.shortened
+        return requests.scores(log_likelihoods), windows.shortened
