@@ -328,11 +328,21 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     problems += of_data
     problems.stop_if_any()
     batches = Batches(data, seed=config.seed, ramp=ramp)
+    stages = [
+        StagePlan(
+            number=number + 1,
+            window=window,
+            model_config=stage_config,
+            flops_per_token=flops_per_token(stage_config, window.sequence_length),
+            sequences_per_micro_batch=micro_batch_of(config, number, ranks, parts),
+        )
+        for number, (window, stage_config) in enumerate(zip(data.windows, stage_configs, strict=True))
+    ]
     return RunPlan(
         **vars(model),
         precision=precision,
         ranks=ranks,
-        stages=stages_of(config, stage_configs, ranks, parts),
+        stages=tuple(stages),
         ramp=ramp,
         ramp_steps=ramp.first_steps,
         schedule=schedule,
@@ -342,27 +352,11 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     )
 
 
-def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int) -> tuple[StagePlan, ...]:
-    """Plans each stage.
-
-    Args:
-        configs: the model config for each stage.
-        ranks, parts: see `sequences_of`.
-    """
-    return tuple(
-        StagePlan(
-            number=number + 1,
-            window=window,
-            model_config=model_config,
-            flops_per_token=flops_per_token(model_config, window.sequence_length),
-            sequences_per_micro_batch=micro_batch_of(config, number, ranks, parts),
-        )
-        for number, (window, model_config) in enumerate(zip(config.data.windows, configs, strict=True))
-    )
-
-
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Returns the largest micro-batch, in sequences, that divides the stage's batch evenly."""
+    """Returns the largest micro-batch, in sequences, that divides the stage's batch evenly.
+
+    ranks, parts: see `sequences_of`.
+    """
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
