@@ -49,13 +49,9 @@ LARGEST_COUNTED_WHOLE = 100 << 20
 def foreign_files(path: Path) -> dict[str, Path] | None:
     """Returns {split: file} for a .bin or HDF5 file or a nanoGPT folder, or None."""
     if path.suffix in (".bin", *HDF5_SUFFIXES) and path.is_file():
-        return {_split_of(path): path}
+        return {"validation" if VALIDATION_NAME.search(path.stem) else "train": path}
     found = {split: path / name for split, name in NANOGPT_FILES.items() if (path / name).is_file()}
     return found or None
-
-
-def _split_of(path: Path) -> str:
-    return "validation" if VALIDATION_NAME.search(path.stem) else "train"
 
 
 # Cached, because counting documents reads up to 100M token IDs.

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
@@ -78,13 +77,17 @@ def announce(run: Run, peak_source: str) -> str:
     }
     log.begin(config, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
     peak = f"{run.peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if run.peak_flops else peak_source
+    # With dispatch_batches, only the main rank opens the shards.
+    packings = plan.batches.packings if is_main else {}
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
         **({"energy": energy} if energy else {}),
-        # With dispatch_batches, only the main rank opens the shards.
-        **(packing_in_words(plan.batches) if is_main else {}),
+        **{
+            f"best fit, {plan.batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
+            for (number, length), packing in packings.items()
+        },
     }
     log.say(banner(config, plan, built))
     if run.continues:
@@ -185,14 +188,6 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             ]
             rows[f"stage {stage.number}"] = ", ".join(filter(None, parts))
     return rows
-
-
-def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes, per source, how many tokens best-fit packing drops; {} for other samplers."""
-    return {
-        f"best fit, {batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
-        for (number, length), packing in batches.packings.items()
-    }
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
