@@ -102,6 +102,8 @@ class Checkpoints:
         """Step of the latest checkpoint that was saved or loaded."""
         self.begun_step: int | None = None
         """Step of the save in progress, or `last_step`. The same on all ranks."""
+        self.beat: Callable[[], None] = lambda: None
+        """Called regularly during long work."""
         self._in_flight: Save | None = None
         self._done: list[Save] = []
         self._memory: dict[str, HostMemory] = {}
@@ -119,7 +121,6 @@ class Checkpoints:
         contents: dict[str, Any],
         groups: Mapping[str, TensorGroup],
         describe: Callable[[Path], None],
-        beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Copies the tensors to CPU memory and starts a thread that writes the checkpoint.
 
@@ -129,11 +130,10 @@ class Checkpoints:
             contents: contents of trainer_state.json.
             groups: {"model": ..., "optimizer": ..., "average": ...}.
             describe: writes the config and tokenizer files to a folder. Called on the main rank.
-            beat: called regularly while training waits.
         """
         contents = contents | {"tensors": {prefix: len(group.shapes) for prefix, group in groups.items()}}
         save = Save(step, self.folder / checkpoint_name(step), {}, {}, contents, describe)
-        self.wait(beat)
+        self.wait()
         self.begun_step = step
         unfinished = self.folder / f"{UNFINISHED}{save.folder.name}"
         try:
@@ -147,13 +147,13 @@ class Checkpoints:
             self._done.append(save)
             return
         for prefix, group in groups.items():
-            save.files |= self._staged(prefix, group, beat)
+            save.files |= self._staged(prefix, group)
             save.indices |= tensor_index(group, prefix)
         save.thread = threading.Thread(target=self._write, args=(save, unfinished), name="checkpoint", daemon=True)
         self._in_flight = save
         save.thread.start()
         if not self.in_background:
-            wait_for(save, beat)
+            self._wait_for(save)
         save.stall_seconds = time.perf_counter() - save.started
 
     def finished(self) -> Save | None:
@@ -162,17 +162,24 @@ class Checkpoints:
             self.wait()
         return self._done.pop(0) if self._done else None
 
-    def wait(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Waits for the save in progress, if any, and calls `beat` regularly."""
+    def wait(self) -> None:
+        """Waits for the save in progress, if any."""
         if (save := self._in_flight) is None:
             return
-        wait_for(save, beat)
+        self._wait_for(save)
         self._in_flight = None
         self._done.append(save)
         if save.problem is None:
             self.last_step = save.step
 
-    def _staged(self, prefix: str, group: TensorGroup, beat: Callable[[], None]) -> dict[str, dict[str, torch.Tensor]]:
+    def _wait_for(self, save: Save) -> None:
+        """Waits for a save. Calls `beat` for up to SLOWEST_SAVE_SECONDS, so that the watchdog sees no hang."""
+        while save.thread.is_alive():
+            save.thread.join(timeout=1.0)
+            if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
+                self.beat()
+
+    def _staged(self, prefix: str, group: TensorGroup) -> dict[str, dict[str, torch.Tensor]]:
         """Copies this rank's share of the tensors to CPU buffers.
 
         Buffers are reused, because allocating them takes longer than copying.
@@ -180,7 +187,7 @@ class Checkpoints:
         staged: dict[str, dict[str, torch.Tensor]] = {}
         plan = plan_files(group, prefix)
         on_gpu = False
-        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, beat, on_host=not self.in_background)
+        mine = shares(prefix, group, self.ranks.rank, self.ranks.count, self.beat, on_host=not self.in_background)
         for file, name, tensor in mine:
             on_gpu = on_gpu or tensor.is_cuda
             if not self.in_background:
@@ -250,15 +257,13 @@ class Checkpoints:
             raise NoValidCheckpointError(f"{folder} cannot be used: {'; '.join(problems)}")
         return folder
 
-    def newest_valid(
-        self, log: Callable[[str], None], at_most: int | None = None, beat: Callable[[], None] = lambda: None
-    ) -> Path | None:
+    def newest_valid(self, log: Callable[[str], None], at_most: int | None = None) -> Path | None:
         """Returns the newest intact checkpoint at or before step `at_most`, or None.
 
         Damaged checkpoints are renamed, and fetched again if the run has a mirror. Raises NoValidCheckpointError if
         the run has saved checkpoints but none is intact.
         """
-        self.wait(beat)
+        self.wait()
         # On a network disk, other ranks may see an outdated list.
         present = self.ranks.gather(list(checkpoint_folders(self.run)))[0]
         if present and at_most is None:
@@ -267,14 +272,14 @@ class Checkpoints:
             folder = self.folder / checkpoint_name(step)
             if at_most is not None and step > at_most:
                 continue
-            if problems := self._damage(folder, beat):
+            if problems := self._damage(folder):
                 aside = folder.with_name(f"{DAMAGED}{folder.name}")
                 log(f"checkpoint {folder.name} cannot be used: {'; '.join(problems)}; renamed to {aside.name}")
                 with self.ranks.together(SaveError):
                     if self.ranks.is_main:
                         delete(aside)
                         folder.rename(aside)
-                if not self._fetched_again(step, beat) or self._damage(folder, beat):
+                if not self._fetched_again(step) or self._damage(folder):
                     continue
                 log(f"checkpoint {folder.name} was fetched again from the mirror")
             self.last_step = step
@@ -288,17 +293,17 @@ class Checkpoints:
             )
         return None
 
-    def _damage(self, folder: Path, beat: Callable[[], None] = lambda: None) -> list[str]:
+    def _damage(self, folder: Path) -> list[str]:
         """Lists problems with a checkpoint's files. Each rank verifies a share of them."""
-        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, beat, resumes=True)
+        share = checkpoint_damage(folder, self.ranks.rank, self.ranks.count, self.beat, resumes=True)
         return [problem for found in self.ranks.gather(share) for problem in found]
 
-    def _fetched_again(self, step: int, beat: Callable[[], None]) -> bool:
+    def _fetched_again(self, step: int) -> bool:
         if self.settings.mirror is None:
             return False
         from pretrain.checkpoint.mirror_fetch import fetch_again
 
-        return fetch_again(self.run, self.settings, self.ranks, step, beat)
+        return fetch_again(self.run, self.settings, self.ranks, step, self.beat)
 
     def _repair_latest(self, newest: int) -> None:
         """Points LATEST to the newest checkpoint, even a damaged one, if LATEST is missing or unreadable.
@@ -340,14 +345,6 @@ class Checkpoints:
         losses = {step: validation_loss_of(read_state(folder)) for step, folder in folders.items()}
         for step in set(losses) - steps_to_keep(self.settings, losses):
             remove(folders[step])
-
-
-def wait_for(save: Save, beat: Callable[[], None]) -> None:
-    """Waits for a save. Calls `beat` for up to SLOWEST_SAVE_SECONDS, so that the watchdog doesn't report a hang."""
-    while save.thread.is_alive():
-        save.thread.join(timeout=1.0)
-        if time.perf_counter() - save.started < SLOWEST_SAVE_SECONDS:
-            beat()
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:

@@ -1,8 +1,6 @@
 """Verifies the exported model by comparing its logits and losses with the trained model's."""
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,33 +92,21 @@ def verify_export(
     if (needed := 5 * parameters) > (free := psutil.virtual_memory().available):
         check.left_out.append(f"fp32 needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free")
         return check
-    with no_loading_bars():
-        exported = load_whole(folder, check)
-        if exported is None:
-            return check
-        check.problems += exported_tokenizer_problems(folder, exported)
-        probe = torch.Generator().manual_seed(0)
-        ids_BT = torch.randint(exported.config.vocab_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=probe)
-        if trained and trained.losses:
-            compare_losses(check, exported, trained, max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision]))
-        else:
-            check.left_out.append("the loss (no validation data)")
-        logits_BTV = exported_logits(exported, ids_BT)
-        del exported  # frees memory for the checkpoint's model
-        compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
+    transformers_logging.disable_progress_bar()  # the run is almost over
+    exported = load_whole(folder, check)
+    if exported is None:
+        return check
+    check.problems += exported_tokenizer_problems(folder, exported)
+    probe = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(exported.config.vocab_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=probe)
+    if trained and trained.losses:
+        compare_losses(check, exported, trained, max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision]))
+    else:
+        check.left_out.append("the loss (no validation data)")
+    logits_BTV = exported_logits(exported, ids_BT)
+    del exported  # frees memory for the checkpoint's model
+    compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
-
-
-@contextmanager
-def no_loading_bars() -> Iterator[None]:
-    """Hides transformers' progress bars."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:

@@ -74,6 +74,7 @@ class MirrorCopier:
     def __init__(self, run: Path, store: MirrorStore, settings: config.Checkpoint):
         self.run = run
         self.store = store
+        store.beat = self.beat
         self.settings = settings
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
         self.start = claim.get("start")
@@ -187,7 +188,7 @@ class MirrorCopier:
         final = content_of(self.run / "final" / SEAL_FILE)
         if final != self.manifests.get("final"):
             self._put_files()
-            self.store.put(self.run / "final", "final", beat=self.beat, before_seal=self._require_claim)
+            self.store.put(self.run / "final", "final", self._require_claim)
             self._copied("final", final)
             return True
         if everything or content_of(self.run / "rollbacks.json") != self.files.get("rollbacks.json"):
@@ -327,7 +328,7 @@ class MirrorCopier:
         try:
             folder = hold(self.run / name_of(step), held)
             manifest = (folder / SEAL_FILE).read_bytes()
-            size = self.store.put(folder, name_of(step), beat=self.beat, before_seal=before_seal)
+            size = self.store.put(folder, name_of(step), before_seal)
             self.there[step] = validation_loss_of(read_state(folder))
         except FileNotFoundError:
             if (self.run / name_of(step)).is_dir() and not is_abandoned():

@@ -186,7 +186,8 @@ def look(run: Path, settings: config.Checkpoint) -> Lease | None:
                 "when the mirror is reachable, or set checkpoint.mirror: null to start a new run"
             ) from error
         claim["problem"] = f"could not be reached or written to at startup ({one_line(error)})"
-    write_claim(run, claim)
+    (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
+    write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
     return lease
 
 
@@ -291,12 +292,6 @@ def fetch_files(run: Path, store: MirrorStore) -> dict[str, str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, content)
     return damaged
-
-
-def write_claim(run: Path, claim: dict[str, Any]) -> None:
-    """Writes claim.json."""
-    (run / MIRROR_FOLDER).mkdir(parents=True, exist_ok=True)
-    write_durably(run / MIRROR_FOLDER / CLAIM_FILE, json.dumps(claim))
 
 
 def fetch_script() -> None:

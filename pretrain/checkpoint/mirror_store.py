@@ -84,6 +84,8 @@ class MirrorStore:
         self.place = f"{mirror if is_url(mirror) else os.path.abspath(mirror)}".rstrip("/") + f"/{name}"
         self.address = shown(self.place)
         self.is_local = not is_url(mirror)
+        self.beat: Callable[[], None] = lambda: None
+        """Called regularly during uploads."""
 
     @cached_property
     def system(self) -> "DirFileSystem":
@@ -185,22 +187,13 @@ class MirrorStore:
             return {}
         return {name.removeprefix(f"{folder}/"): about.get("size") for name, about in found.items()}
 
-    def put(
-        self,
-        folder: Path,
-        name: str,
-        *,
-        beat: Callable[[], None] = lambda: None,
-        before_seal: Callable[[], None] = lambda: None,
-    ) -> int:
+    def put(self, folder: Path, name: str, before_seal: Callable[[], None]) -> int:
         """Uploads a sealed folder. Returns its size in bytes.
 
         Reads every file back and verifies its hash. Reuses files from an earlier attempt. Raises DamagedCopyError if a
         hash differs.
 
-        Args:
-            beat: called regularly.
-            before_seal: called before the manifest is written. If it raises an error, the copy isn't sealed.
+        before_seal: called before the manifest is written. If it raises an error, the copy isn't sealed.
         """
         manifest = (folder / SEAL_FILE).read_bytes()
         if self.read(f"{name}/{SEAL_FILE}") not in (None, manifest):
@@ -208,29 +201,29 @@ class MirrorStore:
         entries = json.loads(manifest)["files"]
         for file, entry in entries.items():
             path = f"{name}/{file}"
-            self.put_file(folder / file, path, entry, beat)
+            self.put_file(folder / file, path, entry)
         before_seal()
         self.write(f"{name}/{SEAL_FILE}", manifest)
         if self.read(f"{name}/{SEAL_FILE}") != manifest:
             raise DamagedCopyError(f"{SEAL_FILE} was changed during the upload")
         return sum(entry["bytes"] for entry in entries.values())
 
-    def put_file(self, file: Path, path: str, entry: dict[str, Any], beat: Callable[[], None] = lambda: None) -> bool:
+    def put_file(self, file: Path, path: str, entry: dict[str, Any]) -> bool:
         """Uploads a file unless the mirror already has it. Returns True if it was uploaded.
 
         Raises DamagedCopyError if the uploaded file doesn't match `entry`, the file's size and hash.
         """
-        if self._holds(path, entry, beat):
+        if self._holds(path, entry):
             return False
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.system.put_file(str(file), path)
-        if not self._holds(path, entry, beat):
+        if not self._holds(path, entry):
             raise DamagedCopyError(f"{file.name} has the wrong sha256 after the upload")
         return True
 
-    def _holds(self, path: str, entry: dict[str, Any], beat: Callable[[], None]) -> bool:
+    def _holds(self, path: str, entry: dict[str, Any]) -> bool:
         """Returns True if a file on the mirror has the size and hash in `entry`. Reads the whole file."""
-        beat()
+        self.beat()
         self.system.invalidate_cache()
         try:
             if self.system.info(path).get("size") != entry["bytes"]:
@@ -239,7 +232,7 @@ class MirrorStore:
             with self.system.open(path, "rb", block_size=BLOCK_BYTES) as file:
                 while block := file.read(BLOCK_BYTES):
                     digest.update(block)
-                    beat()
+                    self.beat()
         except FileNotFoundError:
             return False
         return digest.hexdigest() == entry["sha256"]

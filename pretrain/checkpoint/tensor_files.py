@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -52,18 +53,12 @@ class SavedTensors(Mapping[str, torch.Tensor]):
 
 def plan_files(group: TensorGroup, prefix: str, max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, list[str]]:
     """Assigns tensors to files with HF-style names. Returns {file name: tensor names}."""
-    bundles: list[list[str]] = [[]]
-    room = max_file_bytes
-    for name, shape in group.shapes.items():
-        size = tensor_bytes(shape, group.dtypes[name])
-        if bundles[-1] and size > room:
-            bundles.append([])
-            room = max_file_bytes
-        bundles[-1].append(name)
-        room -= size
-    if len(bundles) == 1:
-        return {f"{prefix}.safetensors": bundles[0]}
-    return {f"{prefix}-{i:05d}-of-{len(bundles):05d}.safetensors": names for i, names in enumerate(bundles, start=1)}
+    sizes = {name: tensor_bytes(shape, group.dtypes[name]) for name, shape in group.shapes.items()}
+    pattern = f"{prefix}{{suffix}}.safetensors"
+    plan = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=pattern, max_shard_size=max_file_bytes
+    )
+    return plan.filename_to_tensors
 
 
 def tensor_index(
@@ -74,7 +69,7 @@ def tensor_index(
 ) -> dict[str, dict]:
     """Returns {file name: contents} of HF's index file, or {} if there is only one safetensors file."""
     files = plan_files(group, prefix)
-    if len(files) == 1:
+    if len(files) <= 1:
         return {}
     pieces = published.pieces if published else {}
     weight_map = {piece: file for file, names in files.items() for name in names for piece in pieces.get(name, [name])}

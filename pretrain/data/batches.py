@@ -12,28 +12,28 @@ each window length.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
-from pretrain.data.sampling import Permutation, Stream, key_of
+from pretrain.data.packing import Packing
+from pretrain.data.sampling import Stream, key_of
 from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.registry import SAMPLERS
-
-if TYPE_CHECKING:
-    from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
 """Length of the interleaving pattern in windows. Mixture weights are exact to four digits."""
 
 LOCATED_SAMPLES = 256
 """Minimum number of windows to locate per call."""
+
+_Samples = TypeVar("_Samples", int, np.ndarray)
 
 SkippedRange = tuple[int, int]
 """(index of the first sample to skip, number of samples to skip)."""
@@ -65,15 +65,6 @@ class DataPosition:
     sample: int
     """Index of the run's next sample."""
     sources: tuple[SourceRead, ...]
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> "DataPosition":
-        """Restores a position from JSON written with `dataclasses.asdict`."""
-        sources = [
-            SourceRead(**source | {"windows": {int(length): count for length, count in source["windows"].items()}})
-            for source in values["sources"]
-        ]
-        return cls(values["step"], values["sample"], tuple(sources))
 
 
 @dataclass(frozen=True)
@@ -152,22 +143,22 @@ class Batches:
         self.readers = open_training(data)
         # In order of first appearance in the stages.
         self.folders = list(self.readers)
-        self._numbers, self._read_before = self._continued(origin.sources if origin else ())
+        self._reads = self._continued(origin.sources if origin else ())
+        """Progress in each source before this data, with an empty entry for a new source."""
         self._lengths = [window.sequence_length for window in data.windows]
         """Window length of each stage, in tokens."""
-        read_at = [length for before in self._read_before for length in before]
+        read_at = [length for read in self._reads for length in read.windows]
         self._windows_per_epoch = {
             length: self._whole_windows(length)
             for length in dict.fromkeys([self.window.sequence_length, *self._lengths, *read_at])
         }
         """{window length: (sources,) number of windows per epoch}, including lengths used only earlier in the run."""
-        self.stage_starts = self._stage_starts(data)
+        self.stage_starts = self._stage_starts()
         """First sample of each stage."""
         self.first_steps = [self._first_step_from(sample) for sample in self.stage_starts]
         """First step that begins in each stage."""
-        self.segments = self._plan(data)
+        self.segments = self._plan()
         self._starts = [segment.first_sample for segment in self.segments]
-        self._permutations: dict[tuple[int, int, int], Permutation] = {}
         self._first_located = 0
         self._span_located = 1
         self._windows_located = []
@@ -182,46 +173,42 @@ class Batches:
             from pretrain.data.transformations import Transformations
 
             self._transform = Transformations(data, manifests[0], seed)
-        self.packings = self._packed() if data.sampling == "best_fit" else {}
-        """{(source index, window length): packed windows}; empty for other samplers."""
-
-    def _packed(self) -> "dict[tuple[int, int], Packing]":
-        from pretrain.data.packing import Packing
-
-        return {
-            (number, length): Packing(reader, length, int(windows[number]))
-            for length, windows in self._windows_per_epoch.items()
-            for number, reader in enumerate(self.readers.values())
-        }
+        self.packings: dict[tuple[int, int], Packing] = {}
+        """{(source index, window length): packed windows}; empty for samplers other than best_fit."""
+        if data.sampling == "best_fit":
+            for length, windows in self._windows_per_epoch.items():
+                for number, reader in enumerate(self.readers.values()):
+                    self.packings[number, length] = Packing(reader, length, int(windows[number]))
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) number of whole windows. Each is at least 1, because a stage may not use the source."""
         window = replace(self.window, sequence_length=length)
         return np.array([max(1, window.count_in(reader.tokens)) for reader in self.readers.values()], np.int64)
 
-    def _continued(self, read: Sequence[SourceRead]) -> tuple[list[int], list[dict[int, int]]]:
-        """Returns each source's ID and its {window length: windows drawn}. New sources get unused IDs."""
-        left = list(read)
+    def _continued(self, reads: Sequence[SourceRead]) -> list[SourceRead]:
+        """Returns the progress in each source. New sources get unused IDs."""
+        left = list(reads)
+        free = itertools.count(1 + max((read.number for read in reads), default=-1))
         found = []
         for folder, reader in self.readers.items():
+            same = [read for read in left if reader.manifest.sha256.startswith(read.sha256)]
             # Prefer the same folder, because two folders may have the same content. A source may also have moved.
-            same = [entry for entry in left if reader.manifest.sha256.startswith(entry.sha256)]
-            same.sort(key=lambda entry, folder=folder: entry.shards != folder)
-            found.append(same[0] if same else None)
+            same.sort(key=lambda read, folder=folder: read.shards != folder)
             if same:
                 left.remove(same[0])
-        free = itertools.count(1 + max((entry.number for entry in read), default=-1))
-        numbers = [next(free) if entry is None else entry.number for entry in found]
-        return numbers, [{} if entry is None else entry.windows for entry in found]
+                found.append(replace(same[0], shards=folder))
+            else:
+                found.append(SourceRead(folder, reader.manifest.sha256[:16], next(free), {}))
+        return found
 
     def position(self, step: int) -> DataPosition:
         """Returns the run's position before `step`."""
         sample = self.first_sample(step)
         drawn = self._drawn_before(sample)
         sources = []
-        for place, (folder, reader) in enumerate(self.readers.items()):
+        for place, read in enumerate(self._reads):
             windows = {length: int(counts[place]) for length, counts in drawn.items() if counts[place]}
-            sources.append(SourceRead(folder, reader.manifest.sha256[:16], self._numbers[place], windows))
+            sources.append(replace(read, windows=windows))
         # Keep unused sources, because the run may use them again.
         numbers = {source.number for source in sources}
         gone = [entry for entry in (self.origin.sources if self.origin else ()) if entry.number not in numbers]
@@ -311,7 +298,7 @@ class Batches:
         With best-fit packing, `first token` is the window's index times its length. Use `pieces` to resolve it.
         """
         span = self.span_at(first_sample)
-        samples = self._leave_out(first_sample + span * np.arange(count, dtype=np.int64))
+        samples = self._unskipped(first_sample + span * np.arange(count, dtype=np.int64))
         source = np.empty(count, np.int64)
         start = np.empty(count, np.int64)
         for number in range(self._segment_of(samples[0]), self._segment_of(samples[-1]) + 1):
@@ -366,9 +353,8 @@ class Batches:
 
     def samples_of(self, first_step: int, last_step: int) -> SkippedRange:
         """Returns the samples of steps first_step to last_step (0-based, inclusive) as a range to skip."""
-        first = self.ramp.sequences_before(first_step)
-        end = self.ramp.sequences_before(last_step + 1)
-        first, last = self._leave_out(np.array([first, end - 1], np.int64)).tolist()
+        first = self.first_sample(first_step)
+        last = self._unskipped(self.ramp.sequences_before(last_step + 1) - 1)
         return first, last + 1 - first
 
     def passing(self, stage_starts: Sequence[int], sample: int) -> "Batches":
@@ -385,34 +371,22 @@ class Batches:
 
     def begins_segment(self, step: int) -> bool:
         """Returns True if the mixture changes at or during `step`, because a stage ends or a source is used up."""
-        before = self.ramp.sequences_before(step)
-        after = self.ramp.sequences_before(step + 1)
-        first, last = self._leave_out(np.array([before - 1, after - 1], np.int64))
-        return step > 0 and self._segment_of(first) != self._segment_of(last)
+        ends = [self._unskipped(self.ramp.sequences_before(number) - 1) for number in (step, step + 1)]
+        return step > 0 and self._segment_of(ends[0]) != self._segment_of(ends[1])
 
     def _segment_of(self, sample: int) -> int:
         return bisect.bisect_right(self._starts, sample) - 1
 
-    def _leave_out(self, samples: np.ndarray) -> np.ndarray:
-        # Ascending, because each range applies to indices already shifted by earlier ranges.
-        for first, count in self.skipped:
-            samples = np.where(samples >= first, samples + count, samples)
-        return samples
-
-    def _unskipped(self, sample: int) -> int:
+    def _unskipped(self, sample: _Samples) -> _Samples:
         return moved_past(self.skipped, sample)
 
     def _first_step_from(self, sample: int) -> int:
         """Returns the first step whose samples are all at or after `sample`; total_steps if there is none."""
         return bisect.bisect_left(range(self.ramp.total_steps), sample, key=self.first_sample)
 
-    @property
-    def _total(self) -> int:
-        return self.ramp.total_sequences + sum(count for _, count in self.skipped)
-
-    def _stage_starts(self, data: Data) -> list[int]:
+    def _stage_starts(self) -> list[int]:
         starts = [0]
-        for number, (stage, following) in enumerate(itertools.pairwise(data.mixtures), start=1):
+        for number, (stage, following) in enumerate(itertools.pairwise(self.data.mixtures), start=1):
             # Without skipped samples, so that skipping late in a run doesn't move the end of an earlier stage.
             start = round(stage.until * self.ramp.total_sequences)
             if number <= len(self.passed):
@@ -439,7 +413,6 @@ class Batches:
                 length=segment.length,
                 windows=int(self._windows_per_epoch[segment.length][number]),
                 key=partial(self._key, segment, number),
-                permutation=partial(self._permutation, number, segment),
             )
             found = np.asarray(self._sampler(draw[here], stream))
             most = stream.tokens - stream.length - 1
@@ -457,32 +430,29 @@ class Batches:
         # Never change a key: it determines the data order of every resumed run. Keys for windows of
         # data.sequence_length have no span, for compatibility with runs without stages.
         span = (segment.span,) if segment.span > 1 else ()
-        return key_of(self.seed, self._numbers[source], *epoch, *span, purpose)
+        return key_of(self.seed, self._reads[source].number, *epoch, *span, purpose)
 
-    def _permutation(self, source: int, segment: Segment, epoch: int) -> Permutation:
-        if (source, epoch, segment.length) not in self._permutations:
-            # Keep the previous epoch's permutation, because a batch may have windows from both epochs.
-            self._permutations = {key: value for key, value in self._permutations.items() if key[1] >= epoch - 1}
-            windows = int(self._windows_per_epoch[segment.length][source])
-            key = self._key(segment, source, "epoch", epoch)
-            self._permutations[source, epoch, segment.length] = Permutation(windows, key)
-        return self._permutations[source, epoch, segment.length]
-
-    def _plan(self, data: Data) -> list[Segment]:
+    def _plan(self) -> list[Segment]:
         skipped = sum(count for _, count in self.skipped)
         segments: list[Segment] = []
         sample = self.origin.sample if self.origin else 0
         drawn = {
-            length: np.array([before.get(length, 0) for before in self._read_before], np.int64)
+            length: np.array([read.windows.get(length, 0) for read in self._reads], np.int64)
             for length in self._windows_per_epoch
         }
-        ends = [*self.stage_starts[1:], self._total]
-        for number, (stage, end) in enumerate(zip(data.mixtures, ends, strict=True), start=1):
+        ends = [*self.stage_starts[1:], self.ramp.total_sequences + skipped]
+        for number, (stage, end) in enumerate(zip(self.data.mixtures, ends, strict=True), start=1):
             # A run that ends at the step where its data changes also needs a segment.
             while sample < end or (number == len(ends) and not segments):
                 found = self._segment(stage.train, self._lengths[number - 1], sample, drawn)
                 if found is None:
-                    raise InputError(self._exhausted(stage.train, sample - skipped, self._total - skipped))
+                    tokens = self.window.sequence_length
+                    caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in stage.train)
+                    raise InputError(
+                        f"data: the sources are used up ({caps}) after {(sample - skipped) * tokens:,} of "
+                        f"{self.ramp.total_sequences * tokens:,} tokens; raise max_epochs, add a source, or lower the "
+                        "budget"
+                    )
                 segment, windows = found
                 segments.append(segment)
                 sample += min(windows * segment.span, end - sample)
@@ -514,20 +484,12 @@ class Batches:
                 windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
         return Segment(sample, length, self._span(length), pattern, counts, drawn), windows
 
-    def _exhausted(self, sources: list[Source], sample: int, total: int) -> str:
-        tokens = self.window.sequence_length
-        caps = ", ".join(f"{source.shards} after {source.max_epochs:g} epochs" for source in sources)
-        return (
-            f"data: the sources are used up ({caps}) after {sample * tokens:,} of {total * tokens:,} tokens; "
-            "raise max_epochs, add a source, or lower the budget"
-        )
 
-
-def moved_past(ranges: Iterable[SkippedRange], sample: int) -> int:
-    """Returns the sample that a run reads instead of `sample` when it skips these ranges."""
+def moved_past(ranges: Iterable[SkippedRange], sample: _Samples) -> _Samples:
+    """Returns the sample (or array of samples) that a run reads instead of `sample` when it skips these ranges."""
+    # Ascending, because each range applies to indices already shifted by earlier ranges.
     for first, count in _merged(ranges):
-        if sample >= first:
-            sample += count
+        sample = sample + count * (sample >= first)
     return sample
 
 

@@ -3,19 +3,23 @@
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from pretrain.config import Data, Shards
-from pretrain.data.manifest import SPLITS, Manifest, Shard
+from pretrain.data.manifest import SPLITS, Shard
 from pretrain.data.shards import FoundShards, read_manifest, shard_size_problems
 from pretrain.errors import InputError, UnreachableError
 
 _Result = TypeVar("_Result")
+
+DESCRIPTION = TypeAdapter(list[tuple[str, str | None, FoundShards]])
+"""(folder, tokenizer, what the first rank found there) for each source."""
 
 NOT_READ = "the first process, which reads the shards for all processes, failed; see its error message"
 
@@ -23,35 +27,30 @@ NOT_READ = "the first process, which reads the shards for all processes, failed;
 def describe_shards(data: Data) -> str:
     """Describes a recipe's shards as JSON, for the other ranks."""
     pairs = dict.fromkeys((str(source.shards), source.tokenizer) for source in _sources(data))
-    return json.dumps([(*pair, _found(*pair)) for pair in pairs], default=str)
+    found = [(*pair, _found(*pair)) for pair in pairs]
+    return json.dumps(DESCRIPTION.dump_python(found, mode="json"))
 
 
 def _sources(data: Data) -> list[Shards]:
     return [*(source for stage in data.mixtures for source in stage.train), *(data.validation or ())]
 
 
-def _found(folder: str, tokenizer: str | None) -> dict:
+def _found(folder: str, tokenizer: str | None) -> FoundShards:
     try:
         manifest = read_manifest(folder, tokenizer)
     except InputError as error:
-        return {"problems": error.problems}
+        return FoundShards(error.problems)
     # The other ranks need only the totals, passed as one shard per split.
     shards = [Shard("", split, *totals, "") for split in SPLITS if (totals := manifest.totals(split))[0]]
-    brief = replace(manifest, shards=tuple(shards), source_names=())
+    brief = replace(manifest, folder=Path(folder), shards=tuple(shards), source_names=())
     damage = {split: shard_size_problems(manifest, manifest.of_split(split)) for split in SPLITS}
-    return {"problems": [], "manifest": asdict(brief), "damage": damage}
+    return FoundShards([], brief, damage)
 
 
 def rely_on_description(data: Data, description: str) -> None:
     """Stores the result of `describe_shards` in the recipe's sources, so that this rank doesn't open their folders."""
-    shards = {}
-    for folder, tokenizer, found in json.loads(description):
-        if fields := found.pop("manifest", None):
-            fields["folder"] = Path(folder)
-            fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
-            fields["tokenizer_path"] = fields["tokenizer_path"] and Path(fields["tokenizer_path"])
-            found["manifest"] = Manifest(**fields)
-        shards[folder, tokenizer] = FoundShards(**found)
+    entries = DESCRIPTION.validate_python(json.loads(description))
+    shards = {(folder, tokenizer): found for folder, tokenizer, found in entries}
     for source in _sources(data):
         source._found = shards[str(source.shards), source.tokenizer]
 

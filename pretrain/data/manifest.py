@@ -5,8 +5,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+from pydantic import StrictInt, TypeAdapter, ValidationError
 
 from pretrain.errors import InputError
 from pretrain.files import shown
@@ -17,7 +19,6 @@ TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
 LARGEST_UINT16_VOCABULARY = 65_536
 HDF5_SUFFIXES = (".h5", ".hdf5")
-SHARD_FIELDS = {"file": str, "split": str, "tokens": int, "documents": int, "text_bytes": int, "sha256": str}
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Shard:
 
     file: str
     split: str
-    tokens: int
+    tokens: StrictInt
     """Number of token IDs, including end-of-document IDs."""
-    documents: int
-    text_bytes: int
+    documents: StrictInt
+    text_bytes: StrictInt
     """Size of the documents in bytes, as UTF-8."""
     sha256: str
     beside: dict[str, str] = field(default_factory=dict)
@@ -81,6 +82,23 @@ class Manifest:
         return tuple(counts_in(self.shards, split).values())
 
 
+@dataclass(frozen=True)
+class _Tokenizer:
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The part of manifest.json that training needs."""
+
+    tokenizer: _Tokenizer
+    vocabulary_size: StrictInt
+    end_of_document_id: StrictInt
+    dtype: Literal["uint16", "uint32"]
+    shards: tuple[Shard, ...]
+
+
 def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
     """Parses a manifest. Raises InputError listing all problems. `path` is used in error messages."""
     try:
@@ -97,41 +115,27 @@ def parse_manifest(folder: Path, path: str, content: bytes) -> Manifest:
             f"{path}: has format version {fields.get('version')!r}, but this version of Groundwork supports version "
             f"{SHARDS_FORMAT['version']}; prepare the folder again with prepare_data.py"
         )
-    problems: list[str] = []
-
-    def take(mapping: object, key: str, kind: type, where: str = "") -> object:
-        value = mapping.get(key) if isinstance(mapping, dict) else None
-        # A bool is an int in Python, but not a count.
-        if not isinstance(value, kind) or isinstance(value, bool):
-            shown = "is missing" if value is None else f"is {value!r}"
-            problems.append(f"{path}: {where}{key} {shown}, must be {kind.__name__}; restore it or prepare it again")
-            return kind()
-        return value
-
-    tokenizer = take(fields, "tokenizer", dict)
-    shards = []
-    for number, entry in enumerate(take(fields, "shards", list)):
-        where = f"shards[{number}]."
-        values = [take(entry, name, kind, where) for name, kind in SHARD_FIELDS.items()]
-        # Manifests from earlier versions have no "beside" key.
-        shards.append(Shard(*values, take({"beside": {}} | dict(entry or {}), "beside", dict, where)))
-    manifest = Manifest(
+    try:
+        found = TypeAdapter(_Contents).validate_python(fields)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            where = ".".join(map(str, problem["loc"]))
+            given = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"
+            problems.append(f"{path}: {where}: {problem['msg']}{given}; restore it or prepare it again")
+        raise InputError(*problems) from None
+    return Manifest(
         folder=folder,
-        tokenizer_name=take(tokenizer, "name", str, "tokenizer."),
-        tokenizer_sha256=take(tokenizer, "sha256", str, "tokenizer."),
-        vocabulary_size=take(fields, "vocabulary_size", int),
-        end_of_document_id=take(fields, "end_of_document_id", int),
-        dtype=take(fields, "dtype", str),
-        shards=tuple(shards),
+        tokenizer_name=found.tokenizer.name,
+        tokenizer_sha256=found.tokenizer.sha256,
+        vocabulary_size=found.vocabulary_size,
+        end_of_document_id=found.end_of_document_id,
+        dtype=found.dtype,
+        shards=found.shards,
         sha256=hashlib.sha256(content).hexdigest(),
         source_names=tuple(str(source.get("path")) for source in fields.get("sources") or [] if source),
         input_format=(fields.get("options") or {}).get("format"),
     )
-    if manifest.dtype not in ("uint16", "uint32", ""):
-        problems.append(f"{path}: dtype is {manifest.dtype!r}, must be uint16 or uint32; restore it")
-    if problems:
-        raise InputError(*problems)
-    return manifest
 
 
 def counts_in(shards: Iterable[Shard], split: str) -> dict[str, int]:

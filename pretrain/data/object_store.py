@@ -8,6 +8,7 @@ They can also be cached on disk, up to a maximum size.
 import functools
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from collections import OrderedDict
@@ -73,21 +74,17 @@ def remote_manifest(url: str) -> Manifest:
     manifest = replace(parse_manifest(local, where, content), url=url)
     tokenizer = local / TOKENIZER_FOLDER / "tokenizer.json"
     if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
-        _copy_small_files(url, local, content)
+        _store(local / MANIFEST_FILE, content)
+        names = [name for name in remote_sizes(url) if re.fullmatch(f"{TOKENIZER_FOLDER}/[^/]+", name)]
+        # tokenizer.json comes last, because it shows that the copy is complete.
+        for name in sorted(names, key=lambda name: name.endswith("/tokenizer.json")):
+            _store(local / name, folder.read(name))
     if not tokenizer.is_file() or sha256_of(tokenizer) != manifest.tokenizer_sha256:
         raise InputError(
             f"{folder.shown}/{TOKENIZER_FOLDER}/tokenizer.json: is missing or does not match the manifest; upload it "
             "again"
         )
     return manifest
-
-
-def _copy_small_files(url: str, local: Path, manifest: bytes) -> None:
-    """Copies the manifest and tokenizer. tokenizer.json comes last, because it shows that the copy is complete."""
-    names = [name for name in remote_sizes(url) if name.startswith(f"{TOKENIZER_FOLDER}/") and name.count("/") == 1]
-    _store(local / MANIFEST_FILE, manifest)
-    for name in sorted(names, key=lambda name: name.endswith("/tokenizer.json")):
-        _store(local / name, remote_folder(url).read(name))
 
 
 def _store(path: Path, content: bytes) -> None:

@@ -15,7 +15,6 @@ windows of a block are used while its plan is in memory, and its tokens are fetc
 import bisect
 import functools
 import itertools
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,7 +98,8 @@ class Packing:
         self.windows = windows
         self.blocks = block_count(windows)
         self._end_id = reader.manifest.end_of_document_id
-        self._plans: OrderedDict[int, BlockPlan] = OrderedDict()
+        self._plan = functools.lru_cache(maxsize=PLANS_KEPT)(self._planned)
+        """Returns a block's plan."""
 
     def read(self, window: int, out: np.ndarray) -> None:
         """Copies a window into `out`, (length + 1,). out[0] is the token before the window's first piece."""
@@ -153,16 +153,6 @@ class Packing:
         first = max(0, self._first_window(block) - 1) * self.length
         is_last = block == self.blocks - 1
         return first, self.reader.tokens if is_last else self._first_window(block + 1) * self.length
-
-    def _plan(self, block: int) -> BlockPlan:
-        plan = self._plans.get(block)
-        if plan is None:
-            plan = self._plans[block] = self._planned(block)
-            while len(self._plans) > PLANS_KEPT:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(block)
-        return plan
 
     def _planned(self, block: int) -> BlockPlan:
         first, end = self._span(block)

@@ -69,8 +69,10 @@ class Stream:
     """Number of whole windows per epoch."""
     key: Callable[..., int]
     """Returns a 128-bit key for the given parts, specific to the run's seed and the source."""
-    permutation: Callable[[int], Permutation]
-    """Returns the permutation of an epoch's windows."""
+
+    def permutation(self, epoch: int) -> Permutation:
+        """Returns the permutation of an epoch's windows."""
+        return Permutation(self.windows, self.key("epoch", epoch))
 
 
 def epochs(draws: np.ndarray, stream: Stream) -> np.ndarray:

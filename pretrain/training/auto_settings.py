@@ -24,7 +24,8 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     Args:
         processes: number of processes; None for the number launched. Affects only the micro-batch size.
     """
-    if not has_auto(config):
+    optim = config.optim
+    if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
         return config
     try:
         model_config = planned_model_config(config.model, config.data)
@@ -34,7 +35,6 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
         parameters = 1
         active = 1
     budget = config.budget
-    optim = config.optim
     tokens = budget.tokens or (budget.tokens_per_parameter or 0) * active
     batch = auto_batch(config, tokens or tokens_of_steps(budget.steps), processes or processes_launched())
     per_step = batch.tokens_per_step
@@ -51,12 +51,6 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     if optim.warmup_steps == "auto":
         values["warmup_steps"] = scaling_law_warmup(parameters, tokens, per_step)
     return config.model_copy(update={"batch": batch, "optim": optim.model_copy(update=values)})
-
-
-def has_auto(config: RunConfig) -> bool:
-    """Returns True if any setting is `auto`."""
-    optim = config.optim
-    return "auto" in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps)
 
 
 def auto_batch(config: RunConfig, tokens: float, processes: int) -> Batch:

@@ -10,27 +10,28 @@ Shapes: R requests (a question with one of its answers), D questions, T tokens p
 import json
 import math
 import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from pretrain import config
 from pretrain.config import WindowSpec
 from pretrain.model.attention import IGNORED, HostBatch, document_layout
 from pretrain.model.loss import recording_losses
-from pretrain.parallel.launcher import environment_alone, python_path
+from pretrain.parallel.launcher import ToolError, run_tool
 from pretrain.parallel.strategy import Strategy
 from pretrain.runs.run_folder import EVALUATIONS
 from pretrain.training.background_jobs import task_arguments
 
 MEASURES = ("acc", "acc_norm", "bits_per_byte")
+LONGEST_TOKENIZING_SECONDS = 24 * 3600.0
+"""Time limit for tokenizing the requests, which may have to be downloaded."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,7 @@ class Requests:
         """Reads a file written by `write`."""
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        tasks = json.loads(bytes(arrays.pop("tasks")))
-        for task in tasks:
-            task["measures"] = tuple(task["measures"])
-            task["questions"] = tuple(map(tuple, task["questions"]))
-        return cls([Task(**task) for task in tasks], **arrays)
+        return cls(TypeAdapter(list[Task]).validate_json(bytes(arrays.pop("tasks"))), **arrays)
 
     def write(self, path: Path) -> None:
         """Writes the requests to an .npz file atomically."""
@@ -126,53 +123,34 @@ class Windows:
     shortened: int
     """Number of requests that were truncated at the start to fit a window."""
 
-    def part(self, first: int, count: int) -> "Windows":
-        """Returns `count` windows from `first` on, padded with empty windows."""
-        missing = max(0, first + count - max(first, len(self.ids)))
 
-        def rows(values: np.ndarray, empty: int) -> np.ndarray:
-            added = np.full((missing, values.shape[1]), empty, values.dtype)
-            return np.concatenate([values[first : first + count], added])
-
-        return Windows(rows(self.ids, 0), rows(self.begins, 0), rows(self.request, -1), 0)
-
-
-def packed(requests: Requests, window: WindowSpec) -> Windows:
-    """Packs requests into windows, in order."""
+def packed(requests: Requests, window: WindowSpec, multiple: int) -> Windows:
+    """Packs requests into windows, in order. Adds empty windows, so that their number is a multiple of `multiple`."""
     length = window.sequence_length
-    rows: list[list[np.ndarray]] = []
-    numbers: list[list[int]] = []
-    left = 0
-    shortened = 0
-    starts = np.concatenate([[0], requests.ends[:-1]])
-    for number, (start, end) in enumerate(zip(starts, requests.ends, strict=True)):
-        ids = requests.ids[start:end]
-        if len(ids) > length + 1:
-            ids = ids[-(length + 1) :]
-            shortened += 1
-        if len(ids) > left or not window.document_mask:
-            rows.append([])
-            numbers.append([])
-            left = length + 1
-        rows[-1].append(ids)
-        numbers[-1].append(number)
-        left -= len(ids)
-    shape = (len(rows), length)
-    found = Windows(
-        np.zeros((len(rows), length + 1), np.int64), np.zeros(shape, np.int64), np.full(shape, -1), shortened
-    )
-    for row, (parts, of_row) in enumerate(zip(rows, numbers, strict=True)):
-        place = 0
-        for ids, number in zip(parts, of_row, strict=True):
-            end = place + len(ids)
-            found.ids[row, place:end] = ids
-            found.begins[row, place] = 1
-            answer = min(int(requests.answer_tokens[number]), len(ids) - 1)
-            found.request[row, end - 1 - answer : end - 1] = number
-            place = end
-        if place < length:
-            found.begins[row, place] = 1
-    return found
+    sizes = np.diff(requests.ends, prepend=0)
+    kept = np.minimum(sizes, length + 1)
+    places: list[tuple[int, int]] = []  # (window, first position) of each request
+    row = -1
+    end = length + 1
+    for size in kept.tolist():
+        if end + size > length + 1 or not window.document_mask:
+            row += 1
+            end = 0
+        places.append((row, end))
+        end += size
+    windows = math.ceil((row + 1) / multiple) * multiple
+    ids = np.zeros((windows, length + 1), np.int64)
+    begins = np.zeros((windows, length), np.int64)
+    request = np.full((windows, length), -1)
+    for number, (row, place) in enumerate(places):
+        end = place + kept[number]
+        ids[row, place:end] = requests.ids[requests.ends[number] - kept[number] : requests.ends[number]]
+        begins[row, place] = 1
+        if end < length:  # the next request, or the padding
+            begins[row, end] = 1
+        answer = min(requests.answer_tokens[number], kept[number] - 1)
+        request[row, end - 1 - answer : end - 1] = number
+    return Windows(ids, begins, request, int((sizes > length + 1).sum()))
 
 
 class Benchmarks:
@@ -185,51 +163,30 @@ class Benchmarks:
     """
 
     def __init__(self, run: Path, settings: config.Benchmarks, tokenizer: Path):
-        arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
+        self._arguments = [*task_arguments(settings), "--tokenizer", str(tokenizer.absolute())]
         if settings.limit is not None:
-            arguments += ["--limit", f"{settings.limit:g}"]
-        name = f"answers-{sha256(json.dumps(arguments).encode()).hexdigest()[:8]}"
-        self.path = run / EVALUATIONS / f"{name}.npz"
-        self.log = self.path.with_suffix(".log")
-        self.settings = settings
-        module = "pretrain_tools.evaluation.answers"
-        self._command = [sys.executable, "-m", module, *arguments, "--output", str(self.path.absolute())]
-        self._process: subprocess.Popen | None = None
+            self._arguments += ["--limit", f"{settings.limit:g}"]
+        name = f"answers-{sha256(json.dumps(self._arguments).encode()).hexdigest()[:8]}"
+        self._path = run / EVALUATIONS / f"{name}.npz"
+        self._tokenizing: Future[Requests | str] | None = None
         self._requests: Requests | None = None
         self._windows: Windows | None = None
 
     def begin(self) -> None:
-        """Starts the process that tokenizes the requests, unless their file exists. Main rank only."""
-        if self.path.is_file():
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        environment = environment_alone() | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-        with open(self.log, "wb") as log:
-            self._process = subprocess.Popen(
-                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
+        """Starts tokenizing the requests in the background. Main rank only."""
+        executor = ThreadPoolExecutor(max_workers=1)
+        self._tokenizing = executor.submit(self._tokenized)
+        executor.shutdown(wait=False)
 
-    def requests(self, strategy: Strategy, beat: Callable[[], None]) -> Requests | str:
-        """Waits for the tokenized requests and returns them, or an error message."""
-        if self._requests is None:
-            process = self._process
-            while strategy.ranks.gather(process is not None and process.poll() is None)[0]:
-                beat()
-                time.sleep(0.05)
-            found: Requests | str | None = None
-            if strategy.ranks.is_main:
-                found = self._written()
-            found = strategy.ranks.gather(found)[0]
-            if isinstance(found, str):
-                return found
-            self._requests = found
-        return self._requests
-
-    def _written(self) -> Requests | str:
-        if self.path.is_file():
-            return Requests.read(self.path)
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.is_file() else []
-        return "; ".join(line for line in lines if line.strip())[-500:] or f"nothing was written, see {self.log}"
+    def _tokenized(self) -> Requests | str:
+        if not self._path.is_file():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            words = [*self._arguments, "--output", str(self._path.absolute())]
+            try:
+                run_tool("evaluation.answers", *words, seconds=LONGEST_TOKENIZING_SECONDS)
+            except ToolError as error:
+                return str(error)
+        return Requests.read(self._path)
 
     def measure(
         self,
@@ -247,20 +204,24 @@ class Benchmarks:
             window: must have the shape that the model was compiled for.
             sequences: number of windows per forward pass.
         """
-        requests = self.requests(strategy, beat)
-        if isinstance(requests, str):
-            return requests
+        together = sequences * strategy.data_ranks
         if self._windows is None:
-            self._windows = packed(requests, window)
+            found = strategy.ranks.by_main(lambda: self._tokenizing.result(), beat)
+            found = strategy.ranks.gather(found)[0]
+            if isinstance(found, str):
+                return found
+            self._requests = found
+            self._windows = packed(found, window, together)
+        requests = self._requests
+        windows = self._windows
         sums = torch.zeros(len(requests.ends), dtype=torch.float64)
         model.eval()
         try:
-            for first in range(0, len(self._windows.ids), sequences * strategy.data_ranks):
-                mine = first + strategy.data_rank * sequences
-                windows = self._windows.part(mine, sequences)
-                layout = document_layout(windows.begins, 1) if window.document_mask else None
-                batch = HostBatch(torch.from_numpy(windows.ids), layout).on_device(strategy.device, attention)
-                request_BT = torch.from_numpy(windows.request)
+            for first in range(strategy.data_rank * sequences, len(windows.ids), together):
+                mine = slice(first, first + sequences)
+                layout = document_layout(windows.begins[mine], 1) if window.document_mask else None
+                batch = HostBatch(torch.from_numpy(windows.ids[mine]), layout).on_device(strategy.device, attention)
+                request_BT = torch.from_numpy(windows.request[mine])
                 is_answer_BT = (request_BT >= 0).to(strategy.device)
                 batch["targets_BT"] = batch["targets_BT"].masked_fill(~is_answer_BT, IGNORED)
                 with torch.no_grad(), recording_losses(model) as losses:
@@ -273,4 +234,4 @@ class Benchmarks:
         finally:
             model.train()
         log_likelihoods = -strategy.sum(sums.to(strategy.device)).cpu().numpy()
-        return requests.scores(log_likelihoods), self._windows.shortened
+        return requests.scores(log_likelihoods), windows.shortened

@@ -61,7 +61,7 @@ def show_progress(run: Run, reports: list[StepReport]) -> None:
     """Updates the progress line without waiting for the device. On a GPU, the loss lags one step behind."""
     step = run.state.step
     run.log.set_position(step, run.state.tokens)
-    if not run.log.is_live:
+    if not run.log.draws:
         return
     plan = run.plan
     parts = [f"step {step:,}/{plan.total_steps:,}"]
@@ -147,7 +147,7 @@ def save(run: Run, *, wait: bool, required: bool = False) -> None:
         if run.checkpoints.begun_step != run.state.step:
             _begin_save(run)
         if wait or required:
-            run.checkpoints.wait(run.watch.beat)
+            run.checkpoints.wait()
             report_saves(run)
             if required and not run.is_saved:
                 raise SaveError(f"the checkpoint at step {run.state.step:,} could not be written; see train.log")
@@ -169,7 +169,7 @@ def _begin_save(run: Run) -> None:
         "guard": run.guard.state(),
         "validation_loss": run.state.validation_loss,
     }
-    run.checkpoints.save(run.state.step, contents, groups, model_describer(run), run.watch.beat)
+    run.checkpoints.save(run.state.step, contents, groups, model_describer(run))
     report_saves(run)
 
 

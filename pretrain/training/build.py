@@ -131,6 +131,6 @@ def modes_of(config: RunConfig, plan: ModelPlan, strategy: Strategy, causal_lm: 
     mode = choose_compile(config.compile, causal_lm, device_type=kind, is_alone=is_alone, is_plain=is_plain)
     logits = None
     if strategy.precision == "fp32":
-        length = max(window.sequence_length for window in (config.data.window, *config.data.windows))
+        length = config.data.longest_window.sequence_length
         logits = config.batch.sequences_per_micro_batch * length * plan.model_config.get_text_config().vocab_size
     return mode, choose_loss(config.loss.backend, device_type=kind, compile_mode=mode, logits=logits)

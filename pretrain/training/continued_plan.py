@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from pretrain.checkpoint.run_state import RunState, recorded_rollbacks
 from pretrain.config import RunConfig
 from pretrain.data.batches import DataPosition, moved_past
@@ -139,7 +141,8 @@ def continued(
     if plan.identity["batch.ramp"] == identity.get("batch.ramp"):
         ramp_steps = tuple(planned.get("ramp_steps", ramp_steps))
         future = BatchRamp(plan.ramp.sequences_per_level, ramp_steps, 0)
-    ramp = future.after(_past_ramp(plan, contents), state.step, state.tokens // length)
+    past = TypeAdapter(BatchRamp).validate_python(planned.get("ramp", plan.ramp))  # not in old checkpoints
+    ramp = future.after(past, state.step, state.tokens // length)
     sequences = target_sequences(config.budget, length, plan.active_parameters)
     total_steps = config.budget.steps or ramp.steps_to_reach(sequences)
     if total_steps < state.step:
@@ -154,16 +157,15 @@ def continued(
     # Sample indices in a checkpoint include skipped samples. Those in `ramp` don't.
     sample = moved_past(state.left_out, ramp.sequences_before(state.step))
     origin = planned.get("origin")
-    if data_changes(plan.identity, identity):
+    if any(plan.identity.get(path) != identity.get(path) for path in DATA):
         origin = contents.get("data")
         if origin is None:
             raise InputError(
                 "data: the checkpoint was written by an earlier version of Groundwork, which did not record how much "
                 "of each source was read; keep the same data until the next checkpoint, then change it"
             )
-    batches = plan.batches.changed(
-        ramp=ramp, skipped=state.left_out, origin=DataPosition.of_json(origin) if origin is not None else None
-    )
+    position = TypeAdapter(DataPosition | None).validate_python(origin)
+    batches = plan.batches.changed(ramp=ramp, skipped=state.left_out, origin=position)
     if len(plan.stages) > 1:
         stage_starts = planned.get("stage_starts", plan.batches.stage_starts)
         batches = batches.passing(stage_starts, sample)
@@ -171,24 +173,6 @@ def continued(
     batches = batches.changed(skipped=())
     schedule = _continued_schedule(config, total_steps, contents, state, changes)
     return replace(plan, ramp=ramp, ramp_steps=ramp_steps, batches=batches, schedule=schedule)
-
-
-def _past_ramp(plan: RunPlan, contents: Mapping[str, Any]) -> BatchRamp:
-    """Returns the batch sizes of past steps, in sequences."""
-    if "ramp" not in contents["plan"]:  # from an earlier version, for which the batch can't change
-        return plan.ramp
-    recorded = contents["plan"]["ramp"]
-    return BatchRamp(
-        sequences_per_level=tuple(recorded["sequences_per_level"]),
-        first_steps=tuple(recorded["first_steps"]),
-        total_steps=recorded["total_steps"],
-        first_sequences=tuple(recorded["first_sequences"]),
-    )
-
-
-def data_changes(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Returns True if two identities have different data settings (see `run_plan.identity_of`)."""
-    return any(now.get(path) != before.get(path) for path in DATA)
 
 
 def data_digest(plan: RunPlan) -> str:
@@ -242,9 +226,7 @@ def without_ranges_ahead(state: RunState, plan: RunPlan) -> RunState:
 def _continued_schedule(
     config: RunConfig, total_steps: int, contents: Mapping[str, Any], state: RunState, changes: Changes
 ) -> Schedule:
-    recorded = contents["plan"]["schedule"]
-    decayed = recorded.get("decayed")
-    before = Schedule(**{**recorded, "decayed": tuple(decayed) if decayed else None})
+    before = TypeAdapter(Schedule).validate_python(contents["plan"]["schedule"])
     step = state.step
     optim = config.optim
     per_step = config.batch.tokens_per_step

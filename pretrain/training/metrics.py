@@ -204,11 +204,15 @@ class Metrics:
         elif self.is_main:
             say_stage(what)
 
+    @property
+    def draws(self) -> bool:
+        """True if the progress line is due for an update, every SECONDS_BETWEEN_DRAWINGS."""
+        return time.perf_counter() - self._drawn >= SECONDS_BETWEEN_DRAWINGS and self.is_live
+
     def show(self, line: str) -> None:
-        """Updates the progress line, at most every SECONDS_BETWEEN_DRAWINGS."""
-        now = time.perf_counter()
-        if self.is_live and now - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
-            self._drawn = now
+        """Updates the progress line, if it `draws`."""
+        if self.draws:
+            self._drawn = time.perf_counter()
             LIVE_LINE.show(line)
 
     @contextmanager

@@ -81,13 +81,9 @@ class ReadAhead:
         return batches
 
     def _ids(self, plan: RunPlan, step: int, micro_step: int, data_rank: int) -> np.ndarray:
-        rows = self._rows(plan, step)
+        rows = plan.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call
         return plan.batches.read(step, micro_step, data_rank, ranks=self.strategy.data_ranks, sequences=rows)
 
     def _host_batch(self, plan: RunPlan, step: int, ids: np.ndarray) -> HostBatch:
         end = plan.batches.end_of_document_id
         return host_batch(ids, plan.stage(step).window, end_of_document_id=end, device=self.strategy.device)
-
-    def _rows(self, plan: RunPlan, step: int) -> int:
-        """Returns the number of sequences per forward pass."""
-        return plan.stage(step).sequences_per_micro_batch * self.strategy.micro_batches_per_call

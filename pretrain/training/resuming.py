@@ -1,7 +1,6 @@
 """Resumes runs from checkpoints and rolls them back."""
 
 from collections import ChainMap
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
@@ -126,14 +125,14 @@ def _recorded_rollbacks(run: Run) -> list[dict[str, Any]]:
     return recorded
 
 
-def _fetch_earlier(run: Run, at_most: int, beat: Callable[[], None] = lambda: None) -> None:
+def _fetch_earlier(run: Run, at_most: int) -> None:
     """Fetches an earlier checkpoint from the mirror, if there is a mirror."""
     if run.config.checkpoint.mirror is None:
         return
     from pretrain.checkpoint.mirror_fetch import fetch_earlier
 
-    run.checkpoints.wait(beat)
-    fetch_earlier(run.config.output, run.config.checkpoint, run.strategy.ranks, at_most, beat)
+    run.checkpoints.wait()
+    fetch_earlier(run.config.output, run.config.checkpoint, run.strategy.ranks, at_most, run.checkpoints.beat)
 
 
 def load_checkpoint(run: Run) -> None:
@@ -199,9 +198,9 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
     origin = run.whole_plan.batches.origin if skips else None
     at_least = origin.step if origin is not None else 0
     distant = max(first - 1 - guard.rollback_steps, at_least)
-    _fetch_earlier(run, distant, run.watch.beat)
-    target = run.checkpoints.newest_valid(ranks.print, at_most=distant, beat=run.watch.beat)
-    target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1, beat=run.watch.beat)
+    _fetch_earlier(run, distant)
+    target = run.checkpoints.newest_valid(ranks.print, at_most=distant)
+    target = target or run.checkpoints.newest_valid(ranks.print, at_most=first - 1)
     if target is None or step_of(target) < at_least:
         since = f" since the data changed at step {at_least:,}" if at_least else ""
         raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to{since}")

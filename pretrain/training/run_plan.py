@@ -38,6 +38,7 @@ from pretrain.model.build import (
 )
 from pretrain.model.compile import checkpointing_problems, compiler_problems
 from pretrain.model.model_config import VOCABULARY_KEY, load_model_config
+from pretrain.model.positions import configs_of_stages
 from pretrain.model.routers import RouterLosses, router_losses
 from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
@@ -271,16 +272,12 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
             problems += problems.attempt(unfitting_weights, config.model, model_config) or []
     of_data = Problems()
     readers = of_data.attempt(open_training, data)
-    device = problems.attempt(device_type)
-    precision = problems.attempt(resolve_precision, config.precision) if device else None
+    device = problems.attempt(device_type) or "cpu"
+    precision = problems.attempt(resolve_precision, config.precision) or "fp32"
     problems.attempt(
-        choose_attention,
-        config.attention,
-        device_type=device or "cpu",
-        dtype=DTYPES[precision or "fp32"],
-        window=data.window,
+        choose_attention, config.attention, device_type=device, dtype=DTYPES[precision], window=data.window
     )
-    problems += compiler_problems(config.compile, device or "cpu")
+    problems += compiler_problems(config.compile, device)
     parts = parts_of_micro_batch(config)
     sequences_per_step = problems.attempt(sequences_of, config, ranks, parts)
     if model_config is not None and readers:
@@ -291,18 +288,14 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
             problems.attempt(new_tokens, config, model_config)
         set_end_of_document(model_config, manifest.end_of_document_id)
-    stage_configs = losses_of_routers = None
+    losses_of_routers = None
     if model_config is not None:
         problems += length_problems(model_config, data.sequence_length)
-        stage_configs = [model_config]
-        if data.stages:
-            from pretrain.model.positions import configs_of_stages
-
-            stage_configs = problems.attempt(configs_of_stages, model_config, data)
+        stage_configs = problems.attempt(configs_of_stages, model_config, data)
         meta_model = problems.attempt(shared_meta_model, model_config)
         if meta_model is not None:
             losses_of_routers = problems.attempt(router_losses, config.loss, meta_model)
-            problems += problems.attempt(optimizer_problems, config.optim, meta_model, device or "cpu") or []
+            problems += problems.attempt(optimizer_problems, config.optim, meta_model, device) or []
         if config.loss.terms:
             from pretrain.model.loss_terms import term_problems
 
@@ -319,16 +312,15 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
     say_stage("Testing the architecture")
     model = of_data.attempt(plan_model, config, model_config, losses_of_routers)  # even if the data has problems
-    if model is not None and config.loss.terms and not model.from_hidden_states:
-        of_data.append(
-            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
-            "alone, but loss terms have no access to anything else; use a model that does, such as llama or qwen3"
-        )
-        model = None
-    if model is not None:
-        of_data += rows_problems(config, model)
     if model is None:
         raise InputError(*of_data)
+    if config.loss.terms and not model.from_hidden_states:
+        raise InputError(
+            *of_data,
+            f"loss.terms: {model_config.model_type} does not compute its logits from the last hidden states "
+            "alone, but loss terms have no access to anything else; use a model that does, such as llama or qwen3",
+        )
+    of_data += rows_problems(config, model)
 
     ramp = problems.attempt(ramp_of, config, sequences_per_step, model.active_parameters)
     if ramp is not None:
@@ -341,13 +333,22 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
         )
     problems += of_data
     problems.stop_if_any()
-    batches = problems.attempt(Batches, data, seed=config.seed, ramp=ramp)
-    problems.stop_if_any()
+    batches = Batches(data, seed=config.seed, ramp=ramp)
+    stages = [
+        StagePlan(
+            number=number + 1,
+            window=window,
+            model_config=stage_config,
+            flops_per_token=flops_per_token(stage_config, window.sequence_length),
+            sequences_per_micro_batch=micro_batch_of(config, number, ranks, parts),
+        )
+        for number, (window, stage_config) in enumerate(zip(data.windows, stage_configs, strict=True))
+    ]
     return RunPlan(
         **vars(model),
         precision=precision,
         ranks=ranks,
-        stages=stages_of(config, stage_configs, ranks, parts),
+        stages=tuple(stages),
         ramp=ramp,
         ramp_steps=ramp.first_steps,
         schedule=schedule,
@@ -357,27 +358,11 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     )
 
 
-def stages_of(config: RunConfig, configs: Sequence[Any], ranks: int, parts: int) -> tuple[StagePlan, ...]:
-    """Plans each stage.
-
-    Args:
-        configs: the model config for each stage.
-        ranks, parts: see `sequences_of`.
-    """
-    return tuple(
-        StagePlan(
-            number=number + 1,
-            window=window,
-            model_config=model_config,
-            flops_per_token=flops_per_token(model_config, window.sequence_length),
-            sequences_per_micro_batch=micro_batch_of(config, number, ranks, parts),
-        )
-        for number, (window, model_config) in enumerate(zip(config.data.windows, configs, strict=True))
-    )
-
-
 def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> int:
-    """Returns the largest micro-batch, in sequences, that divides the stage's batch evenly."""
+    """Returns the largest micro-batch, in sequences, that divides the stage's batch evenly.
+
+    ranks, parts: see `sequences_of`.
+    """
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
     per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))

@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.data.batches import Batches
 from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
-from pretrain.data.manifest import MANIFEST_FILE, SPLITS
+from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
@@ -41,7 +40,6 @@ from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
-SPLIT_TOTALS = ("tokens", "documents", "text_bytes")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -79,13 +77,17 @@ def announce(run: Run, peak_source: str) -> str:
     }
     log.begin(config, meter=meter, facts={**sizes, "total_steps": plan.total_steps})
     peak = f"{run.peak_flops / 1e12:.3g} TFLOP/s per process ({peak_source})" if run.peak_flops else peak_source
+    # With dispatch_batches, only the main rank opens the shards.
+    packings = plan.batches.packings if is_main else {}
     built = {
         "strategy": f"{strategy.name}, {counted(strategy.ranks.count, 'process')} on {strategy.device.type}",
         "optimizer": strategy.optimizer_built,
         "peak for MFU": peak,
         **({"energy": energy} if energy else {}),
-        # With dispatch_batches, only the main rank opens the shards.
-        **(packing_in_words(plan.batches) if is_main else {}),
+        **{
+            f"best fit, {plan.batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
+            for (number, length), packing in packings.items()
+        },
     }
     log.say(banner(config, plan, built))
     if run.continues:
@@ -138,14 +140,13 @@ def copy_extensions(config: RunConfig) -> None:
 def data_record(reader: ShardReader) -> dict:
     """Summarizes a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
-    splits = {split: dict(zip(SPLIT_TOTALS, manifest.totals(split), strict=True)) for split in SPLITS}
     fields = read_json(manifest.folder / MANIFEST_FILE)
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
         "vocabulary_size": manifest.vocabulary_size,
         "end_of_document_id": manifest.end_of_document_id,
-        "totals": splits,
+        "totals": {split: counts_in(manifest.shards, split) for split in SPLITS},
         "hub_datasets": hub_datasets_of(fields),
         "contamination": contamination_of(fields),
         "preparation": preparation_of(fields),
@@ -166,13 +167,12 @@ def commit_of(folder: Path) -> str | None:
     """Returns the git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
     if not IS_CHECKOUT:  # site-packages may be inside another repository
         return None
-    git = ["git", "-C", str(folder)]
+    # No tag matches, so git describes the commit by its hash.
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+changes" if changed.strip() else "")
 
 
 def stages_in_words(plan: RunPlan) -> dict[str, str]:
@@ -188,14 +188,6 @@ def stages_in_words(plan: RunPlan) -> dict[str, str]:
             ]
             rows[f"stage {stage.number}"] = ", ".join(filter(None, parts))
     return rows
-
-
-def packing_in_words(batches: Batches) -> dict[str, str]:
-    """Describes, per source, how many tokens best-fit packing drops; {} for other samplers."""
-    return {
-        f"best fit, {batches.folders[number]}, {length:,}": f"{packing.dropped_share():.2%} of tokens dropped"
-        for (number, length), packing in batches.packings.items()
-    }
 
 
 def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:

@@ -111,6 +111,7 @@ def watch_over(run: Run, start_id: str) -> None:
         held=output / LOCK_FILE if ranks.is_main else None,
         on_end=lambda reason, code: run.log.end(code, reason),
     )
+    run.checkpoints.beat = run.watch.beat
 
 
 def new_guard(run: Run) -> StepGuard:

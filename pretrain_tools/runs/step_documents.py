@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from pretrain.config import Data
 from pretrain.data.batches import Batches, DataPosition
@@ -90,13 +91,8 @@ def open_step(run: Path, step: int) -> tuple[Batches, int, int]:
     try:
         data = Data.model_validate(start.get("data") or settings["data"])
         seed = int(settings["seed"])
-        ramp = BatchRamp(
-            tuple(start["sequences_per_level"]),
-            tuple(start["first_steps"]),
-            start["total_steps"],
-            tuple(start.get("first_sequences", ())),
-        )
-        origin = DataPosition.of_json(start["origin"]) if "origin" in start else None
+        ramp = TypeAdapter(BatchRamp).validate_python(start)
+        origin = TypeAdapter(DataPosition | None).validate_python(start.get("origin"))
     except (KeyError, ValueError) as error:
         raise InputError(
             f"{run}: config.yaml or the start event has missing or invalid data settings ({error}); restore it"

@@ -103,7 +103,7 @@ def test_retention_keeps_the_newest_the_best_and_milestones():
 def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     group = TensorGroup.of(TENSORS)
     assert plan_files(group, "model") == {"model.safetensors": list(TENSORS)}
-    plan = plan_files(group, "model", max_file_bytes=40)
+    plan = plan_files(group, "model", max_file_bytes=64)
     assert plan == {
         "model-00001-of-00002.safetensors": ["a.weight", "a.bias"],
         "model-00002-of-00002.safetensors": ["b.weight"],

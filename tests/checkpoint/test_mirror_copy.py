@@ -46,7 +46,7 @@ def test_pruned_checkpoints_are_skipped_and_milestones_follow(tmp_path):
     remove(run / "checkpoints/step-00000007")
     order = []
     put = copier.store.put
-    copier.store.put = lambda folder, name, **named: order.append(name) or put(folder, name, **named)
+    copier.store.put = lambda folder, name, *rest: order.append(name) or put(folder, name, *rest)
     copy_all(copier)
     assert order == ["checkpoints/step-00000009", "checkpoints/step-00000005"]
     assert copier.status["dropped"] == 1

@@ -125,7 +125,7 @@ def requests_of(lengths: list[int]) -> Requests:
 def test_every_answer_is_predicted_once_from_its_own_question(documents):
     lengths = [4, 3, 9, 2, 5, 12, 3]
     requests = requests_of(lengths)
-    windows = packed(requests, WindowSpec(8, documents))
+    windows = packed(requests, WindowSpec(8, documents), 1)
     assert windows.shortened == 1 and len(windows.ids) == (5 if documents else 7)
     for number, end in enumerate(requests.ends):
         (row,), (place,) = np.nonzero(windows.request == number)
@@ -137,7 +137,6 @@ def test_every_answer_is_predicted_once_from_its_own_question(documents):
 
 
 def test_windows_after_the_last_have_no_request():
-    windows = packed(requests_of([4, 8, 8]), WindowSpec(8, True))
-    part = windows.part(2, 4)
-    assert part.ids.shape == (4, 9) and (part.request[1:] == -1).all() and (part.request[0] == 2).sum() == 1
-    assert (windows.part(9, 2).request == -1).all() and windows.part(9, 2).ids.shape == (2, 9)
+    windows = packed(requests_of([4, 8, 8]), WindowSpec(8, True), 4)
+    assert windows.ids.shape == (4, 9) and (windows.request[2] == 2).sum() == 1
+    assert (windows.request[3] == -1).all() and not windows.ids[3].any()

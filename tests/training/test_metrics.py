@@ -147,7 +147,7 @@ def test_the_live_line_has_the_time_left_and_mfu():
         throughput=SimpleNamespace(pace=0.5),
         clock=SimpleNamespace(left=math.inf),
         strategy=SimpleNamespace(ranks=SimpleNamespace(count=2)),
-        log=SimpleNamespace(is_live=True, show=said.append, set_position=lambda step, tokens: None),
+        log=SimpleNamespace(draws=True, show=said.append, set_position=lambda step, tokens: None),
         peak_flops=1e10,
     )
     show_progress(run, [SimpleNamespace(loss=2.5)])
