@@ -3,15 +3,17 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from pretrain.optim.adafactor import Adafactor, ParameterPart
-from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece, pieces_of
-from pretrain.optim.muon import MuonWithAdamW
 from pretrain.optim.tiles import Tile, place_in, shape_of, tile_at, tile_of
+
+if TYPE_CHECKING:
+    from pretrain.optim.adafactor import ParameterPart
+    from pretrain.optim.matrix_exchange import HiddenMatrix, Holders, MatrixPiece
 
 
 def divided_axes(tensor: DTensor) -> dict[int, int]:
@@ -30,6 +32,9 @@ def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], di
 
     replica_group: see `Mesh.replica_group`.
     """
+    from pretrain.optim.adafactor import Adafactor
+    from pretrain.optim.muon import MuonWithAdamW
+
     if not isinstance(optimizer, Adafactor | MuonWithAdamW):
         return
     replica = replica_group()
@@ -41,8 +46,11 @@ def place_tiles(optimizer: torch.optim.Optimizer, replica_group: Callable[[], di
         muon.placed = {parameter: pieces_in(parameter, own, replica) for parameter, own in muon.matrices.items()}
 
 
-def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> ParameterPart:
+def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> "ParameterPart":
     """Returns this rank's tile of a parameter and the ranks with the other tiles, for Adafactor."""
+    from pretrain.optim.adafactor import ParameterPart
+    from pretrain.optim.matrix_exchange import Holders
+
     axes = tuple(divided_axes(parameter))
     holders = holders_along(parameter, axes, replica)
     copies = dist.get_world_size(replica) // holders.size if axes and replica is not None else 1
@@ -55,8 +63,10 @@ def part_of(parameter: DTensor, replica: dist.ProcessGroup | None) -> ParameterP
     return ParameterPart(parameter, tuple(parameter.shape), holders, tile_of(parameter), adds=adds)
 
 
-def pieces_in(parameter: DTensor, matrix: HiddenMatrix, replica: dist.ProcessGroup | None) -> list[MatrixPiece]:
+def pieces_in(parameter: DTensor, matrix: "HiddenMatrix", replica: dist.ProcessGroup | None) -> "list[MatrixPiece]":
     """Returns this rank's pieces of a matrix, or of each matrix in a stack, for Muon."""
+    from pretrain.optim.matrix_exchange import pieces_of
+
     divided = divided_axes(parameter)
     *stack, _, _ = shape_of(tile_of(parameter))
     # Sharding a stack between matrices doesn't split any matrix.
@@ -82,11 +92,13 @@ def tiles_along(tensor: DTensor, axes: Sequence[int]) -> list[Tile]:
     return found
 
 
-def holders_along(tensor: DTensor, axes: Sequence[int], replica: dist.ProcessGroup | None) -> Holders:
+def holders_along(tensor: DTensor, axes: Sequence[int], replica: dist.ProcessGroup | None) -> "Holders":
     """Returns the ranks that differ from this one only along these mesh dimensions.
 
     replica: group to use for two dimensions; see `Mesh.replica_group`.
     """
+    from pretrain.optim.matrix_exchange import Holders
+
     mesh = tensor.device_mesh
     group = mesh.get_group(axes[0]) if len(axes) == 1 else replica if axes else None
     return Holders(group, torch.device(mesh.device_type))
