@@ -179,10 +179,7 @@ def _counts(file: Path, dtype: str, sizes: np.ndarray, end: int) -> tuple[int, i
 
 def open_ids(path: Path, dtype: str) -> "np.ndarray | h5py.Dataset":
     """Opens a file's IDs as a 1-D array that is read lazily. `dtype` only applies to raw files."""
-    if path.suffix in HDF5_SUFFIXES:
-        return hdf5_ids(path)
-    # A plain array, because slicing an np.memmap is several times slower.
-    return np.memmap(path, id_dtype(dtype), mode="r").view(np.ndarray)
+    return hdf5_ids(path) if path.suffix in HDF5_SUFFIXES else np.memmap(path, id_dtype(dtype), mode="r")
 
 
 def ids_bytes(path: Path, dtype: str) -> int:

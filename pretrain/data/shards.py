@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pretrain.config import DataCache, Shards
-from pretrain.data.foreign_shards import foreign_files, foreign_manifest, ids_bytes, open_ids
-from pretrain.data.manifest import MANIFEST_FILE, Manifest, Shard, parse_manifest
+from pretrain.data.manifest import HDF5_SUFFIXES, MANIFEST_FILE, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
 from pretrain.files import is_url, shown
 
@@ -60,14 +59,17 @@ def read_manifest(folder: str | Path, tokenizer: str | None = None) -> Manifest:
         folder: path or URL (data/object_store.py).
         tokenizer: tokenizer for other tools' files. Folders made by prepare_data.py contain their own.
     """
+    # Imported lazily, because most runs need neither object stores nor other formats.
     if is_url(folder):
-        # Imported lazily, because most runs don't need object stores.
         from pretrain.data.object_store import remote_manifest
 
         return remote_manifest(str(folder))
     folder = Path(folder)
-    if not (folder / MANIFEST_FILE).is_file() and foreign_files(folder):
-        return foreign_manifest(folder, tokenizer)
+    if not (folder / MANIFEST_FILE).is_file():
+        from pretrain.data.foreign_shards import foreign_files, foreign_manifest
+
+        if foreign_files(folder):
+            return foreign_manifest(folder, tokenizer)
     if not folder.is_dir():
         raise InputError(
             f"{folder}: no such folder of prepared shards; prepare it with the commands at the top of the recipe, or "
@@ -101,12 +103,18 @@ class ShardReader:
         # There may be thousands of shards, and a step needs only a few.
         ids = self._maps[number]
         if ids is None:
+            path = self.manifest.folder / self._shards[number].file
             if self.manifest.url is not None:
                 from pretrain.data.object_store import RemoteIds, block_reader
 
                 ids = RemoteIds(self.manifest, self._shards[number], block_reader(self._cache))
+            elif path.suffix in HDF5_SUFFIXES:
+                from pretrain.data.foreign_shards import hdf5_ids
+
+                ids = hdf5_ids(path)
             else:
-                ids = open_ids(self.manifest.folder / self._shards[number].file, self.manifest.dtype)
+                # A plain array, because slicing an np.memmap is several times slower.
+                ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids
@@ -169,7 +177,13 @@ def _size_of(manifest: Manifest, shard: Shard) -> int | None:
 
         return remote_sizes(manifest.url).get(shard.file, -1)
     path = manifest.folder / shard.file
-    return ids_bytes(path, manifest.dtype) if path.is_file() else -1
+    if not path.is_file():
+        return -1
+    if path.suffix in HDF5_SUFFIXES:
+        from pretrain.data.foreign_shards import ids_bytes
+
+        return ids_bytes(path, manifest.dtype)
+    return path.stat().st_size
 
 
 def open_shards(folder: str | Path, split: str, tokenizer: str | None = None) -> ShardReader:
