@@ -15,17 +15,19 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from pretrain.config import Data, Source, WindowSpec
-from pretrain.data.packing import Packing
 from pretrain.data.sampling import Stream, key_of
 from pretrain.data.shards import ShardReader, open_source
 from pretrain.errors import InputError, Problems
 from pretrain.optim.batch_ramp import BatchRamp
 from pretrain.registry import SAMPLERS
+
+if TYPE_CHECKING:
+    from pretrain.data.packing import Packing
 
 PATTERN_LENGTH = 10_000
 """Length of the interleaving pattern in windows. Mixture weights are exact to four digits."""
@@ -173,12 +175,17 @@ class Batches:
             from pretrain.data.transformations import Transformations
 
             self._transform = Transformations(data, manifests[0], seed)
-        self.packings: dict[tuple[int, int], Packing] = {}
+        self.packings = self._packed() if data.sampling == "best_fit" else {}
         """{(source index, window length): packed windows}; empty for samplers other than best_fit."""
-        if data.sampling == "best_fit":
-            for length, windows in self._windows_per_epoch.items():
-                for number, reader in enumerate(self.readers.values()):
-                    self.packings[number, length] = Packing(reader, length, int(windows[number]))
+
+    def _packed(self) -> "dict[tuple[int, int], Packing]":
+        from pretrain.data.packing import Packing
+
+        return {
+            (number, length): Packing(reader, length, int(windows[number]))
+            for length, windows in self._windows_per_epoch.items()
+            for number, reader in enumerate(self.readers.values())
+        }
 
     def _whole_windows(self, length: int) -> np.ndarray:
         """Returns (sources,) number of whole windows. Each is at least 1, because a stage may not use the source."""

@@ -38,7 +38,6 @@ from pretrain.model.build import (
 )
 from pretrain.model.compile import checkpointing_problems, compiler_problems
 from pretrain.model.model_config import VOCABULARY_KEY, load_model_config
-from pretrain.model.positions import configs_of_stages
 from pretrain.model.routers import RouterLosses, router_losses
 from pretrain.optim.averaging import averaging_problems
 from pretrain.optim.batch_ramp import BatchRamp, batch_ramp
@@ -291,7 +290,11 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     losses_of_routers = None
     if model_config is not None:
         problems += length_problems(model_config, data.sequence_length)
-        stage_configs = problems.attempt(configs_of_stages, model_config, data)
+        stage_configs = [model_config]
+        if data.stages:
+            from pretrain.model.positions import configs_of_stages
+
+            stage_configs = problems.attempt(configs_of_stages, model_config, data)
         meta_model = problems.attempt(shared_meta_model, model_config)
         if meta_model is not None:
             losses_of_routers = problems.attempt(router_losses, config.loss, meta_model)

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pretrain.data.data_record import numbers_in
-from pretrain_tools.preparation.documents.records import Record
+
+if TYPE_CHECKING:
+    from pretrain_tools.preparation.documents.records import Record
 
 KEPT = "kept"
 """Used instead of a rule's name for documents that weren't removed."""
@@ -62,7 +64,7 @@ class CleaningAccount:
         """{rule: documents, bytes} without KEPT."""
         return {rule: amounts for rule, amounts in self.rules.items() if rule != KEPT}
 
-    def add_document(self, rule: str, record: Record, measured: tuple[float, float] | None = None) -> None:
+    def add_document(self, rule: str, record: "Record", measured: tuple[float, float] | None = None) -> None:
         """Counts a document that was removed by a rule or kept.
 
         Args:

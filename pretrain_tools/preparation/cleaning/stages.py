@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pretrain_tools.preparation.cleaning.account import KEPT, CleaningAccount, add_numbers
-from pretrain_tools.preparation.documents.records import Record
 
 if TYPE_CHECKING:
     import numpy as np
 
     from pretrain_tools.preparation.cleaning.compiled import DividedTexts
     from pretrain_tools.preparation.cleaning.forms import Lines
+    from pretrain_tools.preparation.documents.records import Record
 
 BATCH_BYTES = 1 << 20
 """Batch size in bytes. Intermediate arrays of this size fit in the CPU cache."""
@@ -118,7 +118,7 @@ class Cleaning:
     def __getstate__(self) -> dict[str, Any]:
         return {"stages": self.stages}
 
-    def clean(self, records: Sequence[Record]) -> tuple[list[Record], CleaningAccount]:
+    def clean(self, records: "Sequence[Record]") -> "tuple[list[Record], CleaningAccount]":
         """Runs all stages. Returns (kept documents with their new text, statistics for all documents)."""
         account = CleaningAccount()
         cleaned = []
@@ -126,7 +126,7 @@ class Cleaning:
             cleaned += self._clean(records[first:stop], account)
         return cleaned, account
 
-    def _clean(self, kept: Sequence[Record], account: CleaningAccount) -> list[Record]:
+    def _clean(self, kept: "Sequence[Record]", account: CleaningAccount) -> "list[Record]":
         """Runs all stages on a batch. Returns the kept documents with their new text."""
         batch = TextBatch([record.text for record in kept], [record.url for record in kept])
         for label, judge in self.opened:
