@@ -223,7 +223,7 @@ def test_a_budget_already_exceeded_is_rejected(trunk_at_a_constant_rate, tmp_pat
 def timed(recipe):
     """Changes the recipe to have more steps than fit into budget.minutes."""
     return change(
-        recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.05}, checkpoint={"keep_last": 99}
+        recipe, optim={"schedule": "wsd"}, budget={"steps": 100_000, "minutes": 0.1}, checkpoint={"keep_last": 99}
     )
 
 
@@ -237,7 +237,7 @@ def test_minutes_end_a_run_with_its_decay_and_more_minutes_extend_it(timed, tmp_
     assert begin < end == by_clock[-1]["total_steps"] <= 1 + 1.2 * begin
     assert (run / "final/model.safetensors").exists() and rates(run)[end] < 0.5 * max(rates(run).values())
     assert "already complete" in train(timed).stdout
-    train(timed, "--budget.minutes", "0.08")
+    train(timed, "--budget.minutes", "0.15")
     assert events(run, "resume")[-1]["step"] <= begin, "the run must resume from before the decay"
     commands = [event["command"] for event in events(run, "control")]
     assert events(run, "end")[-1]["step"] > begin and commands.count("anneal") == 2
@@ -251,7 +251,7 @@ def test_minutes_include_earlier_starts(timed, tmp_path):
     assert refused.returncode == 2 and "raise it, or set it to null" in refused.stderr
     assert "up to step 4" in refused.stderr and "Traceback" not in refused.stderr
     told = train(timed, "--check").stdout
-    assert "of budget.minutes used" in told and "at most 0.05 min (budget.minutes)" in told
+    assert "of budget.minutes used" in told and "at most 0.1 min (budget.minutes)" in told
     train(timed, "--budget.minutes", "null", "--budget.steps", "12", *WITHOUT_EXPORT)
     assert events(tmp_path / "run", "end")[-1]["step"] == 12 and not events(tmp_path / "run", "control")
 
