@@ -15,6 +15,7 @@ windows of a block are used while its plan is in memory, and its tokens are fetc
 import bisect
 import functools
 import itertools
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +99,9 @@ class Packing:
         self.windows = windows
         self.blocks = block_count(windows)
         self._end_id = reader.manifest.end_of_document_id
-        self._plan = functools.lru_cache(maxsize=PLANS_KEPT)(self._planned)
+        # The cache doesn't own this object, so that the plans are freed with it, even after gc.freeze.
+        planned = functools.partial(Packing._planned, weakref.proxy(self))
+        self._plan = functools.lru_cache(maxsize=PLANS_KEPT)(planned)
         """Returns a block's plan."""
 
     def read(self, window: int, out: np.ndarray) -> None:

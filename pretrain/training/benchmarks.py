@@ -179,14 +179,14 @@ class Benchmarks:
         executor.shutdown(wait=False)
 
     def _tokenized(self) -> Requests | str:
-        if not self._path.is_file():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            words = [*self._arguments, "--output", str(self._path.absolute())]
-            try:
+        words = [*self._arguments, "--output", str(self._path.absolute())]
+        try:
+            if not self._path.is_file():
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 run_tool("evaluation.answers", *words, seconds=LONGEST_TOKENIZING_SECONDS)
-            except ToolError as error:
-                return str(error)
-        return Requests.read(self._path)
+            return Requests.read(self._path)
+        except (ToolError, OSError) as error:
+            return str(error)
 
     def measure(
         self,

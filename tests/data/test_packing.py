@@ -1,5 +1,7 @@
 """Tests for best-fit packing: whole documents, dropped token counts, and random access with any number of ranks."""
 
+import weakref
+
 import numpy as np
 import pytest
 
@@ -157,6 +159,9 @@ def test_plans_in_memory_are_bounded(tmp_path, monkeypatch):
     kept = [found.pieces(window) for window in range(found.windows)]
     assert found._plan.cache_info().currsize == 4 < found.blocks
     assert [found.pieces(window) for window in range(found.windows)] == kept
+    alive = weakref.ref(found)
+    del found
+    assert alive() is None  # without a garbage collection
 
 
 def test_shards_without_document_ends_have_consecutive_windows(tmp_path):

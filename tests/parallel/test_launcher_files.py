@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from accelerate.commands.launch import launch_command_parser
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
 from pretrain.parallel import launcher_files
-from pretrain.parallel.launcher import launched_strategy, launcher_problems
+from pretrain.parallel.launcher import ToolError, launched_strategy, launcher_problems, run_tool
 from pretrain.parallel.launcher_files import command_problems, deepspeed_problems, launcher_file_problems
 from pretrain.parallel.registry import STRATEGIES, micro_batches_launched, strategy_class, strategy_named
 from pretrain_tools.planning.layouts import launched_layout
@@ -381,3 +382,12 @@ def test_slurm_scripts_pass_on_their_arguments(name, tmp_path):
     else:
         assert (arguments.num_processes, arguments.num_machines, arguments.machine_rank) == (16, 2, 1)
         assert (arguments.main_process_ip, arguments.main_process_port) == ("node0", 20007)
+
+
+def test_a_tool_may_print_invalid_text(tmp_path, monkeypatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nprintf 'one \\377 byte\\n' >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(ToolError, match="one \ufffd byte"):
+        run_tool("evaluation.answers")

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from pretrain import config
 from pretrain.config import WindowSpec
+from pretrain.parallel.ranks import Ranks
 from pretrain.runs.run_folder import EVALUATIONS
-from pretrain.training.benchmarks import Requests, Task, packed
+from pretrain.training.benchmarks import Benchmarks, Requests, Task, packed
 from support.project import events, launch, run_script
 
 TASKS = "one,two,three,pair"
@@ -90,12 +93,13 @@ def test_scores_match_evaluate_under_every_strategy(recipe, tasks, tmp_path):
     (tokenized,) = (alone / EVALUATIONS).glob("answers-*.npz")
     for name in TOGETHER[1:]:  # the others tokenize the same requests, which takes longer than training
         (tmp_path / name / EVALUATIONS).mkdir(parents=True)
-        shutil.copy(tokenized, tmp_path / name / EVALUATIONS)
+        shutil.copy2(tokenized, tmp_path / name / EVALUATIONS)
     runs = [{"strategy": name, "arguments": [*options, "--output", str(tmp_path / name)]} for name in TOGETHER]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     launch("ddp", 2, "tests/support/train_strategies.py", recipe, tmp_path / "runs.json")
     for name in TOGETHER:
-        assert (tmp_path / name / EVALUATIONS / f"{tokenized.stem}.log").exists() == (name == TOGETHER[0])
+        (own,) = (tmp_path / name / EVALUATIONS).glob("answers-*.npz")
+        assert (own.stat().st_mtime_ns != tokenized.stat().st_mtime_ns) == (name == TOGETHER[0])
         of_strategy = scores(tmp_path / name)
         assert of_strategy.keys() == found.keys()
         for task, row in found.items():
@@ -111,6 +115,16 @@ def test_an_unsupported_task_is_only_a_warning(recipe, tasks, tmp_path):
     (warning,) = [e["message"] for e in events(tmp_path / "run", "warning") if "benchmarks" in e["message"]]
     assert "--tasks four: where: in_loop only supports tasks with a single correct answer" in warning
     assert events(tmp_path / "run", "end")[0]["code"] == 0
+
+
+def test_requests_that_cannot_be_written_are_only_a_warning(tmp_path):
+    (tmp_path / EVALUATIONS).write_text("")  # not a folder
+    benchmarks = Benchmarks(tmp_path, config.Benchmarks(tasks=["one"]), tmp_path)
+    benchmarks.begin()
+    strategy = SimpleNamespace(ranks=Ranks(), data_ranks=1)
+    window = WindowSpec(8, True)
+    found = benchmarks.measure(None, strategy, window=window, sequences=1, attention="sdpa", beat=lambda: None)
+    assert EVALUATIONS in found
 
 
 def requests_of(lengths: list[int]) -> Requests:
