@@ -290,6 +290,8 @@ def initialize_module(model: PreTrainedModel, name: str, *, seed: int, is_loaded
         with torch.no_grad(), init.guard_torch_init_functions():
             for module_name, module in modules:
                 _materialize(module, module_name, tied_names)
+                if is_loaded and next(module.buffers(), None) is None:
+                    continue  # an initializer that reads the weights may not accept NaN
                 if is_loaded and not module._buffers:  # otherwise, buffers would get different random numbers
                     for parameter in module.parameters(recurse=False):
                         parameter._is_hf_initialized = True  # private, as in `_run_initializer`

@@ -108,18 +108,25 @@ class TensorsInMemory(PretrainedTensors):
 
 
 class LoadedModel:
-    """Weights in a model on the CPU. `fill` moves its tensors to the training model."""
+    """Weights in a model on the CPU. `fill` shares its tensors with the training model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
 
     def fill(self, causal_lm: PreTrainedModel, unit: str) -> None:
-        """Moves the parameters and buffers of the module `unit` to the same module in `causal_lm`."""
-        source = self._model.get_submodule(unit)
-        for name, module in causal_lm.get_submodule(unit).named_modules():
-            twin = source.get_submodule(name)
+        """Gives the parameters and buffers of the module `unit` to the same module in `causal_lm`, except for tied
+        parameters.
+
+        The parameters are new objects, because strategies shard or round them, and ZeRO then reads them again.
+        """
+        tied_names = set(causal_lm.all_tied_weights_keys)
+        for module_name, module in causal_lm.get_submodule(unit).named_modules(prefix=unit):
+            prefix = f"{module_name}." if module_name else ""
+            twin = self._model.get_submodule(module_name)
             for key, parameter in list(twin.named_parameters(recurse=False)):
-                setattr(module, key, parameter)
+                if prefix + key not in tied_names:
+                    own = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    setattr(module, key, own)
             for key, buffer in list(twin.named_buffers(recurse=False)):
                 setattr(module, key, buffer)
 

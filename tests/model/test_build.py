@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers import initialization as init
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from pretrain.errors import InputError
 from pretrain.model.build import (
@@ -16,6 +17,7 @@ from pretrain.model.build import (
     build_meta_model,
     build_model,
     check_vocabulary,
+    copy_model,
     count_non_embedding_parameters,
     count_parameters,
     embedding_parameter_names,
@@ -203,6 +205,20 @@ def test_weights_from_a_checkpoint_are_not_initialized_but_buffers_are(config, m
     buffers = dict(whole.named_buffers())
     assert buffers.keys() == dict(resumed.named_buffers()).keys()
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in resumed.named_buffers())
+
+
+def test_a_model_whose_initializer_reads_its_weights_is_copied_and_resumed(monkeypatch):
+    def normalized(model, module, initialize=LlamaPreTrainedModel._init_weights):
+        initialize(model, module)
+        if isinstance(module, torch.nn.Linear):
+            module.weight.div_(torch.linalg.matrix_norm(module.weight, 2))
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", normalized)
+    whole = build_model(tiny("llama"), seed=7)
+    assert digest(copy_model(whole, attention="sdpa")) == digest(whole)
+    resumed = build_meta_model(tiny("llama"))
+    InitialWeights(seed=7, are_loaded=True).fill(resumed, "")
+    assert all(parameter.isnan().all() for parameter in resumed.parameters())
 
 
 def test_existing_weights_are_initialized_in_place_to_the_same_values(config):

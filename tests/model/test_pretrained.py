@@ -1,5 +1,7 @@
 """Tests for reading pretrained weights tensor by tensor: values match transformers, and no other tensors are read."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -160,6 +162,18 @@ def test_files_that_need_several_tensors_for_one_make_a_whole_model(tmp_path, mo
     model = build_meta_model(config)
     InitialWeights(seed=0, pretrained=pretrained).fill(model, "")
     assert_same(model, load_pretrained(str(tmp_path)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+def test_a_whole_model_keeps_its_weights_if_the_training_model_is_rounded(kind):
+    """ZeRO reads the weights again after DeepSpeed has rounded or partitioned the training model's parameters."""
+    trained = build_model(AutoConfig.for_model(**TINY[kind]), seed=7)
+    weights = InitialWeights(seed=0, pretrained=LoadedModel(copy.deepcopy(trained)))
+    first = filled(kind, weights).to(torch.bfloat16)
+    for parameter in first.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    assert_same(filled(kind, weights), trained)
+    assert all(parameter.numel() == 0 and parameter.dtype == torch.bfloat16 for parameter in first.parameters())
 
 
 def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
