@@ -308,10 +308,10 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     documents = [content.decode()[:DOCUMENT_CHARACTERS] for content in rng.sample(texts, min(count, len(texts)))]
     benchmarks = read_benchmarks(items)
     known = [
-        (benchmark.name, number, item.whole[0])
+        (benchmark.name, number, whole[0])
         for benchmark in benchmarks
-        for number, item in enumerate(benchmark.items)
-        if len(item.whole[0].split()) >= 13
+        for number, (whole, _) in enumerate(benchmark.items)
+        if len(whole[0].split()) >= 13
     ]
     chosen = rng.sample(known, min(PLANTED, len(known), len(documents)))
     options = ("--validation_fraction", "0", "--decontaminate", *items)
@@ -339,7 +339,7 @@ def bench_decontamination(texts: list[bytes], count: int, items: list[str], toke
     items_of = {benchmark.name: benchmark.items for benchmark in benchmarks}
     folded = [letters_of(text) for text in planted]
     more = sum(
-        not any(stands_in(text, folded) for text in (*items_of[name][number].whole, *items_of[name][number].parts))
+        not any(stands_in(text, folded) for texts in items_of[name][number] for text in texts)
         for name, numbers in found.items()
         for number in numbers - expected.get(name, set())
     )

@@ -121,11 +121,20 @@ def refuse_other_files(output: Path, ours: str) -> None:
 
 
 def refuse_differences(
-    output: Path, made_from: dict[str, Any], plan: dict[str, Any], how: str, free: tuple[str, ...] = ()
+    output: Path,
+    made_from: dict[str, Any],
+    plan: dict[str, Any],
+    how: str,
+    *,
+    free: tuple[str, ...] = (),
+    in_order: bool = False,
 ) -> None:
     """Raises InputError if `plan` differs from the existing folder's plan.
 
-    free: options that are allowed to differ.
+    Args:
+        free: options that are allowed to differ.
+        in_order: True if the sources must also be in the same order, because positions refer to it. The order depends
+            on how their paths are written.
     """
     differences = []
     for key, now in plan.items():
@@ -136,7 +145,11 @@ def refuse_differences(
             before = {name: (before or {}).get(name) for name in now}
         if key != "sources":
             differences += _differences(key, before, now)
-    differences += source_differences(made_from.get("sources") or [], plan["sources"])
+    before = made_from.get("sources") or []
+    changes = source_differences(before, plan["sources"])
+    if in_order and not changes and [one["path"] for one in before] != [one["path"] for one in plan["sources"]]:
+        changes = ["the order of the sources has changed"]
+    differences += changes
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
         shown = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
@@ -169,14 +182,11 @@ def _by_name(value: Any) -> Any:
 
 
 def source_differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """Describes sources that were added, removed, changed or reordered."""
+    """Describes sources that were added, removed or changed."""
     old = {source["path"]: source for source in before}
     new = {source["path"]: source for source in now}
-    differences = [
+    return [
         *(f"source {path} was added" for path in new if path not in old),
         *(f"source {path} was removed" for path in old if path not in new),
         *(f"source {path} has changed" for path in new if path in old and old[path] != new[path]),
     ]
-    if not differences and [*old] != [*new]:
-        differences = ["the order of the sources has changed"]
-    return differences

@@ -218,7 +218,8 @@ class _Run:
             raise InputError(
                 f"{self.output}: was started by a different version of Groundwork; remove it and prepare it again"
             )
-        refuse_differences(self.output, earlier, self.plan, "was started", free=("on_error", "max_errors"))
+        free = ("on_error", "max_errors")
+        refuse_differences(self.output, earlier, self.plan, "was started", free=free, in_order=True)
         return progress
 
     def _tokenize(self, progress: dict[str, Any], encoder: Encoder | None) -> tuple[Tally, list[Shard]]:

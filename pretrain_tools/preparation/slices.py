@@ -63,7 +63,7 @@ def require_slices(request: PreparationRequest, plan: dict[str, Any], say: Calla
             continue
         made_from = json.loads((folder / MANIFEST_FILE).read_bytes())
         plan_of_slice = plan | {"options": of_slice.options.as_plan()}
-        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished")
+        problems.attempt(refuse_differences, folder, made_from, plan_of_slice, "was finished", in_order=True)
         if any(shard["split"] != UNDIVIDED for shard in made_from["shards"]):
             problems.append(
                 f"{folder}: was made by a different version of Groundwork; remove it and prepare the slice again"

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -183,3 +184,18 @@ def test_changed_sources_and_options_of_an_unfinished_folder_are_rejected(tmp_pa
     write_jsonl(tmp_path / "a.jsonl", texts(101))
     with pytest.raises(InputError, match=r"source a.jsonl has changed"):
         prepare_files(tmp_path, tokenizer)
+
+
+def test_the_order_of_the_sources_matters_only_until_the_folder_is_complete(tmp_path, tokenizer, monkeypatch):
+    """It depends on how the paths are written: './b.jsonl' comes before 'a.jsonl'."""
+    make_parts_small(monkeypatch, 500)
+    write_jsonl(tmp_path / "a.jsonl", texts(50))
+    write_jsonl(tmp_path / "b.jsonl", texts(50), [b"bad"])
+    with pytest.raises(InputError, match=r"b\.jsonl, line 51: invalid JSON"):
+        prepare_files(tmp_path, tokenizer)
+    request = request_for(tmp_path, tokenizer, on_error="skip")
+    turned = replace(request, documents=Files(request.documents.sources[::-1]))
+    with pytest.raises(InputError, match=r"was started .*: the order of the sources has changed"):
+        prepare(turned)
+    prepare(request)
+    assert prepare(turned).already_done
