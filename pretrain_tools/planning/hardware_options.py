@@ -96,7 +96,7 @@ def find_gpu(name: str, **given: float) -> Gpu:
             "--gpu_memory and --peak_tflops, such as --gpu_memory 80GB --peak_tflops 989"
         )
     # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
-    common = Gpu(key, 0, 0, None, 32e9, 3e9, 350, 0.0)
+    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)
 
 
@@ -114,6 +114,7 @@ def cpu_as_gpu(processes: int) -> Gpu:
         memory_bytes=memory / processes,
         bf16_flops=flops / processes,
         fp8_flops=None,
+        memory_bytes_per_second=2e10,
         link_bytes_per_second=5e9,
         network_bytes_per_second=1e8,
         watts=0.0,
