@@ -266,11 +266,14 @@ def test_a_document_format_of_the_page_is_prepared(extended, shards, tmp_path):
 
 
 def test_a_custom_strategy_trains(extended, shards, runs, tmp_path):
-    recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text()) | {"output": str(tmp_path / "run")}
+    recipe = yaml.safe_load((runs[1].with_suffix(".yaml")).read_text())
+    recipe |= {"output": str(tmp_path / "run"), "checkpoint": {}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     script = (IN_COPY, extended / "train.py", "--config", tmp_path / "recipe.yaml")
     launch(extended / "accelerate_configs/mine.yaml", 2, *script, cwd=extended)
     record = json.loads((tmp_path / "run/strategy.json").read_text())
     assert (record["strategy"], record["ranks"]) == ("mine", 2)
+    assert (tmp_path / "run/checkpoints/step-00000002").exists()
+    assert not events(tmp_path / "run", "export")[0]["problems"]
     losses = [[event["loss"] for event in events(folder, "train")] for folder in (tmp_path / "run", runs[1])]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

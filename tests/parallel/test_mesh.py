@@ -85,7 +85,7 @@ if EVERYTHING:
         "ep2 tp2 dp_shard2": ("muon", "mixtral", Sizes(dp_shard=2, tp=2, ep=2)),
     }
 ONLY_TRAIN = ["--data.validation", "[]", "--diagnostics.every_steps", "null"]
-CLIP = ["--optim.muon.qk_clip", "0.003", *ONLY_TRAIN]
+CLIP = ["--optim.muon.qk_clip", "0.003"]
 PACKED = {"pp2 cp2": ("adamw", "dense", Sizes(pp=2, cp=2))}
 """Combinations trained on whole documents."""
 if EVERYTHING:
@@ -113,7 +113,6 @@ OPTIONS = {"dense pp2 dp_replicate2": ["--pipeline.microbatches_per_stage", "2"]
 """Extra options per combination; this one uses smaller microbatches than necessary."""
 IN_FP8 = ["--precision", "fp8"]
 ROUNDED = ["--optim.name", "adafactor", "--optim.stochastic_rounding", "true", "--averaging.kind", "none"]
-ROUNDED += ONLY_TRAIN
 PIPELINES = [name for name, (_, _, sizes) in (ON_FOUR | ON_EIGHT).items() if sizes.pp > 1]
 SCHEDULE_OF = dict(zip(PIPELINES, cycle(SCHEDULES)))
 
@@ -349,10 +348,10 @@ def runs(shards, tmp_path_factory) -> Path:
         run(in_bf16, "bf16", "mesh", *bf16, *exported),
         run(
             ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
-            *("compiled", "mesh", "--compile", "regional", *ONLY_TRAIN, *exported),
+            *("compiled", "mesh", "--compile", "regional", *exported),
             **compiled,
         ),
-        run(rounded, "rounded", "mesh", *ROUNDED),
+        run(rounded, "rounded", "mesh", *ROUNDED, *exported),
         run(copies, "copies", "ddp", *ONLY_TRAIN, steps=STEPS),
         run(copies, "copies resumed", "ddp", *ONLY_TRAIN, steps=STEPS, start_from=str(folder / "copies" / MIDDLE)),
     ]
@@ -407,6 +406,12 @@ def norms(run: Path) -> dict[int, float]:
 def test_bf16_and_compiled_meshes_match_one_process(runs, name, reference, loss, norm):
     assert losses(runs / name) == pytest.approx(first(losses(runs / reference), SHORT), rel=loss)
     assert norms(runs / name) == pytest.approx(first(norms(runs / reference), SHORT), rel=norm)
+    assert validations(runs / name) == pytest.approx(first(validations(runs / reference), SHORT), rel=loss)
+    assert not events(runs / name, "export")[0]["problems"]
+
+
+def validations(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in events(run, "validation")}
 
 
 def first(figures: dict[int, float], steps: int) -> dict[int, float]:
@@ -433,9 +438,8 @@ def test_every_mesh_matches_one_process(runs, name):
         for figure in ("router_balance_loss", "router_z_loss", "expert_load_max", "expert_entropy_min"):
             of_steps = [[event[figure] for event in events(run, "train")] for run in (expected, found)]
             assert of_steps[1] == pytest.approx(of_steps[0][:steps], rel=1e-6), figure
-    of_validation = {event["step"]: event["loss"] for event in events(expected, "validation")}
-    validated = {event["step"]: event["loss"] for event in events(found, "validation")}
-    assert max(validated) == steps and validated == pytest.approx(first(of_validation, steps), rel=1e-6)
+    validated = validations(found)
+    assert max(validated) == steps and validated == pytest.approx(first(validations(expected), steps), rel=1e-6)
     for file in ("model", "optimizer", "average"):
         tensors, given = (load_file(run / MIDDLE / f"{file}.safetensors") for run in (expected, found))
         assert tensors.keys() == given.keys()
@@ -467,6 +471,10 @@ def test_qk_clip_on_a_mesh_matches_one_process(runs, name):
     both = (runs / clipped_alone(*CLIPPED[name]), runs / f"clipped {name}")
     expected, found = map(losses, both)
     assert len(found) == SHORT and found == pytest.approx(first(expected, SHORT), rel=1e-6)
+    expected, found = map(validations, both)
+    assert max(found) == SHORT and found == pytest.approx(first(expected, SHORT), rel=1e-6)
+    logits = [events(run, "diagnostics")[0]["largest_logit"] for run in both]
+    assert [logit is None for logit in logits[0]] == [logit is None for logit in logits[1]] and any(logits[1])
     tensors, given = (load_file(run / MIDDLE / "model.safetensors") for run in both)
     assert all(torch.allclose(given[key], tensor, atol=1e-5) for key, tensor in tensors.items())
 
@@ -530,6 +538,8 @@ def test_bf16_weights_round_as_on_one_process(runs):
     wanted = losses(runs / "rounded alone")
     found = losses(runs / "rounded")
     assert all(math.isclose(loss, wanted[step], rel_tol=1e-3) for step, loss in found.items())
+    assert validations(runs / "rounded") == pytest.approx(first(validations(runs / "rounded alone"), SHORT), rel=1e-3)
+    assert not events(runs / "rounded", "export")[0]["problems"]
     expected, given = (load_file(runs / name / MIDDLE / "model.safetensors") for name in ("rounded alone", "rounded"))
     matrices = [key for key in expected if "proj" in key]
     assert all(given[key].dtype == torch.bfloat16 for key in matrices)

@@ -23,7 +23,12 @@ STRATEGIES = {
     "adafactor": EVERY if EVERYTHING else ["fsdp2", "zero1", "zero3"],
     "qk_clip": CLIPPING,
 }
-OPTIONS = {"qk_clip": ["--optim.name", "muon", "--optim.muon.qk_clip", "0.003"]}
+ONLY_TRAIN = ["--data.validation", "[]"]
+OPTIONS = {
+    "muon": ["--optim.name", "muon", *ONLY_TRAIN],
+    "adafactor": ["--optim.name", "adafactor", *ONLY_TRAIN],
+    "qk_clip": ["--optim.name", "muon", "--optim.muon.qk_clip", "0.003"],
+}
 RESUMES = {
     "muon": ["single zero2", "zero1 fsdp2", "fsdp2 zero3", "zero3 pp", "tp zero1"],
     "adafactor": ["single zero1", "zero3 fsdp2"],
@@ -53,7 +58,7 @@ def runs(shards, tmp_path_factory):
         "output": str(folder / "run"),
         "seed": 1,
         "precision": "fp32",
-        "data": {"train": [{"shards": str(shards)}], "validation": [], "sequence_length": 32},
+        "data": {"train": [{"shards": str(shards)}], "sequence_length": 32},
         "budget": {"steps": STEPS},
         "batch": {"tokens_per_step": 128, "sequences_per_micro_batch": 2},
         # Parameter groups with different learning rates, and muP.
@@ -67,6 +72,7 @@ def runs(shards, tmp_path_factory):
             "mup_base_width": 32,
         },
         "compile": "none",
+        "validation": {"sequences": 4},
         "checkpoint": {"every_steps": STEPS // 2, "keep_last": 9, "save_final": False},
         "logging": {"every_steps": 1},
         "pipeline": {"schedule": "1F1B"},
@@ -74,7 +80,7 @@ def runs(shards, tmp_path_factory):
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
 
     def run(optimizer, name, strategy, **more):
-        arguments = ["--output", str(folder / optimizer / name), *OPTIONS.get(optimizer, ["--optim.name", optimizer])]
+        arguments = ["--output", str(folder / optimizer / name), *OPTIONS[optimizer]]
         return {"strategy": strategy, "arguments": arguments, "muon_bucket": BUCKET, **more}
 
     def resumed(optimizer, pair):
@@ -99,6 +105,13 @@ def test_losses_match_one_process(runs, optimizer, strategy):
     assert len(found) == STEPS and expected[STEPS] < expected[1] - 0.05
     most = 1e-6 if optimizer == "qk_clip" else 1e-5
     assert max(abs(found[step] - expected[step]) for step in expected) < most
+
+
+@pytest.mark.parametrize("strategy", CLIPPING)
+def test_validation_of_clipped_heads_matches_one_process(runs, strategy):
+    expected, found = (events(runs / "qk_clip" / name, "validation") for name in ("single", strategy))
+    assert [event["step"] for event in found] == [STEPS]
+    assert [event["loss"] for event in found] == pytest.approx([event["loss"] for event in expected], abs=1e-5)
 
 
 def test_heads_were_clipped(runs):

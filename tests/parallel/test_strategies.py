@@ -77,9 +77,9 @@ CONSTANT = [
     "--pipeline.schedule",
     "1F1B",
     *AVERAGING,
-    *ONLY_TRAIN,
 ]
-UNTIL_END = [*CONSTANT, "--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", str(4 + RESUMED_STEPS)]
+UNTIL_END = [*CONSTANT, *ONLY_TRAIN]
+UNTIL_END += ["--budget.steps", str(4 + RESUMED_STEPS), "--checkpoint.every_steps", str(4 + RESUMED_STEPS)]
 
 
 @pytest.fixture(scope="module")
@@ -212,20 +212,20 @@ def resume_runs(folder: Path, source: str, targets: list[str], name: str) -> lis
 
 
 def packed_runs(folder: Path, strategies: list[str]) -> list[dict]:
-    arguments = ["--data.sampling", "best_fit", *CONSTANT, "--budget.steps", "6"]
+    arguments = ["--data.sampling", "best_fit", *CONSTANT, *NO_EXPORT, "--budget.steps", "6"]
     return [run(strategy, folder / "packed" / strategy, *arguments) for strategy in strategies]
 
 
 def packed_resumed(folder: Path) -> list[dict]:
     runs = packed_runs(folder, PACKED)
     for described, before in zip(runs, ["single", *PACKED], strict=False):
-        described["arguments"] += ["--output", str(folder / "packed_resumed" / described["strategy"])]
+        described["arguments"] += [*ONLY_TRAIN, "--output", str(folder / "packed_resumed" / described["strategy"])]
         described["start_from"] = str(folder / "packed" / before / "checkpoints/step-00000004")
     return runs
 
 
 def first_steps(folder: Path, strategies: list[str], suffix: str = "") -> list[dict]:
-    arguments = [*CONSTANT, "--budget.steps", "4"]
+    arguments = [*CONSTANT, *ONLY_TRAIN, "--budget.steps", "4"]
     return [run(strategy, folder / "from" / f"{strategy}{suffix}", *arguments) for strategy in strategies]
 
 
@@ -275,6 +275,10 @@ def back_on_one(two_processes) -> Path:
     return folder
 
 
+def validations(run: Path) -> list[float]:
+    return [event["loss"] for event in events(run, "validation")]
+
+
 def gradient_norms(run: Path) -> dict[int, float | None]:
     return {line["step"]: line["grad_norm"] for line in events(run, "train")}
 
@@ -291,10 +295,12 @@ def test_losses_and_gradient_norms_match_one_process(two_processes, model, strat
 
 @pytest.mark.parametrize("strategy", PACKED)
 def test_packed_documents_match_one_process(two_processes, strategy):
-    """Losses must match from the start and after resuming from another strategy's checkpoint."""
+    """Losses must match from the start, in validation and after resuming from another strategy's checkpoint."""
     expected = losses(two_processes / "packed/single")
     assert expected[1] != losses(two_processes / "from/single")[1]
     assert losses(two_processes / "packed" / strategy) == pytest.approx(expected, rel=1e-6)
+    known, found = (validations(two_processes / "packed" / name) for name in ("single", strategy))
+    assert len(found) >= 4 and found == pytest.approx(known, abs=1e-5)
     resumed = losses(two_processes / "packed_resumed" / strategy)
     assert resumed == pytest.approx({step: loss for step, loss in expected.items() if step > 4}, rel=1e-6)
 

@@ -135,6 +135,7 @@ def runs(shards, tmp_path_factory):
                 continue
             them.append(run(name, case))
             if name in RESUMED:
+                them[-1]["arguments"] += ["--checkpoint.save_final", "true"]
                 them.append(run(f"{name} resumed", case, start_from=str(folder / before[alone(name)] / MIDDLE)))
             before[alone(name)] = name
         if them:
@@ -167,6 +168,15 @@ def test_a_strategy_resumes_the_run_of_another(runs, name):
     found = curve(runs / f"{name} resumed")
     assert [*found] == [3, 4]
     check(found, curve(runs / alone(name)))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_an_exported_model_has_no_terms(runs, name):
+    """The terms' parameters must only be in the checkpoint."""
+    saved, exported = (load_file(runs / name / folder / "model.safetensors") for folder in (END, "final"))
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[key], tensor.bfloat16()) for key, tensor in saved.items())
+    assert not events(runs / name, "export")[0]["problems"]
 
 
 def check(found: dict[int, list[float]], expected: dict[int, list[float]]) -> None:

@@ -279,8 +279,9 @@ def measure_once() -> None:
 
     measure = functools.cache(hardware.measured_matrix_flops)
 
-    def measured(dtype: torch.dtype, device: torch.device | str = "cpu", *, size: int = 1024, **_) -> float:
-        return measure(dtype, "cpu", size=size)
+    def measured(dtype, device="cpu", *, size=1024, least_repeats=5, least_seconds=0.5) -> float:
+        assert torch.device(device).type == "cpu"
+        return measure(dtype, size=size)
 
     measured(torch.float32)
     if hardware.missing_bf16("cpu"):
