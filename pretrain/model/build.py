@@ -41,21 +41,21 @@ FORMULA = "6N + 12 x layers x heads x head width x sequence length"
 NO_SUCH_ATTENTION = "the architecture does not support this attention implementation"
 
 
+INITIALIZERS = (
+    nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_,
+    Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_,
+)  # fmt: skip
+"""Functions that write initial values to their first argument."""
+
+
 class _WithoutInitialValues(TorchFunctionMode):
     """Skips writing initial values to meta tensors, which would take half of the time to build a meta model."""
-
-    WRITES = frozenset(
-        (
-            *(nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_),
-            *(Tensor.uniform_, Tensor.normal_, Tensor.fill_, Tensor.zero_),
-        )
-    )
 
     def __torch_function__(
         self, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self.WRITES:
+        if func in INITIALIZERS:
             written = args[0] if args else kwargs["tensor"]
             if written.is_meta:
                 return written
