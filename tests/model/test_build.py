@@ -29,8 +29,11 @@ from pretrain.model.build import (
 )
 from pretrain.model.compile import layers_of
 from pretrain.model.model_config import load_model_config
+from pretrain.model.own_code import register_all
 from pretrain.model.pretrained import load_pretrained
 from support.tiny_models import LLAMA, TINY
+
+register_all()
 
 
 @pytest.fixture(params=TINY)
