@@ -71,7 +71,8 @@ def test_a_slow_disk_is_named(train, tmp_path):
 def test_a_line_that_waits_for_the_device_is_named(train, tmp_path):
     ended = train("--profile", STEPS, model_type="reading_llama", architecture="support.reading_llama")
     found = causes_of(ended, tmp_path / "run")
-    assert list(found) == ["synchronizing line"]
+    # If other tests use the cores, one rank may really be slower.
+    assert found.keys() - {"slow rank"} == {"synchronizing line"}
     source = (ROOT / "tests/support/reading_llama.py").read_text().splitlines()
     line = next(number for number, text in enumerate(source, start=1) if "# reads the value" in text)
     assert f"tests/support/reading_llama.py:{line} (in forward, 2 times per step)" in found["synchronizing line"]
