@@ -172,7 +172,8 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
         return gpu.bf16_flops, f"{name} data sheet, dense bf16"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # 1024 takes seconds if bf16 is emulated
-    flops = measured_matrix_flops(dtype, torch.device("cpu"), size=size)
+    # Without the index in cpu:0, because the measurement is the same for each.
+    flops = measured_matrix_flops(dtype, torch.device(device.type), size=size)
     return flops, f"measured {dtype} matmul on {torch.get_num_threads()} threads"
 
 

@@ -94,17 +94,17 @@ def norm_before_head(model: PreTrainedModel) -> str:
     1 + weight can't be scaled.
     """
     inside = {module for layer in layers_of(model) for module in layer.modules()}
-    beside = []
-    last = []
+    outside = []
+    after_layers = []
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if module in inside:
-            last = []
+            after_layers = []
         elif own and all(parameter.dim() == 1 for parameter in own):
-            beside.append((name, module))
-            last.append((name, module))
+            outside.append((name, module))
+            after_layers.append((name, module))
     # Some models declare the final norm before the layers.
-    (name, norm), *others = last or beside or [("", None)]
+    (name, norm), *others = after_layers or outside or [("", None)]
     if norm is not None and not others:
         norm = copy.deepcopy(norm)
         with torch.no_grad():

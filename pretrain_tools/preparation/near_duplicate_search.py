@@ -106,7 +106,7 @@ class DuplicateSearch:
     def _keys(self, run: int) -> bytes:
         """Computes (bands, documents) uint64, sorted per band: a 40-bit key, then the document's 24-bit index."""
         documents = np.array(self._runs[run])
-        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
+        signatures = self.order.side_records(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
         entries = np.empty((self.settings.bands, len(documents)), "<u8")
         for band in range(self.settings.bands):
             keys = self.settings.band_keys(signatures, band)
@@ -166,7 +166,7 @@ class DuplicateSearch:
     def _are_alike(self, pairs: np.ndarray) -> np.ndarray:
         """Returns (pairs,) bool: True if the signatures are similar enough for an exact comparison."""
         documents, inverse = np.unique(pairs, return_inverse=True)
-        signatures = self.order.beside(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
+        signatures = self.order.side_records(documents, SIGNATURES_SUFFIX, self.settings.signature_bytes)
         inverse = inverse.reshape(-1, 2)
         agreement = (signatures[inverse[:, 0]] == signatures[inverse[:, 1]]).mean(axis=1)
         return agreement >= self.settings.threshold - SIGNATURE_MARGIN

@@ -102,7 +102,7 @@ class InputOrder:
             pieces.append(piece)
         return np.concatenate(pieces)
 
-    def beside(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
+    def side_records(self, numbers: np.ndarray, suffix: str, record_bytes: int) -> np.ndarray:
         """Reads records from files next to the shards: (documents, record_bytes) uint8. numbers: ascending indices."""
         pieces = [np.empty((0, record_bytes), np.uint8)]
         for path, rows in self._by_shard(numbers):
