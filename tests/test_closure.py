@@ -20,10 +20,16 @@ NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 
 def tokens_of_code(source: str) -> int:
     """Returns the number of tokens in a module, without comments, docstrings and whitespace tokens."""
-    count, before = 0, tokenize.ENCODING
+    count, before, open_f_strings = 0, tokenize.ENCODING, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        # Since Python 3.12, an f-string has several tokens. Here, it counts as one, as in Python 3.11.
+        if tokenize.tok_name[token.type] == "FSTRING_END":
+            open_f_strings -= 1
+            continue
         is_docstring = token.type == tokenize.STRING and before in (tokenize.NEWLINE, *NO_CODE[3:])
-        count += token.type not in (*NO_CODE, tokenize.ENDMARKER) and not is_docstring
+        is_code = token.type not in (*NO_CODE, tokenize.ENDMARKER) and not is_docstring
+        count += is_code and not open_f_strings
+        open_f_strings += tokenize.tok_name[token.type] == "FSTRING_START"
         before = before if token.type in (tokenize.COMMENT, tokenize.NL) else token.type
     return count
 
@@ -31,6 +37,7 @@ def tokens_of_code(source: str) -> int:
 def test_code_is_counted_without_comments_and_docstrings():
     assert tokens_of_code('"""Doc."""\n# Comment.\nx = "a"  # more\n"""Of x."""\n') == 3
     assert tokens_of_code('def f():\n    """Doc."""\n    return 1\n') == 7
+    assert tokens_of_code("""x = f"{a:{b}} {f'{c}'}" + d\n""") == 5
 
 
 def imports_of(source: str) -> set[str]:

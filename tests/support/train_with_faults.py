@@ -82,7 +82,7 @@ class Faults:
     def strike(self, fault: dict) -> float:
         what = fault["what"]
         if what in ("nan", "spike"):
-            return float("nan") if what == "nan" else fault.get("factor", 10.0)
+            return float("nan") if what == "nan" else fault.get("factor", 20.0)
         if what.startswith("SIG"):
             os.kill(starter() if fault.get("to") == "launcher" else os.getpid(), getattr(signal, what))
         elif what == "sleep":
