@@ -328,6 +328,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces NaN and infinity, which JSON doesn't support, with None."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def finite(value: Any) -> Any:
+    """Replaces NaN and infinity, which JSON doesn't support, with None, also inside dicts and lists."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

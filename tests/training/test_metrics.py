@@ -40,6 +40,11 @@ def test_lines_are_valid_json_for_any_number():
     assert json.loads(json.dumps(line, allow_nan=False)) == {"loss": None, "norm": None, "step": 3, "lr": 0.1}
 
 
+def test_diagnostics_of_a_non_finite_gradient_do_not_stop_the_run(metrics, tmp_path):
+    metrics.write("diagnostics", step=3, gradient_rms=[float("nan"), 0.5, float("inf")])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gradient_rms"] == [None, 0.5, None]
+
+
 def test_numbers_are_formatted_as_text():
     assert [count_text(n) for n in (999, 1_234_567, 10**10, 2.5e12)] == ["999", "1.23M", "10B", "2.5T"]
     assert [duration_text(s) for s in (5, 65, 3725, 90_000)] == ["5 s", "1 min 05 s", "1 h 02 min", "1 d 01 h"]
