@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
@@ -114,6 +116,20 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["weight_map"]["b.weight"] == "model-00002-of-00002.safetensors"
     assert len(SavedTensors(tmp_path, "model")) == 3
+
+
+def test_a_file_that_cannot_be_written_does_not_leave_the_other_ranks_alone(tmp_path, monkeypatch):
+    """The other ranks would wait in the collective that gathers the next tensor."""
+    gathered = []
+    group = TensorGroup.of(TENSORS)
+    group = replace(group, gather=lambda name: gathered.append(name) or TENSORS[name])
+    plan = plan_files(group, "model", max_file_bytes=24)
+    monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
+    first, *others = plan
+    (tmp_path / first).mkdir()
+    with pytest.raises((OSError, SafetensorError)):
+        write_group(tmp_path, "model", group, 0, 1)
+    assert sorted(gathered) == sorted(TENSORS) and len(others) == 2
 
 
 def test_saving_the_same_step_again_replaces_it(checkpoint):
