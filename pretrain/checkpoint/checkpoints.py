@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for pattern in (f"{UNFINISHED}*", f"{REMOVED}*", ".*.new"):
                     for leftover in self.folder.glob(pattern):
-                        delete(leftover)
+                        with suppress(OSError):  # NFS keeps a removed file while an evaluation has it open
+                            delete(leftover)
 
     def save(
         self,

@@ -1,5 +1,6 @@
 """Tests for checkpoint retention, damage detection, tensors split across files, and atomic commits."""
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from pretrain.checkpoint.checkpoints import (
 )
 from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
 from pretrain.files import FORMAT, commit, damage, write_durably
+from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import latest_step
 from support.save_and_die import describe, ranks_of, save, tensors_of
@@ -328,6 +330,17 @@ def test_latest_is_repaired_and_garbage_does_not_start_from_scratch(run, latest)
     with pytest.raises(NoValidCheckpointError, match="LATEST is unreadable") as stop:
         newest(run)
     assert stop.value.exit_code == 17
+
+
+def test_a_removed_file_that_nfs_keeps_does_not_prevent_the_start(tmp_path, monkeypatch):
+    leftover = tmp_path / "checkpoints/.removing-step-00000005"
+    leftover.mkdir(parents=True)
+
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr("pretrain.checkpoint.checkpoints.delete", busy)
+    assert Checkpoints(tmp_path, Ranks(), config.Checkpoint()).newest_valid(print) is None
 
 
 def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):
