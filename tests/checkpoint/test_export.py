@@ -164,6 +164,15 @@ def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     assert "GB of memory, but only" in check(exported).in_words()
 
 
+def test_long_windows_that_do_not_fit_in_memory_are_not_compared(exported, reader, monkeypatch):
+    """Eager attention needs memory for (heads, length, length) scores, so the system would kill the run."""
+    trained = TrainingLosses({"docs": 1.0}, {"docs": reader}, WindowSpec(512, True))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000_000))
+    result = check(exported, trained=trained)
+    assert result.loss_difference is None and result.problems == []
+    assert "the loss (sequences of 512 tokens need 0.0 GB of memory" in result.in_words()
+
+
 def test_a_failing_model_card_does_not_affect_the_model(tmp_path):
     (tmp_path / "config.yaml").write_text("data: 3\n")
     assert "model card could not be written" in export_card(tmp_path, tmp_path)
