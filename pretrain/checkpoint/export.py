@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.tensor_files import write_group
-from pretrain.data.tokenizer import TOKENIZER_FILES
+from pretrain.data.manifest import TOKENIZER_FILES
 from pretrain.files import CARD_FILE, commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
