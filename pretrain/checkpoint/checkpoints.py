@@ -370,11 +370,14 @@ class SavedRun:
     """Contents of trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
-def load_saved(folder: Path) -> SavedRun:
-    """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable."""
+def load_saved(folder: Path, beat: Callable[[], None] = lambda: None) -> SavedRun:
+    """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable.
+
+    beat: called for every tensor that is loaded.
+    """
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
-        tensors = {prefix: SavedTensors(folder, prefix) for prefix in SAVED}
+        tensors = {prefix: SavedTensors(folder, prefix, beat) for prefix in SAVED}
         return SavedRun(**tensors, contents=contents)
     except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

@@ -25,15 +25,20 @@ ALIGNMENT = 64
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access."""
+    """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access.
 
-    def __init__(self, folder: Path, prefix: str):
+    beat: called for every tensor, so that a slow disk isn't reported as a hang.
+    """
+
+    def __init__(self, folder: Path, prefix: str, beat: Callable[[], None] = lambda: None):
+        self._beat = beat
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob(f"{prefix}*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        self._beat()
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 

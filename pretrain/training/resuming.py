@@ -209,7 +209,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         since = f" since the data changed at step {at_least:,}" if at_least else ""
         raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to{since}")
     run.loaded_from = target
-    run.saved = load_saved(target)
+    run.saved = load_saved(target, run.watch.beat)
     run.is_new = False
     to_step = RunState(**run.saved.contents["state"]).step
     rollback = {

@@ -134,10 +134,20 @@ def test_a_file_that_cannot_be_written_does_not_leave_the_other_ranks_alone(tmp_
     assert sorted(gathered) == sorted(TENSORS) and len(others) == 2
 
 
+def test_loading_a_large_checkpoint_in_a_rollback_is_no_hang(checkpoint):
+    (checkpoint / "trainer_state.json").write_text("{}")
+    beats = []
+    saved = load_saved(checkpoint, lambda: beats.append(1))
+    assert beats == [] and [saved.model[name].shape for name in TENSORS] and len(beats) == len(TENSORS)
+
+
 def test_saving_the_same_step_again_replaces_it(checkpoint):
     unfinished = checkpoint.with_name(".saving-again")
     unfinished.mkdir()
     files = write_group(unfinished, "model", TensorGroup.of({"a.weight": torch.zeros(2)}), 0, 1)
+    leftover = checkpoint.with_name(f".removing-{checkpoint.name}")  # from a replacement that was killed
+    leftover.mkdir()
+    (leftover / "model.safetensors").touch()
     commit(unfinished, checkpoint, files)
     assert damage(checkpoint) == [] and set(SavedTensors(checkpoint, "model")) == {"a.weight"}
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
