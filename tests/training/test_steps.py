@@ -10,7 +10,8 @@ import torch
 
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
-from pretrain.training import resuming
+from pretrain.runs.event_log import read_metrics
+from pretrain.training import ending, resuming
 from pretrain.training.guard import StepGuard
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
@@ -140,6 +141,18 @@ def test_a_save_request_does_not_interrupt_validation(tmp_path):
     ask(tmp_path, "stop")
     with pytest.raises(WorkInterruptedError):
         poll_or_interrupt(run)
+
+
+def test_a_check_of_the_export_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    run = run_of(tmp_path)
+    run.config.export, run.config.data = SimpleNamespace(dtype="bf16"), SimpleNamespace(window=None)
+    run.checkpoints.folder, run.validation_readers = tmp_path, {}
+    monkeypatch.setattr(ending, "export_final", lambda *_: tmp_path / "final")
+    monkeypatch.setattr(ending, "model_describer", lambda run: None)
+    monkeypatch.setattr(ending, "losses_of_sources", lambda *_: {})
+    monkeypatch.setattr(ending, "verify_export", lambda *_, **__: {}["eager"])
+    assert ending._export(run, "raw") == tmp_path / "final"
+    assert read_metrics(tmp_path)[-1]["problems"] == ["the check failed (KeyError: 'eager')"]
 
 
 def leave(tmp_path, rank) -> list:
