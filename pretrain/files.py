@@ -111,6 +111,7 @@ def commit(unfinished: Path, final: Path, files: Mapping[str, dict]) -> None:
         sync_folder(folder)
     leftover = final.with_name(f"{REMOVED}{final.name}")
     if os.path.lexists(final):
+        delete(leftover)  # from an interrupted replacement
         final.rename(leftover)
     unfinished.rename(final)
     delete(leftover)

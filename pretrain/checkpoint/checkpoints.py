@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for pattern in (f"{UNFINISHED}*", f"{REMOVED}*", ".*.new"):
                     for leftover in self.folder.glob(pattern):
-                        delete(leftover)
+                        with suppress(OSError):  # NFS keeps a removed file while an evaluation has it open
+                            delete(leftover)
 
     def save(
         self,
@@ -368,11 +370,14 @@ class SavedRun:
     """Contents of trainer_state.json: state, identity, strategy, guard, validation_loss."""
 
 
-def load_saved(folder: Path) -> SavedRun:
-    """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable."""
+def load_saved(folder: Path, beat: Callable[[], None] = lambda: None) -> SavedRun:
+    """Opens a checkpoint. Raises NoValidCheckpointError if it is unreadable.
+
+    beat: called for every tensor that is loaded.
+    """
     try:
         contents = json.loads((folder / "trainer_state.json").read_bytes())
-        tensors = {prefix: SavedTensors(folder, prefix) for prefix in SAVED}
+        tensors = {prefix: SavedTensors(folder, prefix, beat) for prefix in SAVED}
         return SavedRun(**tensors, contents=contents)
     except (OSError, ValueError, SafetensorError) as error:
         raise NoValidCheckpointError(f"{folder}: {error}") from error

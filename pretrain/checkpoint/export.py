@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from pretrain.checkpoint.checkpoints import SaveError
 from pretrain.checkpoint.tensor_files import write_group
+from pretrain.data.manifest import TOKENIZER_FILES
 from pretrain.files import CARD_FILE, commit
 from pretrain.hardware import DTYPES
 from pretrain.model.build import save_model_metadata
@@ -26,8 +27,10 @@ def describe_model(model: PreTrainedModel, tokenizer: Path, folder: Path, dtype:
     model.config.dtype = dtype
     save_model_metadata(model, folder)
     add_converters_keys(folder / "config.json")
-    for path in tokenizer.iterdir():
-        shutil.copyfile(path, folder / path.name)
+    # A foreign shard's tokenizer may be a model's folder, whose config and weights must not replace the run's.
+    for name in ("tokenizer.json", *TOKENIZER_FILES):
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
 
 
 def add_converters_keys(path: Path) -> None:

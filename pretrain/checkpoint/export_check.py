@@ -82,14 +82,12 @@ def verify_export(
         dtype: `export.dtype`.
         precision: the run's resolved precision.
     """
-    import psutil
-
     check = ExportCheck(folder)
     check.problems += [f"damaged: {problem}" for problem in damage(folder)]
     if check.problems:
         return check
     parameters = sum(path.stat().st_size for path in folder.glob("model*.safetensors")) // DTYPES[dtype].itemsize
-    if (needed := 5 * parameters) > (free := psutil.virtual_memory().available):
+    if (needed := 5 * parameters) > (free := free_bytes()):
         check.left_out.append(f"fp32 needs {needed / 1e9:.1f} GB of memory, but only {free / 1e9:.1f} GB are free")
         return check
     transformers_logging.disable_progress_bar()  # the run is almost over
@@ -99,7 +97,12 @@ def verify_export(
     check.problems += exported_tokenizer_problems(folder, exported)
     probe = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(exported.config.vocab_size, (PROBE_SEQUENCES, PROBE_TOKENS), generator=probe)
-    if trained and trained.losses:
+    if trained and trained.losses and (needed := bytes_of_scores(exported, trained.window)) > (free := free_bytes()):
+        check.left_out.append(
+            f"the loss (sequences of {trained.window.sequence_length:,} tokens need {needed / 1e9:.1f} GB of memory, "
+            f"but only {free / 1e9:.1f} GB are free)"
+        )
+    elif trained and trained.losses:
         compare_losses(check, exported, trained, max(LOSS_TOLERANCE[dtype], LOSS_TOLERANCE[precision]))
     else:
         check.left_out.append("the loss (no validation data)")
@@ -107,6 +110,21 @@ def verify_export(
     del exported  # frees memory for the checkpoint's model
     compare_logits(check, logits_BTV, checkpoint, ids_BT, DTYPES[dtype])
     return check
+
+
+def free_bytes() -> int:
+    """Returns the machine's available memory in bytes."""
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def bytes_of_scores(model: PreTrainedModel, window: WindowSpec) -> int:
+    """Returns the memory for a window's logits, and for three copies of its attention scores in eager mode."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    length = window.sequence_length
+    return 4 * length * (2 * config.vocab_size + 3 * length * (heads if isinstance(heads, int) else 0))
 
 
 def load_whole(folder: Path, check: ExportCheck) -> PreTrainedModel | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from pretrain.files import seal
@@ -25,15 +25,20 @@ ALIGNMENT = 64
 
 
 class SavedTensors(Mapping[str, torch.Tensor]):
-    """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access."""
+    """Mapping from names to tensors in a folder's `<prefix>*.safetensors` files. Tensors are loaded on access.
 
-    def __init__(self, folder: Path, prefix: str):
+    beat: called for every tensor, so that a slow disk isn't reported as a hang.
+    """
+
+    def __init__(self, folder: Path, prefix: str, beat: Callable[[], None] = lambda: None):
+        self._beat = beat
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob(f"{prefix}*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 self._file_of |= dict.fromkeys(file.keys(), path)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        self._beat()
         with safe_open(self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
@@ -118,19 +123,27 @@ def write_group(
 ) -> dict[str, dict]:
     """Writes this rank's files and returns {file: {bytes, sha256}} for them. A collective call.
 
+    If a file can't be written, raises its error after the last tensor, because the other ranks gather until then.
+
     Args:
         dtypes: {name: dtype to convert to}. Other tensors aren't converted.
         beat: called for every tensor, so that a slow disk isn't reported as a hang.
         published: splits tensors and renames them for the export.
     """
     written = {}
+    problem = None
     for file, entries in itertools.groupby(shares(prefix, group, rank, ranks, beat), key=lambda entry: entry[0]):
         tensors = {}
         for _, name, tensor in entries:
             tensor = tensor.to((dtypes or {}).get(name, tensor.dtype)).contiguous()
             tensors |= published.split(name, tensor) if published else {name: tensor}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        written[file] = seal(folder / file)
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            written[file] = seal(folder / file)
+        except (OSError, SafetensorError) as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
     if rank == 0:
         for file, index in tensor_index(group, prefix, dtypes, published).items():
             (folder / file).write_text(json.dumps(index, indent=1))

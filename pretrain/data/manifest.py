@@ -16,6 +16,18 @@ from pretrain.files import shown
 SHARDS_FORMAT = {"format": "groundwork-shards", "version": 1}
 MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+"""A tokenizer's files, besides tokenizer.json."""
 SPLITS = ("train", "validation")
 LARGEST_UINT16_VOCABULARY = 65_536
 HDF5_SUFFIXES = (".h5", ".hdf5")

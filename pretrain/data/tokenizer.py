@@ -8,23 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pretrain.data.manifest import TOKENIZER_FILES
 from pretrain.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 USUAL_END_OF_DOCUMENT = "<|endoftext|>"
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 metrics.jsonl has one JSON object per line, with `event` as the first key. Non-finite numbers are written as null.
 """
 
+import errno
 import json
 import math
 import os
@@ -138,12 +139,18 @@ class LineFile:
         # Unbuffered, so that no lines are lost in a crash.
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
         self._failed = False
+        self._is_cut = False
+        """True if the last line was only partially written."""
         if self._file.tell() and os.pread(self._file.fileno(), 1, self._file.tell() - 1) != b"\n":
             self.write("")  # the last line was truncated by a crash
 
     def write(self, line: str) -> None:
+        content = b"\n" * self._is_cut + line.encode() + b"\n"
         try:
-            self._file.write(line.encode() + b"\n")
+            written = self._file.write(content)
+            self._is_cut = written < len(content)
+            if self._is_cut:  # the disk is almost full
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:  # ValueError: closed by another thread
             if not self._failed:
                 say(f"{self.path} cannot be written ({error}); training continues", sys.stderr)
@@ -328,6 +335,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replaces NaN and infinity, which JSON doesn't support, with None."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def finite(value: Any) -> Any:
+    """Replaces NaN and infinity, which JSON doesn't support, with None, also inside dicts and lists."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
 """Resumes runs from checkpoints and rolls them back."""
 
 from collections import ChainMap
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pretrain.checkpoint.checkpoints import Checkpoints, SaveError, load_saved
@@ -95,14 +96,17 @@ def _resume(run: Run, has_final: bool) -> None:
     run.continues = describe_continuation(run.plan, run.state, continuation.changes, run.loaded_from)
 
 
-def _restore_state(run: Run, *, is_finished: bool = False) -> "Continuation":
+def _restore_state(run: Run, *, is_finished: bool = False, rolls_back: bool = False) -> "Continuation":
     """Sets the run's state and plan from the recipe and `run.saved`."""
     from pretrain.training.continued_plan import continue_from
 
+    asked = run.command_line
+    if rolls_back:  # possibly to before a change of the recipe that was accepted at an earlier start
+        asked = replace(asked, overridden=asked.overridden | run.whole_plan.identity.keys())
     continuation = continue_from(
         run.config,
         run.recipe_plan,
-        run.command_line,
+        asked,
         run.loaded_from,
         run.saved.contents,
         rollbacks=_recorded_rollbacks(run),
@@ -205,7 +209,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
         since = f" since the data changed at step {at_least:,}" if at_least else ""
         raise NumericStopError(f"{finding.message}; there is no earlier checkpoint to roll back to{since}")
     run.loaded_from = target
-    run.saved = load_saved(target)
+    run.saved = load_saved(target, run.watch.beat)
     run.is_new = False
     to_step = RunState(**run.saved.contents["state"]).step
     rollback = {
@@ -219,7 +223,7 @@ def _restore_earlier(run: Run, finding: Finding) -> None:
     if ranks.is_main:
         record_rollbacks(run.config.output, [*earlier_rollbacks, rollback])
     ranks.barrier()  # until the main rank has written the record
-    _restore_state(run)
+    _restore_state(run, rolls_back=True)
     load_checkpoint(run)
     change = f"skipping the data of steps {first:,} to {last:,}" if skips else "halving the learning rate"
     run.log.write("rollback", step=run.state.step, **rollback, change=change)

@@ -220,8 +220,11 @@ class Due:
 
     @property
     def settles(self) -> bool:
-        """True if this step's metrics are needed immediately."""
-        return self.logs or self.validates or self.saves
+        """True if this step's metrics are needed immediately.
+
+        Evaluation and sampling may be interrupted by a request, which saves a checkpoint.
+        """
+        return self.logs or self.validates or self.saves or self.evaluates or self.samples
 
 
 def steps_between(cadence: Cadence, plan: RunPlan, factor: float) -> int | None:

@@ -1,5 +1,6 @@
 """Generates text with a loaded model, or with the model being trained, under any strategy."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def sample_texts(
     """Returns (prompt, prompt with continuation) for each of the recipe's prompts on the main rank, [] on other ranks.
 
     The main rank gathers the weights tensor by tensor and generates alone: on the device if it already holds the whole
-    model, otherwise on the CPU. A collective call.
+    model, otherwise on the CPU. Texts end at the model's last position. A collective call.
     """
     group = strategy.model_tensors()
     tensors = {name: group.fetch(name, strategy.ranks.is_main) for name in group.shapes}
@@ -116,9 +117,15 @@ def sample_texts(
         model.eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
         texts = []
-        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_k, seed, settings.top_p)
+        longest = getattr(model_config, "max_position_embeddings", None) or math.inf
         for prompt in settings.prompts:
             ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
+            # A learned position embedding has no further rows, and a GPU would report only a device-side assert.
+            new_tokens = min(settings.max_new_tokens, longest - ids_BT.shape[1])
+            if new_tokens < 1:
+                texts.append((prompt, f"{prompt} [too long for the model's {longest:,} positions]"))
+                continue
+            sampling = Sampling(new_tokens, settings.temperature, settings.top_k, seed, settings.top_p)
             texts.append((prompt, generate_text(model, tokenizer, ids_BT, sampling)))
         return texts
 

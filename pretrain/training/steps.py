@@ -204,17 +204,19 @@ def after_step(
 
     The finding is None if training can continue. Both values are identical on all ranks.
 
-    settle: also wait for this step's report.
+    settle: also wait for this step's report, as after a request.
     """
     step = run.state.step
     run.watch.beat(step)
     run.clock.step_taken()
     reports = run.consensus.exchange(step, loss, grad_norm, skipped, rank_request(run))
-    if settle:
+    # A request saves a checkpoint, whose guard state must include the steps still being reported by a GPU.
+    if settle or max([run.request, *(report.request for report in reports)]) != Request.NONE:
         reports += run.consensus.settle()
     bad = None
     for report in reports:
-        bad = _judge(run, report) or bad
+        found = _judge(run, report)
+        bad = bad or found  # the first one, because a rollback to before it also undoes later steps
     return reports, bad
 
 

@@ -1,13 +1,16 @@
 """Tests for checkpoint retention, damage detection, tensors split across files, and atomic commits."""
 
+import errno
 import json
 import os
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pretrain import config
@@ -20,6 +23,7 @@ from pretrain.checkpoint.checkpoints import (
 )
 from pretrain.checkpoint.tensor_files import SavedTensors, plan_files, write_group
 from pretrain.files import FORMAT, commit, damage, write_durably
+from pretrain.parallel.ranks import Ranks
 from pretrain.parallel.tensor_group import TensorGroup
 from pretrain.runs.run_folder import latest_step
 from support.save_and_die import describe, ranks_of, save, tensors_of
@@ -116,10 +120,34 @@ def test_large_groups_are_split_by_tensor_with_an_index(tmp_path, monkeypatch):
     assert len(SavedTensors(tmp_path, "model")) == 3
 
 
+def test_a_file_that_cannot_be_written_does_not_leave_the_other_ranks_alone(tmp_path, monkeypatch):
+    """The other ranks would wait in the collective that gathers the next tensor."""
+    gathered = []
+    group = TensorGroup.of(TENSORS)
+    group = replace(group, gather=lambda name: gathered.append(name) or TENSORS[name])
+    plan = plan_files(group, "model", max_file_bytes=24)
+    monkeypatch.setattr("pretrain.checkpoint.tensor_files.plan_files", lambda group, prefix: plan)
+    first, *others = plan
+    (tmp_path / first).mkdir()
+    with pytest.raises((OSError, SafetensorError)):
+        write_group(tmp_path, "model", group, 0, 1)
+    assert sorted(gathered) == sorted(TENSORS) and len(others) == 2
+
+
+def test_loading_a_large_checkpoint_in_a_rollback_is_no_hang(checkpoint):
+    (checkpoint / "trainer_state.json").write_text("{}")
+    beats = []
+    saved = load_saved(checkpoint, lambda: beats.append(1))
+    assert beats == [] and [saved.model[name].shape for name in TENSORS] and len(beats) == len(TENSORS)
+
+
 def test_saving_the_same_step_again_replaces_it(checkpoint):
     unfinished = checkpoint.with_name(".saving-again")
     unfinished.mkdir()
     files = write_group(unfinished, "model", TensorGroup.of({"a.weight": torch.zeros(2)}), 0, 1)
+    leftover = checkpoint.with_name(f".removing-{checkpoint.name}")  # from a replacement that was killed
+    leftover.mkdir()
+    (leftover / "model.safetensors").touch()
     commit(unfinished, checkpoint, files)
     assert damage(checkpoint) == [] and set(SavedTensors(checkpoint, "model")) == {"a.weight"}
     assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
@@ -312,6 +340,17 @@ def test_latest_is_repaired_and_garbage_does_not_start_from_scratch(run, latest)
     with pytest.raises(NoValidCheckpointError, match="LATEST is unreadable") as stop:
         newest(run)
     assert stop.value.exit_code == 17
+
+
+def test_a_removed_file_that_nfs_keeps_does_not_prevent_the_start(tmp_path, monkeypatch):
+    leftover = tmp_path / "checkpoints/.removing-step-00000005"
+    leftover.mkdir(parents=True)
+
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr("pretrain.checkpoint.checkpoints.delete", busy)
+    assert Checkpoints(tmp_path, Ranks(), config.Checkpoint()).newest_valid(print) is None
 
 
 def test_a_log_of_checkpoints_that_are_gone_is_no_fresh_start(tmp_path):

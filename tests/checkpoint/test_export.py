@@ -18,7 +18,7 @@ from pretrain.checkpoint.export_check import TrainingLosses, losses_of, verify_e
 from pretrain.config import WindowSpec
 from pretrain.data.manifest import Manifest, Shard
 from pretrain.data.shards import ShardReader
-from pretrain.files import commit
+from pretrain.files import commit, damage
 from pretrain.model.model_config import load_model_config
 from support.project import ROOT
 from support.run_folders import write_model, write_tokenizer
@@ -164,6 +164,15 @@ def test_too_little_memory_is_reported_and_harmless(exported, monkeypatch):
     assert "GB of memory, but only" in check(exported).in_words()
 
 
+def test_long_windows_that_do_not_fit_in_memory_are_not_compared(exported, reader, monkeypatch):
+    """Eager attention needs memory for (heads, length, length) scores, so the system would kill the run."""
+    trained = TrainingLosses({"docs": 1.0}, {"docs": reader}, WindowSpec(512, True))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=10_000_000))
+    result = check(exported, trained=trained)
+    assert result.loss_difference is None and result.problems == []
+    assert "the loss (sequences of 512 tokens need 0.0 GB of memory" in result.in_words()
+
+
 def test_a_failing_model_card_does_not_affect_the_model(tmp_path):
     (tmp_path / "config.yaml").write_text("data: 3\n")
     assert "model card could not be written" in export_card(tmp_path, tmp_path)
@@ -216,3 +225,13 @@ def test_gpt2_has_both_names_of_its_context_length(tmp_path, tokenizer):
     folder = write_model(tmp_path / "final", tokenizer, TINY_GPT2, seed=1)
     assert json.loads((folder / "config.json").read_text())["n_ctx"] == 128
     assert load_model_config(str(folder)).n_positions == 128
+
+
+def test_a_models_folder_as_tokenizer_gives_only_its_tokenizer(tmp_path, tokenizer):
+    """As with `tokenizer: gpt2` for foreign shards, if the Hub's cache also contains the model."""
+    other = write_model(tmp_path / "other", tokenizer, TINY_GPT2, seed=2)
+    (other / "original").mkdir()
+    folder = write_model(tmp_path / "step-00000008", other, TINY_LLAMA, seed=1)
+    assert not damage(folder)
+    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "llama"
+    assert AutoTokenizer.from_pretrained(folder).decode([0]) == "<|endoftext|>"

@@ -13,16 +13,21 @@ import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
 from pretrain.checkpoint.run_state import RunState
+from pretrain.errors import InputError
+from pretrain.parallel.ranks import Ranks
 from pretrain.recipe import read_command_line
 from pretrain.training import run_plan
 from pretrain.training.between_steps import trainer_state
 from pretrain.training.continued_plan import continue_from, rollback_entry
+from pretrain.training.resuming import _restore_state
+from pretrain.training.run import Run
 from support.numbered_shards import write_shards
 from support.tiny_models import TINY_LLAMA
 
@@ -419,3 +424,21 @@ def test_tokens_samples_and_learning_rates_match_after_any_history(folder, tmp_p
         for begin in range(0, len(starts), windows):
             epoch = starts[begin : begin + windows]
             assert len(set(epoch)) == len(epoch), f"{source}: a sequence is repeated within an epoch: {history.log}"
+
+
+def test_a_run_rolls_back_to_before_a_change_that_an_earlier_start_accepted(folder, tmp_path):
+    """The change was named on that start's command line, and then written to the recipe."""
+    history = History(folder, tmp_path, seed=0)
+    history.train(5)
+    history.change(batch__tokens_per_step=16 * LENGTH)
+    run = object.__new__(Run)
+    run.config, run.whole_plan = history.asked.config, history.plan
+    run.recipe_plan = run_plan.derive(run.config, ranks=1)
+    run.command_line = replace(history.asked, overridden=frozenset())
+    run.strategy, run.last_step, run.log = SimpleNamespace(ranks=Ranks()), None, SimpleNamespace()
+    run.loaded_from, run.is_new = Path("nowhere"), False
+    run.saved = SimpleNamespace(contents=history.saved[-1][0])
+    with pytest.raises(InputError, match=r"batch.tokens_per_step: the run was started with"):
+        _restore_state(run)
+    _restore_state(run, rolls_back=True)
+    assert run.state.step == history.saved[-1][1].step and run.plan.tokens_per_step == 16 * LENGTH

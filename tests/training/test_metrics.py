@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pretrain.runs.event_log import read_metrics
 from pretrain.training.between_steps import show_progress
 from pretrain.training.metrics import Metrics, Throughput, finite
 from pretrain.units import count_text, duration_text
@@ -38,6 +39,22 @@ def test_speed_is_tokens_over_the_time_that_was_not_paused(monkeypatch):
 def test_lines_are_valid_json_for_any_number():
     line = finite({"loss": float("nan"), "norm": float("inf"), "step": 3, "lr": 0.1})
     assert json.loads(json.dumps(line, allow_nan=False)) == {"loss": None, "norm": None, "step": 3, "lr": 0.1}
+
+
+def test_diagnostics_of_a_non_finite_gradient_do_not_stop_the_run(metrics, tmp_path):
+    metrics.write("diagnostics", step=3, gradient_rms=[float("nan"), 0.5, float("inf")])
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["gradient_rms"] == [None, 0.5, None]
+
+
+def test_a_line_after_a_truncated_one_is_whole(metrics, tmp_path):
+    """A disk that becomes full accepts a part of a line."""
+    whole = metrics._lines._file
+    metrics._lines._file = SimpleNamespace(write=lambda content: whole.write(content[: len(content) // 2]))
+    metrics.write("mirror", step=1)
+    metrics._lines._file = whole
+    metrics.write("mirror", step=2)
+    metrics.write("mirror", step=3)
+    assert [event["step"] for event in read_metrics(tmp_path)] == [2, 3]
 
 
 def test_numbers_are_formatted_as_text():

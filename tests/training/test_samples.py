@@ -6,7 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.training.samples import Sampling, generate_text
+from pretrain.config import Samples
+from pretrain.parallel.ranks import Ranks
+from pretrain.parallel.tensor_group import TensorGroup
+from pretrain.training.samples import Sampling, generate_text, sample_texts
+from support.run_folders import write_tokenizer
 from support.tiny_models import TINY_LLAMA
 
 
@@ -32,6 +36,19 @@ def test_sampling_only_the_most_likely_token_is_greedy(continued):
     assert continued(temperature=1e-6) == greedy
     sampled = [continued(temperature=2.0, seed=seed) for seed in range(3)]
     assert len({greedy, *sampled}) == 4 and sampled[0] == continued(temperature=2.0)
+
+
+def test_a_text_ends_at_the_last_learned_position(tmp_path):
+    values = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    config = AutoConfig.for_model("gpt2", **values, bos_token_id=None, eos_token_id=None)
+    group = TensorGroup.of(dict(AutoModelForCausalLM.from_config(config).named_parameters()))
+    strategy = SimpleNamespace(
+        model_tensors=lambda: group, ranks=Ranks(), holds_whole_model=True, device=torch.device("cpu")
+    )
+    settings = Samples(prompts=["a", "a" * 200], max_new_tokens=40, every_steps=1)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    (short, long) = sample_texts(strategy, config, tokenizer, settings, seed=0, beat=lambda: None)
+    assert short[1].startswith("a") and long[1].endswith("[too long for the model's 16 positions]")
 
 
 @torch.no_grad()

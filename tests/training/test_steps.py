@@ -10,10 +10,13 @@ import torch
 
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
-from pretrain.training import resuming
+from pretrain.runs.event_log import read_metrics
+from pretrain.training import ending, resuming
+from pretrain.training.guard import StepGuard
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
 from pretrain.training.run import Run
+from pretrain.training.step_reports import StepReport
 from pretrain.training.step_reports import _Arriving as Arriving
 from pretrain.training.steps import (
     WorkInterruptedError,
@@ -93,6 +96,34 @@ def test_a_command_in_a_pending_report_survives_a_rollback(tmp_path):
     assert run.request == Request.STOP
 
 
+def reports_of_a_gpu(run, *steps, request=Request.NONE, settle=False):
+    """Finishes a step on a GPU, where only the first report has arrived. steps: (loss, skipped) of each."""
+    reports = [StepReport(n, loss, 1.0, bool(skipped), request) for n, (loss, skipped) in enumerate(steps, start=1)]
+    run.consensus.exchange = lambda *_: reports[:1]
+    for report in reports[1:]:
+        figures = torch.tensor([report.loss, 1.0, float(report.skipped), 1.0])
+        run.consensus._arriving.append(Arriving(report.step, figures, None, Request.NONE))
+    run.state.step = len(steps)
+    return after_step(run, *(torch.zeros(()) for _ in range(3)), settle=settle)
+
+
+def test_a_checkpoint_on_request_includes_the_steps_still_being_reported(tmp_path):
+    run = run_of(tmp_path)
+    reports, bad = reports_of_a_gpu(run, (1.0, 0), (1.0, 1), (1.0, 1))
+    assert [report.step for report in reports] == [1] and bad is None, "without a request, no step waits"
+    run = run_of(tmp_path)
+    reports, bad = reports_of_a_gpu(run, (1.0, 0), (1.0, 1), (1.0, 1), request=Request.PREEMPT)
+    assert [report.step for report in reports] == [1, 2, 3] and bad is None
+    assert run.guard.state()["strikes"] == [2, 3] and run.state.skipped_steps == 2
+
+
+def test_the_first_of_several_bad_steps_is_rolled_back(tmp_path):
+    run = run_of(tmp_path)
+    run.guard = StepGuard(Guard(patience=1))
+    _, bad = reports_of_a_gpu(run, (1.0, 1), (1.0, 1), (1.0, 0), settle=True)
+    assert bad.roll_back == (1, 1)
+
+
 def test_a_failed_save_is_not_answered_or_retried_forever(tmp_path):
     run = run_of(tmp_path)
     ask(tmp_path, "save")
@@ -110,6 +141,18 @@ def test_a_save_request_does_not_interrupt_validation(tmp_path):
     ask(tmp_path, "stop")
     with pytest.raises(WorkInterruptedError):
         poll_or_interrupt(run)
+
+
+def test_a_check_of_the_export_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    run = run_of(tmp_path)
+    run.config.export, run.config.data = SimpleNamespace(dtype="bf16"), SimpleNamespace(window=None)
+    run.checkpoints.folder, run.validation_readers = tmp_path, {}
+    monkeypatch.setattr(ending, "export_final", lambda *_: tmp_path / "final")
+    monkeypatch.setattr(ending, "model_describer", lambda run: None)
+    monkeypatch.setattr(ending, "losses_of_sources", lambda *_: {})
+    monkeypatch.setattr(ending, "verify_export", lambda *_, **__: {}["eager"])
+    assert ending._export(run, "raw") == tmp_path / "final"
+    assert read_metrics(tmp_path)[-1]["problems"] == ["the check failed (KeyError: 'eager')"]
 
 
 def leave(tmp_path, rank) -> list:
