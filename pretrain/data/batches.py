@@ -11,7 +11,7 @@ each window length.
 
 import bisect
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -532,11 +532,18 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 def open_training(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of each of the run's sources.
 
-    Raises InputError listing all sources that are missing, damaged or shorter than one sequence, or if the sources'
-    tokenizers differ.
+    Raises InputError listing all sources that are missing, damaged, shorter than one sequence or listed twice, or if
+    the sources' tokenizers or end-of-document IDs differ.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
+    for stage in data.mixtures:
+        counts = Counter(str(source.shards) for source in stage.train)
+        problems += [
+            f"{folder}: is {count} times in the same mixture; list it once, with the sum of the weights"
+            for folder, count in counts.items()
+            if count > 1
+        ]
     for folder, source in {str(source.shards): source for stage in data.mixtures for source in stage.train}.items():
         reader = problems.attempt(open_source, source, "train", data.cache)
         if reader is None:
@@ -560,6 +567,13 @@ def open_training(data: Data) -> dict[str, ShardReader]:
             f"data: the sources were prepared with different tokenizers: {', '.join(names.values())}; "
             "prepare them again with the same tokenizer"
         )
+    ends = {reader.manifest.end_of_document_id: folder for folder, reader in readers.items()}
+    if len(names) == 1 and len(ends) > 1:
+        of_each = ", ".join(f"{folder} with ID {end:,}" for end, folder in ends.items())
+        problems.append(
+            f"data: the sources end their documents with different tokens: {of_each}; prepare them again with the "
+            "same --end_of_document"
+        )
     problems.stop_if_any()
     return readers
 
@@ -580,10 +594,18 @@ def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
     """Reads the windows' token IDs, (rows, sequence_length + 1). Pads to `rows` rows with the split's first window.
 
-    Padding with zeros could trigger a recompilation, because 0 may be the end-of-document ID.
+    Padding with zeros could trigger a recompilation, because 0 may be the end-of-document ID. Raises InputError for
+    IDs outside the vocabulary, because a GPU would report only a device-side assert.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)
     for row in range(rows):
-        reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
+        start = int(starts[row]) if row < len(starts) else 0
+        reader.read(start, ids[row])
+        if (largest := int(ids[row].max())) >= reader.manifest.vocabulary_size:
+            raise InputError(
+                f"{reader.manifest.place}: split {reader.split} contains token ID {largest:,} (between tokens "
+                f"{start:,} and {start + len(ids[row]):,}), but IDs must be from 0 to "
+                f"{reader.manifest.vocabulary_size - 1:,}. The shards are damaged; restore them or prepare them again"
+            )
     return ids

@@ -192,6 +192,10 @@ def test_all_invalid_sources_are_named(tmp_path):
         batches_of({"shards": short})
     with pytest.raises(InputError, match="different tokenizers"):
         batches_of({"shards": other}, {"shards": write_shards(tmp_path / "a", 900)})
+    with pytest.raises(InputError, match=r"different tokens: \S+a with ID 0, \S+b with ID 9"):
+        batches_of({"shards": tmp_path / "a"}, {"shards": write_shards(tmp_path / "b", 900, end=9)})
+    with pytest.raises(InputError, match="a: is 2 times in the same mixture"):
+        batches_of({"shards": tmp_path / "a"}, {"shards": tmp_path / "a", "weight": 3})
 
 
 def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
