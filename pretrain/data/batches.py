@@ -80,8 +80,10 @@ class Segment:
     """Number of samples per window: the window length divided by data.sequence_length."""
     pattern: np.ndarray
     """(PATTERN_LENGTH,) source index of each window. The pattern repeats."""
-    drawn: np.ndarray
-    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each position in the pattern."""
+    counts: np.ndarray
+    """(sources,) windows of each source in the pattern."""
+    earlier: np.ndarray
+    """(PATTERN_LENGTH,) for each window, the number of earlier windows in the pattern from the same source."""
     drawn_before: Drawn
     """Number of windows drawn before this segment."""
 
@@ -89,14 +91,15 @@ class Segment:
         """Returns each sample's source index, and how many windows of this length were drawn from it earlier."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
-        draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
+        draws = self.drawn_before[self.length][source] + rounds * self.counts[source] + self.earlier[place]
         return source, draws
 
     def drawn_until(self, sample: int) -> Drawn:
         """Counts the windows drawn before `sample`."""
         rounds, place = divmod(-((self.first_sample - sample) // self.span), len(self.pattern))
         before = self.drawn_before[self.length]
-        return self.drawn_before | {self.length: before + rounds * self.drawn[-1] + self.drawn[place]}
+        begun = np.bincount(self.pattern[:place], minlength=len(self.counts))
+        return self.drawn_before | {self.length: before + rounds * self.counts + begun}
 
 
 @dataclass(frozen=True)
@@ -482,14 +485,16 @@ class Batches:
         if not weights.any():
             return None
         pattern = interleave(weights)
-        one_hot = pattern[:, None] == np.arange(len(weights))
-        counts = np.vstack([np.zeros(len(weights), np.int64), np.cumsum(one_hot, axis=0)])
+        counts = np.bincount(pattern, minlength=len(weights))
+        # Not one count per position and source: with 200 sources, each segment would take 16 MB.
+        earlier = np.empty_like(pattern)
+        earlier[np.argsort(pattern, kind="stable")] = np.concatenate([np.arange(count) for count in counts])
         windows = np.iinfo(np.int64).max
         for number in np.flatnonzero(weights):
             if left[number] < np.iinfo(np.int64).max:
-                rounds, rest = divmod(int(left[number]) - 1, int(counts[-1, number]))
-                windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
-        return Segment(sample, length, self._span(length), pattern, counts, drawn), windows
+                rounds, rest = divmod(int(left[number]) - 1, int(counts[number]))
+                windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(pattern == number)[rest]) + 1)
+        return Segment(sample, length, self._span(length), pattern, counts, earlier, drawn), windows
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: _Samples) -> _Samples:
