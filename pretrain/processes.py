@@ -21,7 +21,8 @@ def folder_lock(path: Path, silence_seconds: float | None = None) -> Iterator[No
     """Locks the file `path` during a with block, and then removes it.
 
     The kernel releases the lock when the process that holds it dies. Raises InputError with the process ID and host if
-    another process holds the lock, or if the file is from another host, whose processes can't be checked from here.
+    another process holds the lock, if the file is from another host, whose processes can't be checked from here, or if
+    the file system has no locks.
 
     Args:
         silence_seconds: time after which a process on another host is considered dead if it hasn't touched the file.
@@ -69,6 +70,12 @@ def _acquire(path: Path, silence_seconds: float | None) -> int:
             raise InputError(
                 f"{path.parent}: in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}; "
                 "wait until that process has finished, stop it, or use another --output"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            raise InputError(
+                f"{path.parent}: its file system does not support locks ({error.strerror}); use another --output, or "
+                "mount the file system with locks (Lustre: -o flock)"
             ) from None
         if holder and holder.get("host") != socket.gethostname() and not _is_silent(path, silence_seconds):
             os.close(descriptor)

@@ -70,8 +70,10 @@ for tag, pattern, first in (
 ALTERNATIVES = (
     ("budget.tokens_per_parameter", "budget.tokens", "budget.steps"),
     ("optim.learning_rate", "optim.learning_rate_per_sequence"),
-    ("validation.every_steps", "validation.every_tokens"),
-    ("checkpoint.every_steps", "checkpoint.every_tokens"),
+    *(
+        (f"{section}.every_steps", f"{section}.every_tokens")
+        for section in ("validation", "checkpoint", "samples", "diagnostics", "benchmarks")
+    ),
     ("data.train", "data.stages"),
 )
 

@@ -76,13 +76,14 @@ class RemoteFile(io.RawIOBase):
     def _read(self, size: int) -> bytes:
         for attempt in range(TRIES):
             try:
+                if attempt:
+                    self._reopen()  # may also fail
                 content = self._file.read(size)
                 break
             except Exception as error:  # each file system raises its own errors
                 if attempt == TRIES - 1:
                     raise UnreachableError(5, f"cannot be read: {one_line(error)}", shown(self.url)) from error
                 time.sleep(2.0**attempt / 4)
-                self._reopen()
         self._position += len(content)
         return content
 
@@ -96,6 +97,8 @@ class RemoteFile(io.RawIOBase):
             block := self._file.read(min(DOWNLOAD_BLOCK_BYTES, self._position - passed))
         ):
             passed += len(block)
+        if passed < self._position:
+            raise OSError("the server sent less of the file than before")
 
     def close(self) -> None:
         if not self.closed:

@@ -1,6 +1,7 @@
 """Tests for folder locks: a lock is released when its process exits, and the error message names the process that
 holds it."""
 
+import errno
 import json
 import os
 import signal
@@ -67,3 +68,12 @@ def test_an_invalid_lock_file_is_ignored(tmp_path):
     (tmp_path / ".lock").write_text("nonsense")
     with folder_lock(tmp_path / ".lock"):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def refuse(descriptor, kind):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("pretrain.processes.fcntl.flock", refuse)
+    with pytest.raises(InputError, match=r"does not support locks \(Function not"), folder_lock(tmp_path / ".lock"):
+        pytest.fail("without a lock, two processes could write to the folder")

@@ -140,6 +140,11 @@ def test_the_command_line_replaces_the_recipes_alternative(recipe):
     config = read_run_config(recipe, [("budget.steps", "100"), ("optim.learning_rate_per_sequence", "1e-5")])
     assert (config.budget.steps, config.budget.tokens_per_parameter) == (100, None)
     assert (config.optim.learning_rate_per_sequence, config.optim.learning_rate) == (1e-5, None)
+    sections = ("validation", "checkpoint", "samples", "diagnostics", "benchmarks")
+    recipe.write_text(RECIPE + "".join(f"{section}: {{every_tokens: 1M}}\n" for section in sections))
+    config = read_run_config(recipe, [(f"{section}.every_steps", "5") for section in sections])
+    found = [getattr(config, section) for section in sections]
+    assert [(cadence.every_steps, cadence.every_tokens) for cadence in found] == [(5, None)] * 5
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -2,6 +2,7 @@
 
 import gzip
 import http.server
+import io
 import json
 import re
 import shutil
@@ -104,6 +105,28 @@ def test_interrupted_downloads_are_completed(tmp_path, run, served, monkeypatch)
     with pytest.raises(InputError, match=r"source 3\.jsonl\.gz has changed"):
         (folder / "3.jsonl.gz").write_bytes(gzip.compress(as_line("another")))
         run("--input", *(f"{url}/{name}" for name in names), "--output", tmp_path / "urls")
+
+
+@pytest.mark.parametrize("can_seek", [True, False])
+def test_a_read_is_retried_until_the_file_can_be_opened_again(memory, monkeypatch, can_seek):
+    monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
+    content = bytes(range(100))
+    memory.pipe_file("/x/a.bin", content)
+    answers = iter([OSError("busy"), *([] if can_seek else [io.BytesIO(content[:30])]), io.BytesIO(content)])
+    with urls.open_file("memory://x/a.bin") as file:
+        file._can_seek = can_seek
+        assert file.read(40) == content[:40]
+
+        def answer():
+            given = next(answers)
+            if isinstance(given, OSError):
+                raise given
+            return given
+
+        monkeypatch.setattr(file, "_opened", answer)
+        file._file = io.BytesIO()
+        file._file.close()  # so that the next read fails
+        assert file.read(60) == content[40:]
 
 
 def test_secrets_of_a_url_are_shown_nowhere(tmp_path, run, served):

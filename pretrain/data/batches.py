@@ -11,7 +11,7 @@ each window length.
 
 import bisect
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -80,8 +80,10 @@ class Segment:
     """Number of samples per window: the window length divided by data.sequence_length."""
     pattern: np.ndarray
     """(PATTERN_LENGTH,) source index of each window. The pattern repeats."""
-    drawn: np.ndarray
-    """(PATTERN_LENGTH + 1, sources) windows drawn from each source before each position in the pattern."""
+    counts: np.ndarray
+    """(sources,) windows of each source in the pattern."""
+    earlier: np.ndarray
+    """(PATTERN_LENGTH,) for each window, the number of earlier windows in the pattern from the same source."""
     drawn_before: Drawn
     """Number of windows drawn before this segment."""
 
@@ -89,14 +91,15 @@ class Segment:
         """Returns each sample's source index, and how many windows of this length were drawn from it earlier."""
         rounds, place = np.divmod((samples - self.first_sample) // self.span, len(self.pattern))
         source = self.pattern[place]
-        draws = self.drawn_before[self.length][source] + rounds * self.drawn[-1, source] + self.drawn[place, source]
+        draws = self.drawn_before[self.length][source] + rounds * self.counts[source] + self.earlier[place]
         return source, draws
 
     def drawn_until(self, sample: int) -> Drawn:
         """Counts the windows drawn before `sample`."""
         rounds, place = divmod(-((self.first_sample - sample) // self.span), len(self.pattern))
         before = self.drawn_before[self.length]
-        return self.drawn_before | {self.length: before + rounds * self.drawn[-1] + self.drawn[place]}
+        begun = np.bincount(self.pattern[:place], minlength=len(self.counts))
+        return self.drawn_before | {self.length: before + rounds * self.counts + begun}
 
 
 @dataclass(frozen=True)
@@ -482,14 +485,16 @@ class Batches:
         if not weights.any():
             return None
         pattern = interleave(weights)
-        one_hot = pattern[:, None] == np.arange(len(weights))
-        counts = np.vstack([np.zeros(len(weights), np.int64), np.cumsum(one_hot, axis=0)])
+        counts = np.bincount(pattern, minlength=len(weights))
+        # Not one count per position and source: with 200 sources, each segment would take 16 MB.
+        earlier = np.empty_like(pattern)
+        earlier[np.argsort(pattern, kind="stable")] = np.concatenate([np.arange(count) for count in counts])
         windows = np.iinfo(np.int64).max
         for number in np.flatnonzero(weights):
             if left[number] < np.iinfo(np.int64).max:
-                rounds, rest = divmod(int(left[number]) - 1, int(counts[-1, number]))
-                windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(one_hot[:, number])[rest]) + 1)
-        return Segment(sample, length, self._span(length), pattern, counts, drawn), windows
+                rounds, rest = divmod(int(left[number]) - 1, int(counts[number]))
+                windows = min(windows, rounds * PATTERN_LENGTH + int(np.flatnonzero(pattern == number)[rest]) + 1)
+        return Segment(sample, length, self._span(length), pattern, counts, earlier, drawn), windows
 
 
 def moved_past(ranges: Iterable[SkippedRange], sample: _Samples) -> _Samples:
@@ -532,11 +537,18 @@ def interleave(weights: np.ndarray) -> np.ndarray:
 def open_training(data: Data) -> dict[str, ShardReader]:
     """Opens the training split of each of the run's sources.
 
-    Raises InputError listing all sources that are missing, damaged or shorter than one sequence, or if the sources'
-    tokenizers differ.
+    Raises InputError listing all sources that are missing, damaged, shorter than one sequence or listed twice, or if
+    the sources' tokenizers or end-of-document IDs differ.
     """
     readers: dict[str, ShardReader] = {}
     problems = Problems()
+    for stage in data.mixtures:
+        counts = Counter(str(source.shards) for source in stage.train)
+        problems += [
+            f"{folder}: is {count} times in the same mixture; list it once, with the sum of the weights"
+            for folder, count in counts.items()
+            if count > 1
+        ]
     for folder, source in {str(source.shards): source for stage in data.mixtures for source in stage.train}.items():
         reader = problems.attempt(open_source, source, "train", data.cache)
         if reader is None:
@@ -560,6 +572,13 @@ def open_training(data: Data) -> dict[str, ShardReader]:
             f"data: the sources were prepared with different tokenizers: {', '.join(names.values())}; "
             "prepare them again with the same tokenizer"
         )
+    ends = {reader.manifest.end_of_document_id: folder for folder, reader in readers.items()}
+    if len(names) == 1 and len(ends) > 1:
+        of_each = ", ".join(f"{folder} with ID {end:,}" for end, folder in ends.items())
+        problems.append(
+            f"data: the sources end their documents with different tokens: {of_each}; prepare them again with the "
+            "same --end_of_document"
+        )
     problems.stop_if_any()
     return readers
 
@@ -580,10 +599,18 @@ def expect_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec) 
 def read_windows(reader: ShardReader, starts: np.ndarray, window: WindowSpec, rows: int) -> np.ndarray:
     """Reads the windows' token IDs, (rows, sequence_length + 1). Pads to `rows` rows with the split's first window.
 
-    Padding with zeros could trigger a recompilation, because 0 may be the end-of-document ID.
+    Padding with zeros could trigger a recompilation, because 0 may be the end-of-document ID. Raises InputError for
+    IDs outside the vocabulary, because a GPU would report only a device-side assert.
     """
     ids = np.empty((rows, window.sequence_length + 1), dtype=np.int64)
     expect_windows(reader, starts, window)
     for row in range(rows):
-        reader.read(int(starts[row]) if row < len(starts) else 0, ids[row])
+        start = int(starts[row]) if row < len(starts) else 0
+        reader.read(start, ids[row])
+        if (largest := int(ids[row].max())) >= reader.manifest.vocabulary_size:
+            raise InputError(
+                f"{reader.manifest.place}: split {reader.split} contains token ID {largest:,} (between tokens "
+                f"{start:,} and {start + len(ids[row]):,}), but IDs must be from 0 to "
+                f"{reader.manifest.vocabulary_size - 1:,}. The shards are damaged; restore them or prepare them again"
+            )
     return ids

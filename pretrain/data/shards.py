@@ -10,6 +10,8 @@ import bisect
 import errno
 import hashlib
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
     import h5py
 
     from pretrain.data.object_store import RemoteIds
+
+MOST_OPEN_MAPS = 256
+"""Maximum number of memory maps per process. Each holds a file descriptor, and the usual limit is 1,024."""
+_open_maps: "deque[tuple[weakref.ref[ShardReader], int]]" = deque()
+"""(reader, shard number) of each map, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,11 @@ class ShardReader:
             else:
                 # A plain array, because slicing an np.memmap is several times slower.
                 ids = np.memmap(path, id_dtype(self.manifest.dtype), mode="r").view(np.ndarray)
+                _open_maps.append((weakref.ref(self), number))
+                if len(_open_maps) > MOST_OPEN_MAPS:
+                    owner, oldest = _open_maps.popleft()
+                    if (reader := owner()) is not None:
+                        reader._maps[oldest] = None
             if len(ids) != self._shards[number].tokens:
                 raise InputError(*shard_size_problems(self.manifest, [self._shards[number]]))
             self._maps[number] = ids

@@ -415,6 +415,8 @@ def save_model_metadata(model: PreTrainedModel, folder: str | os.PathLike) -> No
     Path(folder).mkdir(parents=True, exist_ok=True)
     # Configurations don't save the class name themselves, but AutoModel and vLLM need it.
     config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the model whose config the run started from; our weights aren't quantized
     if type(model)._auto_class is not None:
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)

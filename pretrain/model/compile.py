@@ -67,10 +67,12 @@ def compile_model(
     if memory_budget < 1.0 and hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
         functorch_config.unsafe_treat_script_objects_as_zero_size = True
     if mode != "none":
-        # Beyond torch's limit of eight recompilations, layers would silently run uncompiled. Layers usually share one
-        # compilation, but not if each has its own functions, as the experts do with tensor parallelism.
+        # Beyond torch's limits of 8 recompilations per module and 256 in total, layers would silently run uncompiled.
+        # Layers usually share one compilation, but not if each has its own functions, as the experts do with tensor
+        # parallelism.
         most = 4 * lengths * (len(layers_of(causal_lm)) if mode == "regional" else 1)
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, most)
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
     if mode != "none" and next(causal_lm.parameters()).device.type == "cpu":
         for module in causal_lm.modules():
             # These two classes use the tanh approximation.

@@ -16,6 +16,9 @@ from pretrain.model.model_config import first_line, load_model_config
 from pretrain.model.published_names import PublishedNames, shapes_in_files
 from pretrain.model.routers import as_buffers
 
+WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+"""safetensors' names for the dtypes of weights that aren't quantized."""
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -196,7 +199,7 @@ def open_pretrained(name_or_path: str, new_tokens: NewTokens | None = None) -> P
 
 
 def find_weights(name_or_path: str) -> None:
-    """Raises InputError if the weights in a local folder are missing or damaged."""
+    """Raises InputError if the weights in a local folder are missing, damaged or quantized."""
     if name_or_path.endswith(".json"):
         raise InputError(
             f"init: pretrained, but model: {name_or_path} is a JSON without weights; use a model folder or "
@@ -209,7 +212,7 @@ def find_weights(name_or_path: str) -> None:
 def find_tensors(name_or_path: str) -> dict[str, Path]:
     """Returns {tensor name: file} for a folder or Hub ID, or {} if there are no safetensors.
 
-    Raises InputError if a file is damaged.
+    Raises InputError if a file is damaged or its weights are quantized.
     """
     # Private, but cached_file has no public option to return None if the file is missing.
     missing_is_none = {"_raise_exceptions_for_missing_entries": False}
@@ -232,8 +235,16 @@ def find_tensors(name_or_path: str) -> dict[str, Path]:
         try:
             with safe_open(path, framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), path)
+                dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: damaged or not a safetensors file ({error}); restore or replace it") from None
+        # Without their scales, quantized weights have the right shapes but wrong values.
+        for name, dtype in dtypes.items():
+            if name.endswith("weight") and dtype not in WEIGHT_DTYPES:
+                raise InputError(
+                    f"{path}: {name} is quantized ({dtype}), but training needs bf16, fp16 or fp32 weights; use the "
+                    "unquantized version of this model"
+                )
     return places
 
 

@@ -35,6 +35,7 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
         ]
     readers = {}
     problems = Problems()
+    trained_on = manifest_of(data.mixtures[0].train[0])
     for source, split in wanted:
         folder = source.shards
         reader = problems.attempt(open_source, source, split, data.cache)
@@ -45,6 +46,12 @@ def open_validation(data: Data) -> dict[str, ShardReader]:
                 f"data.validation: {folder} contains {reader.tokens:,} {split} tokens, but one sequence needs "
                 f"{data.sequence_length:,} + 1; prepare it with a larger --validation_fraction or use shorter "
                 "sequences"
+            )
+        if reader.manifest.tokenizer_sha256 != trained_on.tokenizer_sha256:
+            problems.append(
+                f"data.validation: {folder} was prepared with a different tokenizer "
+                f"({reader.manifest.tokenizer_name}) than the training data ({trained_on.tokenizer_name}); prepare it "
+                "again with the same tokenizer"
             )
         readers[source_name(folder, readers)] = reader
     problems.stop_if_any()

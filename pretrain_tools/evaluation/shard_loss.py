@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
@@ -42,19 +41,6 @@ class ShardSettings:
     sequences_per_micro_batch: int
     sequences: int | None
     """Number of sequences per source; None for all."""
-
-
-class CheckedReader(ShardReader):
-    """Raises InputError for token IDs outside the vocabulary. A GPU would report only a device-side assert."""
-
-    def read(self, start: int, out: np.ndarray) -> None:
-        super().read(start, out)
-        if (largest := int(out.max())) >= self.manifest.vocabulary_size:
-            raise InputError(
-                f"{self.manifest.place}: split {self.split} contains token ID {largest:,} (between tokens {start:,} "
-                f"and {start + len(out):,}), but IDs must be from 0 to {self.manifest.vocabulary_size - 1:,}. The "
-                "shards are damaged; restore them or prepare them again"
-            )
 
 
 def settings_for(address: ModelAddress, config: PreTrainedConfig, arguments: argparse.Namespace) -> ShardSettings:
@@ -138,10 +124,9 @@ def open_evaluation_shards(
     readers: dict[str, ShardReader] = {}
     problems = Problems()
     for folder in folders:
-        shards = problems.attempt(open_shards, folder, split, tokenizer)
-        if shards is None:
+        reader = problems.attempt(open_shards, folder, split, tokenizer)
+        if reader is None:
             continue
-        reader = CheckedReader(shards.manifest, split)
         if not window.count_in(reader.tokens):
             problems.append(
                 f"--data {folder}: contains {reader.tokens:,} {split} tokens, fewer than one sequence of "

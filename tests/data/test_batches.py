@@ -183,6 +183,23 @@ def test_any_step_costs_as_much_as_the_first(tmp_path):
         assert all(far < 2 * of_near for far, of_near in zip(cost(step), near, strict=True)), step
 
 
+def test_many_sources_that_are_used_up_take_little_memory(tmp_path):
+    windows = [20 + number for number in range(30)]
+    sources = [
+        {"shards": write_shards(tmp_path / str(count), count * LENGTH + 1), "max_epochs": 1} for count in windows
+    ]
+    tracemalloc.start()
+    try:
+        batches = batches_of(*sources, steps=sum(windows) // 4)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(batches.segments) > 20
+    assert peak < 2e7, "memory must not grow with the square of the number of sources"
+    drawn = Counter(source for source, _ in batches.locate(0, sum(windows) // 4 * 4))
+    assert all(count - 4 <= drawn[number] <= count for number, count in enumerate(windows))
+
+
 def test_all_invalid_sources_are_named(tmp_path):
     short, other = write_shards(tmp_path / "short", LENGTH), write_shards(tmp_path / "other", 900, tokenizer="u")
     with pytest.raises(InputError) as caught:
@@ -192,6 +209,10 @@ def test_all_invalid_sources_are_named(tmp_path):
         batches_of({"shards": short})
     with pytest.raises(InputError, match="different tokenizers"):
         batches_of({"shards": other}, {"shards": write_shards(tmp_path / "a", 900)})
+    with pytest.raises(InputError, match=r"different tokens: \S+a with ID 0, \S+b with ID 9"):
+        batches_of({"shards": tmp_path / "a"}, {"shards": write_shards(tmp_path / "b", 900, end=9)})
+    with pytest.raises(InputError, match="a: is 2 times in the same mixture"):
+        batches_of({"shards": tmp_path / "a"}, {"shards": tmp_path / "a", "weight": 3})
 
 
 def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import os
+from collections import deque
 from dataclasses import asdict
 
 import numpy as np
@@ -45,6 +47,21 @@ def write_folder(folder, streams, dtype="uint16", vocabulary_size=VOCABULARY):
 @pytest.fixture
 def folder(tmp_path):
     return write_folder(tmp_path / "data", {"train": [[1, 2, 9, 3, 9], [4, 9], [5, 6, 7, 9]], "validation": [[8, 9]]})
+
+
+def test_few_of_many_shards_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrain.data.shards.MOST_OPEN_MAPS", 2)
+    monkeypatch.setattr("pretrain.data.shards._open_maps", deque())
+    parts = [[number % 9, 9] for number in range(20)]
+    folder = write_folder(tmp_path, {"train": parts, "validation": parts})
+    before = len(os.listdir("/proc/self/fd"))
+    readers = [open_shards(folder, split) for split in ("train", "validation")]
+    out = np.zeros(2, np.uint16)
+    for number in [*range(20), *range(20)]:
+        for reader in readers:
+            reader.read(2 * number, out)
+            assert out.tolist() == parts[number]
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
 @pytest.mark.parametrize("out_type", [np.uint16, np.int32, np.int64])

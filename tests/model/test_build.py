@@ -357,6 +357,14 @@ def test_a_good_json_is_read_with_either_spelling_of_rope(tmp_path):
     assert new.rope_parameters == old.rope_parameters == {"rope_theta": 500.0, "rope_type": "default"}
 
 
+def test_a_saved_config_does_not_claim_quantized_weights(tmp_path):
+    model = build_meta_model(tiny("llama"))
+    model.config.quantization_config = {"quant_method": "fp8"}
+    save_model_metadata(model, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert model.config.quantization_config, "the run's own config must not change"
+
+
 def test_a_saved_config_is_read_again(tmp_path, config):
     save_model_metadata(build_meta_model(config), tmp_path)
     assert str(tmp_path) not in (tmp_path / "config.json").read_text()

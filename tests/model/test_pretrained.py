@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from pretrain.errors import InputError
@@ -188,6 +189,17 @@ def test_invalid_weights_are_rejected_with_a_reason(tmp_path):
     config.save_pretrained(path)
     with pytest.raises(InputError, match="9 weights are missing"):
         open_pretrained(path)
+
+
+def test_quantized_weights_are_refused_before_anything_starts(tmp_path):
+    path = save("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (find_weights, open_pretrained):
+        with pytest.raises(InputError, match=rf"{name} is quantized \(F8_E4M3\)"):
+            read(path)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no header", "no index", "no file"])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 
-def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, tokenizer="t", first=0):
+def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, tokenizer="t", first=0, end=0):
     """Writes a shards folder in which the token ID at position i is first + i (mod vocabulary)."""
     folder.mkdir(parents=True)
     shards = []
@@ -28,7 +28,7 @@ def write_shards(folder, tokens, *, files=1, vocabulary=50_000, validation=0, to
         "version": 1,
         "tokenizer": {"name": tokenizer, "sha256": tokenizer * 64},
         "vocabulary_size": vocabulary,
-        "end_of_document_id": 0,
+        "end_of_document_id": end,
         "dtype": "uint16",
         "shards": shards,
         "totals": {},

@@ -1,4 +1,4 @@
-"""Tests for the loss per position: ranges must double in length, and each token must count only in its own range."""
+"""Tests for the loss per position, where each token must count only in its own range, and for refused sources."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.training.validation import by_position, position_ranges, positions_of, sums_by_range
+from pretrain.config import Data, WindowSpec
+from pretrain.data.batches import read_windows, windows_of
+from pretrain.errors import InputError
+from pretrain.training.validation import by_position, open_validation, position_ranges, positions_of, sums_by_range
+from support.numbered_shards import write_shards
 
 
 @pytest.mark.parametrize(
@@ -49,3 +53,21 @@ def test_every_token_counts_in_one_range(restarts):
 
 def test_a_nan_loss_becomes_null():
     assert by_position([range(2)], [float("nan"), 2.0])["loss_by_position"] == {"0-1": None}
+
+
+def test_a_source_with_another_tokenizer_is_refused(tmp_path):
+    train = write_shards(tmp_path / "a", 900, validation=900)
+    other = write_shards(tmp_path / "b", 900, validation=900, tokenizer="u")
+    sources = [{"shards": train}, {"shards": other}]
+    with pytest.raises(InputError, match=r"validation: \S+b was prepared with a different tokenizer \(u\)") as caught:
+        open_validation(Data(train=[{"shards": train}], validation=sources, sequence_length=16))
+    assert len(caught.value.problems) == 1
+
+
+def test_an_id_outside_the_vocabulary_names_its_shards(tmp_path):
+    folder = write_shards(tmp_path / "a", 900, validation=900, vocabulary=500)
+    np.full(900, 500, "<u2").tofile(folder / "validation-00000.bin")
+    (reader,) = open_validation(Data(train=[{"shards": folder}], sequence_length=16)).values()
+    window = WindowSpec(16, True)
+    with pytest.raises(InputError, match=r"a: split validation contains token ID 500 \(between tokens 0 and 17\)"):
+        read_windows(reader, windows_of(reader, window, 4), window, rows=4)
