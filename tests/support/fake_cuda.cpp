@@ -1,7 +1,8 @@
-// Lets autograd run on fake "cuda" tensors where torch is built for the CPU: a guard of devices that does nothing, and
+// Lets autograd run on fake "cuda" tensors without a GPU or a driver: a guard of devices that does nothing, and
 // CUDA as the accelerator. The library can be loaded at any time: take_over() replaces what torch has registered.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include <new>
 
@@ -29,4 +30,7 @@ extern "C" void take_over() {
   impl::device_guard_impl_registry[static_cast<size_t>(DeviceType::CUDA)].store(&guard);
   // torch keeps its hooks for the whole process. They have no data, so ours can take their place in memory.
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks;
+  // Without a driver, the timer that CUDA builds use in DDP can't record events.
+  auto no_timer = [](Device) { return std::unique_ptr<c10d::Timer>(); };
+  c10d::TimerRegistry()->Register(DeviceType::CUDA, no_timer, REGISTRY_PREFERRED);
 }
