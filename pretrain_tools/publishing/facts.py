@@ -198,6 +198,8 @@ def read_facts(
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
+    # A final decay (runs.py anneal, budget.minutes) changes the last step, which is recorded in a `control` event.
+    planned = [e["total_steps"] for e in whole.events if e["event"] in ("start", "control") and e.get("total_steps")]
     return Facts(
         run_name=run.resolve().name,
         config=config,
@@ -207,7 +209,7 @@ def read_facts(
         # A rollback is logged after the step it returns to, but affects the model from that step on.
         history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
         step=at,
-        total_steps=whole.last("start").get("total_steps"),
+        total_steps=planned[-1] if planned else None,
         sources=read_sources(config, read_json(run / DATA_FILE)),
         scores=scores_at(whole.events, at),
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],

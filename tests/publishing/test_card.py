@@ -99,6 +99,16 @@ def test_a_checkpoints_card_omits_later_events(run):
     assert "intermediate checkpoint (step 4 of 8)" in text
 
 
+def test_a_run_that_was_annealed_is_not_partial(run):
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"total_steps": 8', '"total_steps": 20'))
+    assert "8k tokens in 8 steps, 0.0749 per parameter of 20 planned" in card(run)
+    add_event(run, event="control", step=6, command="anneal", by="budget.minutes", total_steps=8)
+    text = card(run)
+    assert "planned" not in text and "intermediate checkpoint" not in text
+    assert "intermediate checkpoint (step 4 of 8)" in card(run, step=4)
+
+
 def test_repeated_steps_count_once(run):
     add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
     add_event(run, event="train", step=5, tokens=5000, loss=1.25)
