@@ -109,6 +109,23 @@ def test_a_run_that_was_annealed_is_not_partial(run):
     assert "intermediate checkpoint (step 4 of 8)" in card(run, step=4)
 
 
+def test_a_mixture_changed_by_a_resume_is_on_the_card(run):
+    """Every mixture counts that the model was trained on, also one that a later start changed again."""
+    first = recipe_values(run)["data"]
+    web = {**first, "train": [{"shards": "data/web", "weight": 1.0}]}
+    (run / "data.json").write_text(json.dumps({"data/web": {"totals": {"train": {"tokens": 5_000_000}}}}))
+    for step, origin, data in ((4, 3, web), (5, 5, web), (6, 5, web), (7, 7, first)):
+        add_event(run, event="start", step=step, origin={"step": origin, "sample": 0, "sources": []}, data=data)
+        add_event(run, event="train", step=step + 1, tokens=1000 * (step + 1), loss=1.0)
+    found = {(source.stage, source.name, source.weight) for source in read_facts(run).sources}
+    before, after = (
+        {(steps, "docs", 0.75), (steps, "code", 0.25)} for steps in ("steps 1 to 3", "from step 8 on")
+    )
+    assert found == before | {("steps 4 to 7", "web", 1.0)} | after
+    assert "| steps 4 to 7 | web | 100.0% | 5M |" in card(run)
+    assert {source.stage for source in read_facts(run, 4).sources} == {None}
+
+
 def test_repeated_steps_count_once(run):
     add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
     add_event(run, event="train", step=5, tokens=5000, loss=1.25)
