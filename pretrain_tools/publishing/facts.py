@@ -284,5 +284,5 @@ def scores_at(events: list[Event], step: int) -> list[Score]:
     scores = {}
     for event in events:
         if event["event"] == "evaluation" and event.get("step") == step:
-            scores |= {(score.task, score.metric, score.few_shots): score for score in scores_of(event)}
+            scores |= {(score.task, score.split, score.metric, score.few_shots): score for score in scores_of(event)}
     return list(scores.values())

@@ -103,7 +103,9 @@ def test_core_equals_a_hand_calculation(model_folder, bundle, precision):
 
     Losses are in fp32. Rounded to bf16, many choices would have the same loss.
     """
-    scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision=precision)
+    scores = score_tasks(
+        model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision=precision
+    )
     measured = {score.task: score for score in scores}
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=DTYPES[precision]).eval()
     tokenizer, centered, errors = AutoTokenizer.from_pretrained(model_folder), [], []

@@ -118,9 +118,7 @@ def test_a_mixture_changed_by_a_resume_is_on_the_card(run):
         add_event(run, event="start", step=step, origin={"step": origin, "sample": 0, "sources": []}, data=data)
         add_event(run, event="train", step=step + 1, tokens=1000 * (step + 1), loss=1.0)
     found = {(source.stage, source.name, source.weight) for source in read_facts(run).sources}
-    before, after = (
-        {(steps, "docs", 0.75), (steps, "code", 0.25)} for steps in ("steps 1 to 3", "from step 8 on")
-    )
+    before, after = ({(steps, "docs", 0.75), (steps, "code", 0.25)} for steps in ("steps 1 to 3", "from step 8 on"))
     assert found == before | {("steps 4 to 7", "web", 1.0)} | after
     assert "| steps 4 to 7 | web | 100.0% | 5M |" in card(run)
     assert {source.stage for source in read_facts(run, 4).sources} == {None}
@@ -149,6 +147,22 @@ def test_scores_on_part_of_a_task_are_marked_and_not_in_the_metadata(run):
     text = card(run)
     assert "| piqa \\* | acc | 0.9000 |" in text and "| sciq | acc | 0.5000 ± 0.0100 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["sciq"]
+
+
+def test_a_quick_test_does_not_replace_the_scores_on_the_whole_task(run):
+    for limit, acc in ((None, 0.4), (None, 0.5), (10, 0.9)):
+        add_evaluation(run, "sciq", acc=acc, limit=limit)
+    for limit, acc in ((10, 0.9), (20, 0.8)):
+        add_evaluation(run, "piqa", acc=acc, limit=limit)
+    text = card(run)
+    assert "| sciq | acc | 0.5000 |" in text and "| piqa \\* | acc | 0.8000 |" in text
+
+
+def test_the_losses_of_two_splits_stay_apart(run):
+    for split, loss in (("validation", 4.5), ("train", 3.5)):
+        add_event(run, event="evaluation", step=8, tokens=8000, model="x", source="docs", split=split, loss=loss)
+    text = card(run)
+    assert "| docs validation | loss | 4.5000 |" in text and "| docs train | loss | 3.5000 |" in text
 
 
 def test_scores_of_the_step_come_from_the_log(run):
