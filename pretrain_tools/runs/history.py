@@ -20,7 +20,7 @@ from pretrain.units import energy_text
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
-"""Events that can repeat a measurement at the same step. Only the last one is used, or the last one on all documents."""
+"""Events that can repeat a measurement at the same step. Only the last one is used, preferably one without --limit."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
