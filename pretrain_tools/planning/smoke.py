@@ -88,7 +88,8 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
         "hub": {"repository": None},
     }
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update={**update, "output": folder, "interval_scale": 1.0, "trackers": []})
+    own = {"output": folder, "branch_from": None, "interval_scale": 1.0, "trackers": []}
+    return config.model_copy(update={**update, **own})
 
 
 def loss_verdict(trained: list[dict], most: float) -> str | None:
