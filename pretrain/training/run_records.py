@@ -18,7 +18,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.files import IS_CHECKOUT
+from pretrain.files import IS_CHECKOUT, write_durably
 from pretrain.hardware import (
     DTYPES,
     describe_machine,
@@ -66,6 +66,7 @@ def announce(run: Run, peak_source: str) -> str:
     if is_main and missing:
         write_record(config, plan, strategy, missing)
     if is_main:
+        record_new_sources(config, plan)
         copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
     energy = meter.how if meter else None
@@ -127,6 +128,15 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
     config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
         (config.output / name).write_text(texts[name], encoding="utf-8")
+
+
+def record_new_sources(config: RunConfig, plan: RunPlan) -> None:
+    """Adds the sources of a mixture that has changed since the run started to data.json."""
+    known = read_json(config.output / DATA_FILE)
+    new = {str(path): reader for path, reader in plan.batches.readers.items() if str(path) not in known}
+    if new:
+        records = {**known, **{path: data_record(reader) for path, reader in new.items()}}
+        write_durably(config.output / DATA_FILE, json.dumps(records, indent=1))
 
 
 def copy_extensions(config: RunConfig) -> None:

@@ -31,7 +31,10 @@ def encoder(folder: Path) -> Any:
 
     class Encoder(TemplateLM):
         add_bos_token = None
+        custom_prefix_token_id = None
         tok_encode = HFLM.tok_encode
+        # By default, the harness would begin an empty question with EOS, but HFLM begins it with BOS.
+        prefix_token_id = HFLM.prefix_token_id
 
         def __init__(self, tokenizer: Any):
             super().__init__()

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from pretrain.errors import InputError
 from pretrain.parallel.ranks import Ranks
 from pretrain_tools.evaluation.results import TaskScore, mean_and_error, mean_of_means
@@ -38,12 +40,17 @@ def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float |
         model: model from lm_harness.
         limit: number of items per task, or a fraction below 1.
     """
+    # By default, HFLM rounds log-likelihoods to the weights' dtype. nanochat computes the losses in fp32.
+    model.softmax_dtype = torch.float32
     scores = []
     for task in tasks:
         items = read_items(task)
+        count = len(items)
         if limit is not None:
-            items = items[: int(limit) if limit >= 1 else -int(-limit * len(items) // 1)]
-        right = answers_right(model, task, items, ranks)
+            count = min(count, int(limit) if limit >= 1 else -int(-limit * count // 1))
+            # As in nanochat, examples come from these items, but there must be enough of them.
+            items = items[: max(count, task.few_shots + 1)]
+        right = answers_right(model, task, items, count, ranks)
         measures = mean_and_error("acc", list(map(float, right)))
         error = measures["acc_stderr"]
         measures |= {
@@ -51,7 +58,7 @@ def score_core(model: Any, tasks: list[BundleTask], ranks: Ranks, limit: float |
             f"{CENTERED}_stderr": None if error is None else error / (1 - task.baseline),
         }
         name = f"{CORE}/{task.label}"
-        scores.append(TaskScore(name, measures, task.few_shots, len(items), None, is_part=True))
+        scores.append(TaskScore(name, measures, task.few_shots, count, None, is_part=True))
     # The two HellaSwag tasks share items, so the standard error is slightly underestimated.
     samples = sum(score.samples for score in scores)
     return [*scores, TaskScore(CORE, mean_of_means(CORE, scores, CENTERED), None, samples, None)]
@@ -81,14 +88,14 @@ def read_items(task: BundleTask) -> list[Item]:
     return items
 
 
-def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks) -> list[bool]:
-    """Returns whether the model answers each item correctly.
+def answers_right(model: Any, task: BundleTask, items: list[Item], count: int, ranks: Ranks) -> list[bool]:
+    """Returns whether the model answers each of the first `count` items correctly.
 
     If there are choices, the model's answer is the choice with the lowest mean loss per token. In language modeling,
     each token of the answer must be the most likely one.
     """
     mine: dict[int, bool] = {}
-    numbers = range(ranks.rank, len(items), ranks.count)
+    numbers = range(ranks.rank, count, ranks.count)
     for first in range(0, len(numbers), ITEMS_AT_ONCE):
         of_items = {number: spans(model, task, items, number) for number in numbers[first : first + ITEMS_AT_ONCE]}
         requests = [(None, ids[:start], ids[start:]) for found in of_items.values() for ids, start in found]
@@ -102,7 +109,7 @@ def answers_right(model: Any, task: BundleTask, items: list[Item], ranks: Ranks)
             else:
                 mine[number] = losses.index(min(losses)) == items[number]["gold"]
     whole = {number: right for part in ranks.gather(mine) for number, right in part.items()}
-    return [whole[number] for number in range(len(items))]
+    return [whole[number] for number in range(count)]
 
 
 def spans(model: Any, task: BundleTask, items: list[Item], number: int) -> list[tuple[list[int], int]]:

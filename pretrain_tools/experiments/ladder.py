@@ -178,14 +178,16 @@ def comparability_problems(runs: Sequence[LadderRun]) -> list[str]:
 
 def rungs_of(runs: Sequence[LadderRun]) -> list[Rung]:
     """Groups runs into rungs, sorted by N and D. Keeps only the best settings for each size and token count."""
-    groups: dict[tuple[int, int], dict[str, list[LadderRun]]] = {}
-    for run in runs:
+    groups: list[dict[str, list[LadderRun]]] = []
+    first = None
+    for run in sorted(runs, key=lambda run: (run.parameters, run.tokens)):
         # Budgets are rounded to whole steps, so token counts within 2% count as equal.
-        near = round(math.log(run.tokens) / math.log(1.02))
-        key = json.dumps(run.settings, sort_keys=True, default=str)
-        groups.setdefault((run.parameters, near), {}).setdefault(key, []).append(run)
+        if first is None or run.parameters != first.parameters or run.tokens > 1.02 * first.tokens:
+            first = run
+            groups.append({})
+        groups[-1].setdefault(json.dumps(run.settings, sort_keys=True, default=str), []).append(run)
     rungs = []
-    for settings in groups.values():
+    for settings in groups:
         # A scaling law describes the best settings at each size. Worse ones would bias it upward.
         best = min(settings.values(), key=lambda seeds: statistics.fmean(run.loss for run in seeds))
         losses = [run.loss for run in best]

@@ -183,17 +183,20 @@ def updates_in_bf16(optimizer: str) -> bool:
 
 
 def run_overrides(config: RunConfig, changes: Sequence[tuple[str, str]], steps: int, precision: str) -> list[str]:
-    """Returns command-line overrides for a short run, including `changes`.
+    """Returns command-line overrides for a short run without uploads, including `changes`.
 
     config: the recipe with `changes`, without `auto` settings.
     """
     # Otherwise, each launch would resolve `auto` for its own number of processes.
     resolved = [(name, attrgetter(name)(config)) for name in RESOLVED]
+    # Deeper names take precedence, so --budget.steps would replace the short budget below.
+    kept = [(path, value) for path, value in changes if not path.startswith(("budget", "checkpoint"))]
     # Warm up for at most 10% of the short run, so that most steps use the full learning rate.
     warmup = min(config.optim.warmup_steps, steps // 10)
     return [
-        *(f"--{path}={value}" for path, value in [*changes, *resolved] if value is not None),
+        *(f"--{path}={value}" for path, value in [*kept, *resolved] if value is not None),
         *("--budget", f"{{steps: {steps}}}", "--precision", precision, "--trackers", "[]", "--interval_scale", "1"),
+        *("--hub.repository", "null"),
         *("--optim.warmup_steps", str(warmup), "--logging.every_steps", "1"),
         *("--checkpoint", f"{{every_steps: {steps}, keep_last: 1}}", "--validation.every_steps", str(steps)),
     ]

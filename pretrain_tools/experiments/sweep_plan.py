@@ -191,10 +191,11 @@ def config_of_run(config: RunConfig, request: SweepRequest, seed: int, output: P
     """Returns one run's recipe, without uploads. Keeps one checkpoint unless checkpoint settings are overridden."""
     # With None, trackers name each run after its folder.
     tracking = {"group": config.tracking.group or request.output.name, "name": None}
-    kept = {}
+    # A sweep recognizes finished runs by their exported model.
+    kept = {"save_final": True}
     # With the recipe's own checkpoint settings, many runs could fill the disk.
     if not any(path.startswith("checkpoint") for path, _ in request.changes):
-        kept = {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
+        kept |= {"keep_last": 1, "keep_best": 0, "keep_every": None, "mirror": None}
     update = {
         "output": output,
         "seed": seed,

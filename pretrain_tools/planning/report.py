@@ -72,7 +72,7 @@ class Plan:
     @property
     def hours(self) -> float | None:
         """Hours with the recommended strategy, excluding validation, checkpoints and restarts."""
-        return None if self.recommended is None else self.work.steps * self.recommended.step_seconds / 3600
+        return None if self.recommended is None else self.work.full_steps * self.recommended.step_seconds / 3600
 
     @property
     def gpu_hours(self) -> float | None:
@@ -212,7 +212,7 @@ def memory_row(candidate: Candidate, work: RunWork, parts: Sequence[str]) -> lis
         "yes" if candidate.fits else "no",
         str(candidate.largest_micro_batch or "-"),
         f"{work.tokens_per_step / seconds:,.0f}" if is_timed else "-",
-        f"{work.steps * seconds / 3600:,.1f}" if is_timed else "-",
+        f"{work.full_steps * seconds / 3600:,.1f}" if is_timed else "-",
     ]
 
 

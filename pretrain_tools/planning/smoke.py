@@ -81,13 +81,15 @@ def short(config: RunConfig, folder: Path, half: int) -> RunConfig:
     """Returns a short version of the recipe, without trackers, evaluations and uploads."""
     every_half = {"every_steps": half, "every_tokens": None}
     sections = {
-        "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "mirror": None},
+        "checkpoint": {**every_half, "keep_last": 9, "save_final": True, "stop_at_step": None, "mirror": None},
         "validation": {**every_half, "sequences": min(config.validation.sequences, 64)},
         "benchmarks": {"every_steps": None, "every_tokens": None},
         "logging": {"every_steps": 1},
+        "hub": {"repository": None},
     }
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update={**update, "output": folder, "interval_scale": 1.0, "trackers": []})
+    own = {"output": folder, "branch_from": None, "interval_scale": 1.0, "trackers": []}
+    return config.model_copy(update={**update, **own})
 
 
 def loss_verdict(trained: list[dict], most: float) -> str | None:

@@ -79,6 +79,11 @@ class RunWork:
         return self.ramp.total_steps
 
     @property
+    def full_steps(self) -> float:
+        """Number of steps with the full batch that take as long as the run, whose batch may be smaller at first."""
+        return self.tokens / self.tokens_per_step
+
+    @property
     def flops(self) -> float:
         return self.flops_per_token * self.tokens
 

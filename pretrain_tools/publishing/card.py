@@ -136,7 +136,9 @@ def hardware_text(facts: Facts) -> str | None:
 
 
 def score_name(score: Score) -> str:
-    """Returns the task name and number of shots, such as 'hellaswag (0-shot)'."""
+    """Returns the task name and number of shots, such as 'hellaswag (0-shot)', or the source and split."""
+    if score.split:
+        return f"{score.task} {score.split}"
     return score.task if score.few_shots is None else f"{score.task} ({score.few_shots}-shot)"
 
 

@@ -60,7 +60,7 @@ class DataSource:
     weight: float
     """Fraction of the stage's sequences, 0 to 1."""
     stage: str | None
-    """Curriculum stage; None in a single-stage run."""
+    """Curriculum stage, or steps with this mixture; None in a run with a single mixture."""
     max_epochs: float | None
     tokens: int | None
     documents: int | None
@@ -198,36 +198,63 @@ def read_facts(
     at = max(steps, default=0) if step is None else step
     config = read_config(run)
     model = read_json(model_folder / "config.json") if model_folder else {}
+    # A final decay (runs.py anneal, budget.minutes) changes the last step, which is recorded in a `control` event.
+    planned = [e["total_steps"] for e in whole.events if e["event"] in ("start", "control") and e.get("total_steps")]
+    # A rollback is logged after the step it returns to, but affects the model from that step on.
+    history = History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at])
+    # A start at the model's own step doesn't affect it.
+    starts = [event for event in history.of("start") if (event.get("step") or 0) < at]
     return Facts(
         run_name=run.resolve().name,
         config=config,
         model=model or read_json(run / "model.json"),
         strategy=read_json(run / "strategy.json"),
         environment=read_json(run / "environment.json"),
-        # A rollback is logged after the step it returns to, but affects the model from that step on.
-        history=History.of_events(run, [e for e in logged if (e.get("to_step") or e.get("step") or 0) <= at]),
+        history=history,
         step=at,
-        total_steps=whole.last("start").get("total_steps"),
-        sources=read_sources(config, read_json(run / DATA_FILE)),
+        total_steps=planned[-1] if planned else None,
+        sources=read_sources(config, read_json(run / DATA_FILE), starts),
         scores=scores_at(whole.events, at),
         lineage=setting(read_state(run / "checkpoints" / checkpoint_name(at)), "state.lineage") or [],
         offer=offer or Publication(),
     )
 
 
-def read_sources(config: dict[str, Any], records: dict[str, Any]) -> list[DataSource]:
+def read_sources(config: dict[str, Any], records: dict[str, Any], starts: list[Event]) -> list[DataSource]:
+    """Lists the data sources of all stages and of all mixtures that the run resumed with, in training order.
+
+    Args:
+        records: {folder: manifest data recorded by the run}
+        starts: the run's start events. They contain the data if the mixture has changed.
+    """
+    mixtures = [(0, config.get("data") or {})]
+    for start in starts:
+        if data := start.get("data"):
+            step = start["origin"]["step"]
+            mixtures = [mixtures[0], *(mixture for mixture in mixtures[1:] if mixture[0] < step)]
+            if any(data.get(key) != mixtures[-1][1].get(key) for key in ("train", "stages")):
+                mixtures.append((step, data))
+    ends = [step for step, _ in mixtures[1:]]
+    sources = []
+    for number, (first, data) in enumerate(mixtures):
+        steps = f"steps {first + 1:,} to {ends[number]:,}" if number < len(ends) else f"from step {first + 1:,} on"
+        sources += sources_of_mixture(data, records, steps if ends else None)
+    return sources
+
+
+def sources_of_mixture(data: dict[str, Any], records: dict[str, Any], steps: str | None) -> list[DataSource]:
     """Lists the data sources of all stages, in the recipe's order.
 
-    records: {folder: manifest data recorded by the run}
+    steps: the steps with this mixture, for a run that changed its mixture.
     """
-    data = config.get("data") or {}
     stages = data.get("stages") or [{"train": data.get("train") or []}]
     sources = []
     start = 0.0
     for stage in stages:
         end = float(stage.get("until") or 1)
         total = sum(float(source.get("weight", 1)) for source in stage["train"]) or 1.0
-        name = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
+        share = f"{start:.0%} to {end:.0%}" if len(stages) > 1 else None
+        name = ", ".join(filter(None, (steps, share))) or None
         for source in stage["train"]:
             record = records.get(str(source["shards"])) or {}
             totals = setting(record, "totals.train") or {}
@@ -257,5 +284,5 @@ def scores_at(events: list[Event], step: int) -> list[Score]:
     scores = {}
     for event in events:
         if event["event"] == "evaluation" and event.get("step") == step:
-            scores |= {(score.task, score.metric, score.few_shots): score for score in scores_of(event)}
+            scores |= {(score.task, score.split, score.metric, score.few_shots): score for score in scores_of(event)}
     return list(scores.values())

@@ -169,7 +169,7 @@ def model_card_entry(facts: Facts) -> Entry:
 
 def score_entry(score: Score) -> Entry:
     """Describes a score, with its 95% interval if the standard error is known."""
-    about = score_name(score) + (f" {score.split}" if score.split else "")
+    about = score_name(score)
     entry = {"type": score.metric, "value": f"{score.value:.6g}"}
     entry["slice"] = about if score.is_whole else f"{about}, only part of the task, not comparable"
     if score.standard_error is not None:

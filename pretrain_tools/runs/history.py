@@ -20,7 +20,7 @@ from pretrain.units import energy_text
 BY_OTHER_PROCESSES = frozenset({"evaluation", "publish"})
 """Events written by other processes, possibly long after the run has ended. They don't count as running time."""
 MEASURED = frozenset({"validation", "evaluation"})
-"""Events that can repeat a measurement at the same step. Only the last one is used."""
+"""Events that can repeat a measurement at the same step. Only the last one is used, preferably one without --limit."""
 NO_MEASURES = {
     "event", "step", "tokens", "model", "task", "source", "split", "few_shots", "time", "hours", "samples", "limit",
     "evaluated_tokens",
@@ -255,7 +255,13 @@ def current_events(events: Iterable[Event]) -> list[Event]:
             # Keep events such as checkpoint or warning; only curves must have one value per step.
             current = [e for e in current if e["event"] not in CURVES or (e.get("step") or 0) <= back_to]
         current.append(event)
-    last = {_subject(event): event for event in current if event["event"] in MEASURED}
+    last: dict[tuple, Event] = {}
+    for event in current:
+        if event["event"] in MEASURED:
+            before = last.get(_subject(event), event)
+            # A quick test with --limit doesn't replace the scores on the whole task.
+            is_whole = event.get("limit") is None or before.get("limit") is not None
+            last[_subject(event)] = event if is_whole else before
     return [e for e in current if e["event"] not in MEASURED or last[_subject(e)] is e]
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import InputError
+from pretrain.hardware import DTYPES
 from pretrain.parallel.registry import evaluation_strategy
 from pretrain_tools.evaluation.lm_harness import score_tasks, select_tasks
 from pretrain_tools.evaluation.task_names import CORE_SHOTS, SMALL_TASKS, core_tasks
@@ -88,19 +89,25 @@ def right_by_hand(model, tokenizer, task, data, number):
         start = len(row) - common if kind == "schema" else common
         kept = torch.tensor([row[-128:]])
         start -= len(row) - kept.shape[1]
-        logits = model(kept).logits[0, start - 1 : -1]
+        logits = model(kept[:, :-1]).logits[0, start - 1 :].float()
         if kind == "language_modeling":
             return torch.equal(logits.argmax(-1), kept[0, start:])
         losses.append(torch.nn.functional.cross_entropy(logits, kept[0, start:]).item())
     return losses.index(min(losses)) == data[number]["gold"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @torch.no_grad()
-def test_core_equals_a_hand_calculation(model_folder, bundle):
-    """CORE matches a hand calculation, even for ten-shot prompts longer than the model's 128 positions."""
-    scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision="fp32")
+def test_core_equals_a_hand_calculation(model_folder, bundle, precision):
+    """CORE matches a hand calculation, even for ten-shot prompts longer than the model's 128 positions.
+
+    Losses are in fp32. Rounded to bf16, many choices would have the same loss.
+    """
+    scores = score_tasks(
+        model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), precision=precision
+    )
     measured = {score.task: score for score in scores}
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=DTYPES[precision]).eval()
     tokenizer, centered, errors = AutoTokenizer.from_pretrained(model_folder), [], []
     for task in yaml.safe_load((bundle / "core.yaml").read_text())["icl_tasks"]:
         label = task["label"]
@@ -118,6 +125,13 @@ def test_core_equals_a_hand_calculation(model_folder, bundle):
     assert measured["core"].measures["core"] == pytest.approx(sum(centered) / 22, abs=1e-12)
     assert measured["core"].measures["core_stderr"] == pytest.approx(math.sqrt(sum(e * e for e in errors)) / 22)
     assert measured["core"].samples == 22 * 12
+
+
+def test_a_limit_below_the_number_of_examples(model_folder, bundle):
+    """Ten-shot tasks can be tested with a single item, whose examples are then the following items."""
+    for limit in (1, 0.1):
+        scores = score_tasks(model_folder, select_tasks(["core"], None, bundle), evaluation_strategy(), limit=limit)
+        assert {score.samples for score in scores[:-1]} == {1 if limit == 1 else 2}
 
 
 def refused(folder):

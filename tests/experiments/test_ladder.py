@@ -1,6 +1,7 @@
 """Tests for runs.py ladder: which runs are used, what is predicted and which requests are rejected."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,6 +9,7 @@ import yaml
 from pretrain.errors import InputError
 from pretrain.model.build import matrix_parameters
 from pretrain.model.model_config import load_model_config
+from pretrain_tools.experiments.ladder import LadderRun, rungs_of
 from pretrain_tools.experiments.ladder_report import report_ladder
 from support.project import ROOT, run_script
 from support.tiny_models import LLAMA
@@ -120,3 +122,13 @@ def test_a_larger_size_with_fewer_steps_gives_a_warning(tmp_path, capsys):
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "steps of" in line]
     assert f"for only {second:,} steps of 1,024 tokens, " in said
     assert f"{first:,} steps of 256 tokens. This distorts the scaling law" in said
+
+
+def test_token_counts_within_two_percent_are_one_rung():
+    """Runs with another batch size, whose budget is rounded to other steps, must not count twice."""
+    for tokens in range(1_000_000, 1_100_000, 1000):
+        pair = [(tokens, 3.0), (round(1.01 * tokens), 2.9)]
+        runs = [LadderRun(Path(f"{n}"), 10, n, loss, {"optim.learning_rate": loss}) for n, loss in pair]
+        (rung,) = rungs_of(runs)
+        assert (rung.loss, rung.left_out) == (2.9, 1)
+    assert len(rungs_of([LadderRun(Path("x"), 10, n, 3.0, {}) for n in (1_000_000, 1_030_000)])) == 2

@@ -17,7 +17,7 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
-from pretrain.recipe import read_run_config
+from pretrain.recipe import pair_up, read_run_config
 from pretrain.runs.run_folder import read_json
 from pretrain.training.auto_settings import resolve_auto
 from pretrain_tools.experiments import parity
@@ -143,11 +143,19 @@ def test_every_recipe_can_be_shortened(recipe):
 
 
 def test_settings_can_be_changed_on_the_command_line():
-    changes = [("optim.name", "adamw"), ("budget.tokens", "9M")]
-    config = resolve_auto(read_run_config(ROOT / "recipes/demo.yaml", changes), 2)
-    overrides = run_overrides(config, changes, 20, "fp32")
-    assert overrides[:2] == ["--optim.name=adamw", "--budget.tokens=9M"]
-    assert overrides.index("--budget") > 1, "the short budget must come later, so that it takes precedence"
+    """The budget in `changes` determines auto settings, but the runs are short."""
+    for budget in ("tokens", "steps"):
+        changes = [("optim.name", "adamw"), (f"budget.{budget}", "9000"), ("checkpoint.every_tokens", "9M")]
+        config = resolve_auto(read_run_config(ROOT / "recipes/demo.yaml", changes), 2)
+        overrides = run_overrides(config, changes, 20, "fp32")
+        short = read_run_config(ROOT / "recipes/demo.yaml", pair_up(overrides))
+        assert (short.optim.name, short.budget.steps, short.checkpoint.every_steps) == ("adamw", 20, 20)
+
+
+def test_nothing_is_uploaded(recipe):
+    changes = [("hub.repository", "me/tiny")]
+    overrides = run_overrides(resolve_auto(read_run_config(recipe, changes), 2), changes, 20, "fp32")
+    assert read_run_config(recipe, pair_up(overrides)).hub.repository is None
 
 
 def test_the_script_refuses_a_setting_that_does_not_exist(recipe, tmp_path):

@@ -190,6 +190,12 @@ def test_another_sweep_does_not_overwrite_the_results_in_its_folder(recipe, tmp_
     assert len(trained) == 3
 
 
+def test_runs_are_exported_because_finished_runs_are_recognized_by_their_export(recipe, tmp_path):
+    changes = [("checkpoint.save_final", "false")]
+    asked = replace(request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "x"), changes=tuple(changes))
+    assert config_of_run(read_run_config(recipe, changes), asked, 1, tmp_path / "x/runs/a").checkpoint.save_final
+
+
 def test_trackers_group_the_runs_of_a_sweep_and_name_them_by_folder(recipe, tmp_path):
     config = read_run_config(recipe, [("tracking.name", "mine"), ("tracking.project", "p")])
     asked = request("optim.learning_rate=1e-3,1e-2", output=tmp_path / "rates")

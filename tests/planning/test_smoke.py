@@ -75,6 +75,14 @@ def test_a_failed_check_is_named(recipe, monkeypatch, capsys, last_loss, resumed
     assert out.count("\nok ") + out.startswith("ok ") == len(PARTS) - len(failed)
 
 
+def test_nothing_is_uploaded_and_nothing_ends_the_run_early(recipe, tmp_path):
+    changes = [("hub.repository", "me/tiny"), ("checkpoint.mirror", "s3://x/y"), ("checkpoint.stop_at_step", "6")]
+    changes += [("branch_from", "runs/x@1000")]
+    config = smoke.short(read_run_config(recipe, changes), tmp_path / "run-smoke", 6)
+    assert (config.hub.repository, config.checkpoint.mirror) == (None, None)
+    assert (config.branch_from, config.checkpoint.stop_at_step) == (None, None)
+
+
 def test_flags_that_exclude_each_other(recipe):
     refused = run_script("train.py", "--config", recipe, "--smoke", "--check", check=False)
     assert refused.returncode == 2 and "use --check, --check --verbose, or --smoke" in refused.stderr

@@ -99,6 +99,31 @@ def test_a_checkpoints_card_omits_later_events(run):
     assert "intermediate checkpoint (step 4 of 8)" in text
 
 
+def test_a_run_that_was_annealed_is_not_partial(run):
+    log = run / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"total_steps": 8', '"total_steps": 20'))
+    assert "8k tokens in 8 steps, 0.0749 per parameter of 20 planned" in card(run)
+    add_event(run, event="control", step=6, command="anneal", by="budget.minutes", total_steps=8)
+    text = card(run)
+    assert "planned" not in text and "intermediate checkpoint" not in text
+    assert "intermediate checkpoint (step 4 of 8)" in card(run, step=4)
+
+
+def test_a_mixture_changed_by_a_resume_is_on_the_card(run):
+    """Every mixture counts that the model was trained on, also one that a later start changed again."""
+    first = recipe_values(run)["data"]
+    web = {**first, "train": [{"shards": "data/web", "weight": 1.0}]}
+    (run / "data.json").write_text(json.dumps({"data/web": {"totals": {"train": {"tokens": 5_000_000}}}}))
+    for step, origin, data in ((4, 3, web), (5, 5, web), (6, 5, web), (7, 7, first)):
+        add_event(run, event="start", step=step, origin={"step": origin, "sample": 0, "sources": []}, data=data)
+        add_event(run, event="train", step=step + 1, tokens=1000 * (step + 1), loss=1.0)
+    found = {(source.stage, source.name, source.weight) for source in read_facts(run).sources}
+    before, after = ({(steps, "docs", 0.75), (steps, "code", 0.25)} for steps in ("steps 1 to 3", "from step 8 on"))
+    assert found == before | {("steps 4 to 7", "web", 1.0)} | after
+    assert "| steps 4 to 7 | web | 100.0% | 5M |" in card(run)
+    assert {source.stage for source in read_facts(run, 4).sources} == {None}
+
+
 def test_repeated_steps_count_once(run):
     add_event(run, event="rollback", step=8, to_step=4, reason="loss 9.1", change="data of 4 steps left out")
     add_event(run, event="train", step=5, tokens=5000, loss=1.25)
@@ -122,6 +147,22 @@ def test_scores_on_part_of_a_task_are_marked_and_not_in_the_metadata(run):
     text = card(run)
     assert "| piqa \\* | acc | 0.9000 |" in text and "| sciq | acc | 0.5000 ± 0.0100 |" in text
     assert [result.dataset_name for result in ModelCard(text).data.eval_results] == ["sciq"]
+
+
+def test_a_quick_test_does_not_replace_the_scores_on_the_whole_task(run):
+    for limit, acc in ((None, 0.4), (None, 0.5), (10, 0.9)):
+        add_evaluation(run, "sciq", acc=acc, limit=limit)
+    for limit, acc in ((10, 0.9), (20, 0.8)):
+        add_evaluation(run, "piqa", acc=acc, limit=limit)
+    text = card(run)
+    assert "| sciq | acc | 0.5000 |" in text and "| piqa \\* | acc | 0.8000 |" in text
+
+
+def test_the_losses_of_two_splits_stay_apart(run):
+    for split, loss in (("validation", 4.5), ("train", 3.5)):
+        add_event(run, event="evaluation", step=8, tokens=8000, model="x", source="docs", split=split, loss=loss)
+    text = card(run)
+    assert "| docs validation | loss | 4.5000 |" in text and "| docs train | loss | 3.5000 |" in text
 
 
 def test_scores_of_the_step_come_from_the_log(run):

@@ -98,6 +98,14 @@ def test_the_work_of_a_run_equals_a_hand_calculation(plan):
     assert values["flops"] == values["flops_per_token"] * values["tokens"]
 
 
+def test_a_batch_ramp_changes_steps_but_not_hours(recipe):
+    """Smaller steps are shorter."""
+    ramp = ("batch.ramp", "{from: 0.25, over: 0.5}")
+    plain, ramped = (plan_of(recipe, *overrides, gpus=1, mfu=0.4) for overrides in ((), (ramp,)))
+    assert ramped.work.steps > 1.5 * plain.work.steps
+    assert ramped.hours == pytest.approx(plain.hours, rel=0.01)
+
+
 def test_hours_cost_and_energy_follow_from_the_mfu(plan):
     chosen = plan.recommended
     assert chosen.time.exposed > 0, "a model this small must wait for gradient communication"

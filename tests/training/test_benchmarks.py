@@ -6,12 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from pretrain import config
 from pretrain.config import WindowSpec
 from pretrain.parallel.ranks import Ranks
 from pretrain.runs.run_folder import EVALUATIONS
 from pretrain.training.benchmarks import Benchmarks, Requests, Task, packed
+from pretrain_tools.evaluation.answers import encoder
 from support.project import events, launch, run_script
 
 TASKS = "one,two,three,pair"
@@ -154,3 +156,14 @@ def test_windows_after_the_last_have_no_request():
     windows = packed(requests_of([4, 8, 8]), WindowSpec(8, True), 4)
     assert windows.ids.shape == (4, 9) and (windows.request[2] == 2).sum() == 1
     assert (windows.request[3] == -1).all() and not windows.ids[3].any()
+
+
+def test_an_empty_question_begins_with_bos_as_in_the_harness(tokenizer, tmp_path):
+    """Tasks without a question, such as BLiMP, must give the same scores as evaluate.py."""
+    own = AutoTokenizer.from_pretrained(tokenizer)
+    own.add_special_tokens({"bos_token": "<|begin|>"})
+    own.save_pretrained(tmp_path)
+    model = encoder(tmp_path)
+    model.loglikelihood([SimpleNamespace(args=("", "class"))], disable_tqdm=True)
+    question, _ = model.pairs["", "class"]
+    assert question == [own.bos_token_id] != [own.eos_token_id]

@@ -1,14 +1,20 @@
 """Settings that may be unintended must be reported with numbers, both by --check and during the run."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
+from pretrain.data.shards import read_manifest
+from pretrain.errors import EXIT_INTERRUPTED
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
 from pretrain.training import run_records
 from pretrain.training.run_plan import derive
 from pretrain.training.run_records import banner, start_warnings
-from support.project import events, run_in_turn
+from pretrain_tools.publishing.facts import read_facts
+from support.project import events, run_in_turn, run_script
 
 CPU = torch.device("cpu")
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -144,3 +150,19 @@ def test_check_and_run_warn_on_an_old_cpu(recipe, tmp_path):
 def test_benchmarks_that_would_never_run_are_reported(recipe):
     (found,) = said(recipe, ("benchmarks.tasks", "[mine]"))
     assert found == "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"
+
+
+def test_the_sources_of_a_changed_mixture_are_recorded(recipe, tmp_path, shards):
+    """The model card lists every source that the run read, including those added by a resume."""
+    shutil.copytree(shards, tmp_path / "other")
+    asked = ("train.py", "--config", recipe, "--validation.every_steps", "null")
+    changed = ("--data.train", f"[{{shards: {tmp_path / 'other'}}}]")
+    assert run_script(*asked, "--checkpoint.stop_at_step", "4", check=False).returncode == EXIT_INTERRUPTED
+    run_script(*asked, *changed)
+    run = tmp_path / "run"
+    records = json.loads((run / "data.json").read_text())
+    assert set(records) == {str(shards), str(tmp_path / "other")}
+    assert records[str(shards)] == records[str(tmp_path / "other")]
+    found = [(source.stage, source.name, source.tokens) for source in read_facts(run).sources]
+    tokens = read_manifest(shards).totals("train")[0]
+    assert found == [("steps 1 to 4", "source", tokens), ("from step 5 on", "other", tokens)]
