@@ -26,7 +26,10 @@ INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PATIENCE = timedelta(minutes=5)
 """Timeout for connecting to the first process, which may be on another machine."""
 READING = timedelta(hours=1)
-"""How long `text_of_first` waits for the first process."""
+"""How long to wait for a text or a port from the first process.
+
+It may be reading shards. After a crash on another machine, it restarts only when its watchdog finds the hang.
+"""
 
 
 @functools.cache
@@ -51,6 +54,7 @@ def renew_store() -> None:
     if os.environ["RANK"] == "0":
         # Host the store immediately so that no other process can take the port.
         launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
+    launchers.wait([key], READING)  # get() alone would give up after PATIENCE
     os.environ["MASTER_PORT"] = launchers.get(key).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
