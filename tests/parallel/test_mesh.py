@@ -22,7 +22,15 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import DIMENSIONS, Sizes, environment_flag, launched_sizes, setting, take_own_options, variable
+from pretrain.mesh_sizes import (
+    DIMENSIONS,
+    Sizes,
+    environment_flag,
+    launched_sizes,
+    setting,
+    take_own_options,
+    variable,
+)
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
