@@ -85,10 +85,11 @@ class Zero(Strategy):
 
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
-        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and is_first_process():
-            print("compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ...", flush=True)
         if uses_nvme():
             hold_swap_files(Path(deepspeed_file()["zero_optimization"]["offload_optimizer"]["nvme_path"]))
+            if not (folder / "async_io" / "async_io.so").exists() and is_first_process():
+                text = "compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ..."
+                print(text, flush=True)
         import deepspeed
 
         # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The
