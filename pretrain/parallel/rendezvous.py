@@ -50,12 +50,14 @@ def renew_store() -> None:
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
-    key = f"port-of-attempt-{attempt}"
+    key = "port-of-attempt-{}".format
     if os.environ["RANK"] == "0":
         # Host the store immediately so that no other process can take the port.
-        launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
-    launchers.wait([key], READING)  # get() alone would give up after PATIENCE
-    os.environ["MASTER_PORT"] = launchers.get(key).decode()
+        launchers.set(key(attempt), str(host_store(os.environ["MASTER_ADDR"], 0).port))
+    launchers.wait([key(attempt)], READING)  # get() alone would give up after PATIENCE
+    while launchers.check([key(attempt + 1)]):  # rank 0 may have restarted more often than this machine
+        attempt += 1
+    os.environ["MASTER_PORT"] = launchers.get(key(attempt)).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 

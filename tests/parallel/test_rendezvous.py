@@ -62,6 +62,18 @@ def test_a_restart_waits_for_a_first_process_that_notices_the_failure_later(monk
     assert os.environ["MASTER_PORT"] == "1234"
 
 
+def test_a_machine_that_restarted_less_often_joins_the_first_process(monkeypatch):
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in (1, 2, 3):
+        launchers.set(f"port-of-attempt-{attempt}", str(1000 + attempt))
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port), "RANK": "1"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    renew_store()
+    assert os.environ["MASTER_PORT"] == "1003"
+
+
 @pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
 def test_all_processes_get_the_text_of_the_first(monkeypatch, hosted_by):
     rendezvous.host_store.cache_clear()
