@@ -57,6 +57,7 @@ def launch(arguments: list[str]) -> int:
     """Runs `accelerate launch` with these arguments and returns the script's exit status."""
     import torch.distributed.launcher.api
     import torch.distributed.run  # loads all of torchrun, including its loggers
+    import yaml
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -79,7 +80,7 @@ def launch(arguments: list[str]) -> int:
     except SignalException as asked:
         wait_for_the_rest(asked.sigval)
         return status_after(asked.sigval)
-    except ValueError as error:  # from accelerate's checks of its arguments and files
+    except (ValueError, FileNotFoundError, yaml.YAMLError) as error:  # in accelerate's arguments and files
         print(error, file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0

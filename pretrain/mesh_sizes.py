@@ -93,8 +93,8 @@ def variable(dimension: str) -> str:
     return f"PARALLELISM_CONFIG_{dimension.upper()}_SIZE"
 
 
-def environment_flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("1", "true", "yes")
+def environment_flag(name: str, default: str = "false") -> bool:
+    return os.environ.get(name, default).lower() in ("1", "true", "yes")
 
 
 def processes_launched() -> int:

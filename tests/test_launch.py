@@ -53,6 +53,15 @@ def test_the_exit_status_is_that_of_the_run(strategy, processes, recipe):
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
+@pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("a: [", "while parsing")])
+def test_an_unusable_config_file_is_bad_input(text, message, tmp_path):
+    """With any other status, --supervise would restart the run forever."""
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    ended = run_script("-m", "pretrain.launch", "--config_file", tmp_path / "own.yaml", "train.py", check=False)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr and message in ended.stderr
+
+
 @pytest.mark.parametrize("to", ["launcher", "process"])
 def test_sigusr1_saves_and_ends_despite_allowed_restarts(to, recipe, tmp_path):
     run = tmp_path / "run"

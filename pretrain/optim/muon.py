@@ -156,24 +156,22 @@ class Muon(torch.optim.Optimizer):
 class MuonWithAdamW(torch.optim.Optimizer):
     """Combines Muon for hidden matrices and AdamW for all other parameters in one optimizer.
 
-    `param_groups` and `state` contain both optimizers' groups and state.
+    `param_groups` and `state` contain both optimizers' groups and state. `adamw` is None without other parameters.
     """
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW | None):
         self.muon = muon
-        self.adamw = adamw
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        self._step_supports_amp_scaling = getattr(adamw, "_step_supports_amp_scaling", False)
+        self.parts = (muon,) if adamw is None else (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._step_supports_amp_scaling = adamw is None or getattr(adamw, "_step_supports_amp_scaling", False)
 
     def step(self, closure=None):
-        of_muon = [group for group in self.param_groups if "ns_steps" in group]
-        others = [group for group in self.param_groups if "ns_steps" not in group]
-        for part, groups in ((self.muon, of_muon), (self.adamw, others)):
+        for part in self.parts:
             # A strategy, or loading a checkpoint, may replace the combined optimizer's groups and state.
-            part.param_groups = groups
+            part.param_groups = [g for g in self.param_groups if ("ns_steps" in g) == (part is self.muon)]
             part.state = self.state
             part.grad_scale = self.grad_scale
             part.found_inf = self.found_inf
@@ -314,7 +312,8 @@ class MuonSpec(AdamWSpec):
             coefficients=own.ns_coefficients,
             matrices=hidden,
         )
-        adamw = super().make(others, settings, learning_rate, seed, device_type)
+        # A pipeline stage may have only matrices, as in OLMo, whose norms have no weights.
+        adamw = super().make(others, settings, learning_rate, seed, device_type) if others else None
         return MuonWithAdamW(muon, adamw)
 
     def state_shapes(self, name: str) -> dict[str, tuple[int, ...]]:

@@ -43,7 +43,8 @@ class ExpertParallel(Dimension):
         # tokens from other ranks, so we need to divide by the number of all ranks with different tokens.
         # set_gradient_divide_factor would do that, but torch 2.13 divides twice if only one rank holds the experts.
         experts = [grad for parameter, grad in gradients.items() if "ep" in parameter.device_mesh.mesh_dim_names]
-        torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
+        if experts:  # a pipeline stage may have only dense layers
+            torch._foreach_mul_(experts, self.strategy.sizes.tp / self.strategy.sizes.ep)
 
 
 def model_problem(model_config: PreTrainedConfig, size: int) -> str | None:

@@ -18,7 +18,9 @@ from pretrain.mesh_sizes import (
     DROPPED,
     environment_flag,
     launcher_command,
+    launcher_config,
     processes_launched,
+    read_launcher_file,
     requested_sizes,
     setting,
     variable,
@@ -156,6 +158,8 @@ def launcher_problems(config: RunConfig, precision: str, strategy: str) -> list[
         problems += deepspeed_problems(path, deepspeed_file(), config)
     if environment_flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         problems += parallelism_problems()
+    else:
+        problems += ignored_sizes()
     if launcher_command() is not None:
         from pretrain.parallel.launcher_files import command_problems
 
@@ -186,3 +190,29 @@ def parallelism_problems() -> list[str]:
             "or an environment variable such as PARALLELISM_CONFIG_PP_SIZE=2"
         )
     return problems
+
+
+def ignored_sizes() -> list[str]:
+    """Returns an error message if sizes are set although parallelism_config is off, so that they have no effect.
+
+    accelerate turns it on only if the config has such a section, and not with --multi_gpu or --use_fsdp.
+    """
+    options, path = launcher_config()
+    section = read_launcher_file(path).get("parallelism_config") or {}
+
+    def is_set(name: str) -> bool:
+        given = (
+            os.environ.get(variable(name), 1),
+            getattr(options, setting(name), 1),
+            section.get(setting(name), 1),
+        )
+        unset = ("1", "None") if name == "dp_shard" else ("1",)  # accelerate writes null for an unset dp_shard
+        return any(str(size) not in unset for size in given)
+
+    if not (names := [setting(name) for name in DIMENSIONS if is_set(name)]):
+        return []
+    return [
+        f"launcher: {' and '.join(names)} would be ignored; use an accelerate config with a parallelism_config "
+        "section, such as accelerate_configs/mesh.yaml, and leave out --multi_gpu and --use_fsdp (with torchrun, set "
+        "ACCELERATE_USE_PARALLELISM_CONFIG=true)"
+    ]

@@ -165,6 +165,11 @@ def zero_problems(name: str, settings: Any) -> list[str]:
         problems += [
             f"{name}: {section}.{key} is unknown{did_you_mean(key, known)}" for key in values if key not in known
         ]
+    optimizer = settings.get("offload_optimizer") or {}
+    if optimizer.get("device") == "nvme" and not optimizer.get("nvme_path"):
+        problems.append(
+            f"{name}: zero_optimization.offload_optimizer.nvme_path is missing; set it to a folder on a local disk"
+        )
     if (settings.get("offload_param") or {}).get("device") == "nvme":
         problems.append(
             f"{name}: zero_optimization.offload_param.device: nvme is not supported; use cpu (only the "

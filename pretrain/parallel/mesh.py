@@ -13,7 +13,6 @@ unsharded tensors, so a run can resume on a different mesh.
 
 import copy
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
@@ -213,9 +212,7 @@ class MeshStrategy(Strategy):
         # stay gathered so that microbatches don't gather them again. A split backward pass also needs this: torch
         # only computes gradients for a module's current parameters, and silently skips weights that fully_shard has
         # swapped out.
-        self.reshards = (
-            sizes.fsdp > 1 and sizes.pp == 1 and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
-        )
+        self.reshards = sizes.fsdp > 1 and sizes.pp == 1 and environment_flag("FSDP_RESHARD_AFTER_FORWARD", "true")
         self.offloads = environment_flag("FSDP_OFFLOAD_PARAMS")
         # In a pipeline, this costs no memory, because the schedule keeps unsharded gradients anyway.
         self.reduces_once = not self.reshards or bool(self.config and self.config.batch.no_sync)

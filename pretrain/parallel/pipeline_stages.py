@@ -78,13 +78,18 @@ def split_micro_batch(
             if name.startswith("cu_seq_lens"):
                 # Segments from other rows become empty, which kernels accept, so the tensor keeps its shape.
                 part[name] = (value - first * length).clamp(0, rows * length)
-            elif isinstance(value, Tensor):
-                part[name] = value if len(value) == 1 else value[here]  # position IDs shared by all rows
+            elif isinstance(value, dict):  # one mask per layer type
+                part[name] = {kind: rows_of(mask, here) for kind, mask in value.items()}
             else:
-                part[name] = value
+                part[name] = rows_of(value, here)
         weight = counted_B[here].sum() / all_counted
         microbatches.append(PipelineMicroBatch(input_ids_BT[here], targets_BT[here], weight, part))
     return microbatches
+
+
+def rows_of(value: Any, rows: slice) -> Any:
+    """Selects rows of a tensor. Position IDs shared by all rows and other values are returned unchanged."""
+    return value[rows] if isinstance(value, Tensor) and len(value) > 1 else value
 
 
 class Stage(nn.Module):

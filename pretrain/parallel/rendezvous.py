@@ -26,7 +26,10 @@ INTERFACE_SETTINGS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 PATIENCE = timedelta(minutes=5)
 """Timeout for connecting to the first process, which may be on another machine."""
 READING = timedelta(hours=1)
-"""How long `text_of_first` waits for the first process."""
+"""How long to wait for a text or a port from the first process.
+
+It may be reading shards. After a crash on another machine, it restarts only when its watchdog finds the hang.
+"""
 
 
 @functools.cache
@@ -47,11 +50,14 @@ def renew_store() -> None:
     if attempt == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     launchers = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
-    key = f"port-of-attempt-{attempt}"
+    key = "port-of-attempt-{}".format
     if os.environ["RANK"] == "0":
         # Host the store immediately so that no other process can take the port.
-        launchers.set(key, str(host_store(os.environ["MASTER_ADDR"], 0).port))
-    os.environ["MASTER_PORT"] = launchers.get(key).decode()
+        launchers.set(key(attempt), str(host_store(os.environ["MASTER_ADDR"], 0).port))
+    launchers.wait([key(attempt)], READING)  # get() alone would give up after PATIENCE
+    while launchers.check([key(attempt + 1)]):  # rank 0 may have restarted more often than this machine
+        attempt += 1
+    os.environ["MASTER_PORT"] = launchers.get(key(attempt)).decode()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 

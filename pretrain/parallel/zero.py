@@ -5,10 +5,13 @@ stage 3 the weights. DeepSpeed's settings come from the JSONs in ds_configs/. Th
 from the recipe, and checks that DeepSpeed uses them.
 """
 
+import fcntl
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +23,7 @@ from transformers import PreTrainedModel
 
 from pretrain.config import RunConfig
 from pretrain.deepspeed_build import prepare_extensions_folder
+from pretrain.errors import InputError
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -81,8 +85,11 @@ class Zero(Strategy):
 
     def make_accelerator(self) -> Accelerator:
         folder = prepare_extensions_folder()
-        if uses_nvme() and not (folder / "async_io" / "async_io.so").exists() and is_first_process():
-            print("compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ...", flush=True)
+        if uses_nvme():
+            hold_swap_files(Path(deepspeed_file()["zero_optimization"]["offload_optimizer"]["nvme_path"]))
+            if not (folder / "async_io" / "async_io.so").exists() and is_first_process():
+                text = "compiling DeepSpeed's file I/O operator (takes minutes, but only once per machine) ..."
+                print(text, flush=True)
         import deepspeed
 
         # Prevents DeepSpeed from compiling a shared-memory all-reduce for CPUs, because gloo works as well. The
@@ -380,6 +387,27 @@ def uses_nvme() -> bool:
     """Returns True if the DeepSpeed JSON offloads the optimizer state to NVMe."""
     offload = deepspeed_file().get("zero_optimization", {}).get("offload_optimizer") or {}
     return offload.get("device") == "nvme"
+
+
+@functools.cache
+def hold_swap_files(folder: Path) -> int:
+    """Locks this rank's swap files in the folder until the process ends. Raises InputError if another run uses them.
+
+    DeepSpeed's files have the same names in every run, so two runs would overwrite each other's weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / f"rank-{os.environ.get('RANK', '0')}.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise InputError(
+            f"launcher: another run keeps its optimizer state in {folder}; set nvme_path in the DeepSpeed JSON to "
+            "another folder, or wait until that run has finished"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def missing_for_nvme() -> str | None:

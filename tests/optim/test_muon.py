@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from pretrain.config import Optim
 from pretrain.optim import muon
 from pretrain.optim.matrix_exchange import HiddenMatrix
 from pretrain.optim.muon import COEFFICIENTS, Muon, MuonSpec, batches_of_one_shape, iterations, orthogonalized
@@ -208,3 +209,13 @@ def test_a_gradient_of_zeros_gives_no_update():
 def test_parameters_that_are_not_matrices_are_rejected():
     with pytest.raises(ValueError, match=r"only matrices, got parameters of shape \(4, 2, 3\)"):
         Muon([nn.Parameter(torch.empty(4, 2, 3))], lr=0.1)
+
+
+def test_a_pipeline_stage_may_have_only_matrices():
+    """As in the middle of OLMo, whose norms have no weights."""
+    spec = MuonSpec(ModelShapes({"matrix": (8, 8)}, frozenset()))
+    parameter = nn.Parameter(torch.eye(8))
+    optimizer = spec.make([("matrix", parameter)], Optim(name="muon", learning_rate=0.1), 0.1, 0, "cpu")
+    parameter.grad = torch.ones(8, 8)
+    optimizer.step()
+    assert not torch.equal(parameter, torch.eye(8)) and optimizer._step_supports_amp_scaling

@@ -1,6 +1,7 @@
 """Invalid settings for expert parallelism must be rejected, and plans must include its memory and traffic."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -68,6 +69,12 @@ def problems(recipe, tmp_path, monkeypatch):
 def test_indivisible_experts_are_rejected_with_alternatives(problems, model, processes, size, message):
     said = problems(model or TINY_MOE, processes, size)
     assert message in said and bool(said) == bool(message)
+
+
+def test_a_pipeline_stage_may_have_only_dense_layers():
+    """As in the first layers of DeepSeek-V3."""
+    strategy = SimpleNamespace(sizes=Sizes(pp=2, ep=2))
+    expert_parallel.ExpertParallel(strategy, "ep").combine({})
 
 
 def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypatch):

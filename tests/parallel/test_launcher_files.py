@@ -154,6 +154,7 @@ def test_all_problems_of_a_deepspeed_file_are_reported_at_once(tmp_path, config)
         "zero_optimization": {
             "stage": 3,
             "overlap_com": True,
+            "offload_optimizer": {"device": "nvme"},
             "offload_param": {"device": "nvme", "pin": True},
         },
         "gradient_clipping": 0.5,
@@ -171,6 +172,7 @@ def test_all_problems_of_a_deepspeed_file_are_reported_at_once(tmp_path, config)
         "zero_optimization.overlap_com is unknown; did you mean overlap_comm?",
         "zero_optimization.offload_param.pin is unknown",
         "aio.queue_dept is unknown; did you mean queue_depth?",
+        "offload_optimizer.nvme_path is missing; set it to a folder on a local disk",
         "offload_param.device: nvme is not supported; use cpu",
     ):
         assert message in problems

@@ -22,7 +22,15 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.errors import InputError
-from pretrain.mesh_sizes import DIMENSIONS, Sizes, launched_sizes, take_own_options
+from pretrain.mesh_sizes import (
+    DIMENSIONS,
+    Sizes,
+    environment_flag,
+    launched_sizes,
+    setting,
+    take_own_options,
+    variable,
+)
 from pretrain.parallel.launcher import launched_strategy, launcher_problems
 from pretrain.parallel.mesh import MeshStrategy
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
@@ -206,6 +214,37 @@ def test_sizes_that_cannot_be_read_from_the_launcher_file_are_rejected(sizes, re
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")  # as accelerate's launcher does
     (problem,) = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
     assert "cannot read" in problem and "set PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_EP_SIZE" in problem
+
+
+@pytest.mark.parametrize(
+    ("words", "exported", "ignored"),
+    [
+        (["--config_file", "accelerate_configs/fsdp2.yaml", "--parallelism_config_tp_size", "2"], {}, ["tp"]),
+        (["--config_file", "accelerate_configs/tp.yaml", "--multi_gpu"], {}, ["tp"]),
+        (["--config_file", "accelerate_configs/hsdp.yaml", "--use_fsdp"], {}, ["dp_replicate"]),
+        (["--config_file", "accelerate_configs/mesh.yaml", "--use_fsdp"], {}, []),
+        (["--config_file", "accelerate_configs/ddp.yaml"], {"pp": "2"}, ["pp"]),  # pretrain.launch sets the variable
+        (["--config_file", "accelerate_configs/ddp.yaml"], {"pp": "1"}, []),
+        (None, {"tp": "2", "cp": "2"}, ["cp", "tp"]),  # torchrun
+    ],
+)
+def test_sizes_without_an_effect_are_rejected(recipe, monkeypatch, words, exported, ignored):
+    command = None if words is None else ([*words, "--num_processes", "2", "train.py"], ROOT)
+    monkeypatch.setattr("pretrain.mesh_sizes.launcher_command", lambda: command)
+    for name, value in {"WORLD_SIZE": "2", **{variable(name): size for name, size in exported.items()}}.items():
+        monkeypatch.setenv(name, value)
+    problems = launcher_problems(read_run_config(recipe), "fp32", launched_strategy())
+    assert len(problems) == bool(ignored)
+    for problem in problems:
+        assert problem.startswith(f"launcher: {' and '.join(map(setting, ignored))} would be ignored")
+
+
+def test_flags_for_torchrun_may_be_in_any_case(monkeypatch):
+    monkeypatch.delenv("FSDP_RESHARD_AFTER_FORWARD", raising=False)
+    assert environment_flag("FSDP_RESHARD_AFTER_FORWARD", "true")
+    for value, expected in {"True": True, "1": True, "False": False}.items():
+        monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", value)
+        assert environment_flag("FSDP_RESHARD_AFTER_FORWARD", "true") == expected
 
 
 def test_presets_keep_their_names_and_other_products_are_the_mesh(sizes):

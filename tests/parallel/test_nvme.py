@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from pretrain.config import Averaging, Optim
+from pretrain.errors import InputError
 from pretrain.parallel import zero
 from support.project import ROOT, events, launch, losses
 from support.tiny_models import TINY_LLAMA
@@ -92,3 +93,15 @@ def test_missing_requirements_are_reported_before_the_start(
     )  # fmt: skip
     assert len(refusals) == (missing is not None)
     assert all(f"nvme needs {missing}" in refusal and "zero3_offload.yaml" in refusal for refusal in refusals)
+
+
+def test_two_runs_cannot_swap_to_the_same_files(tmp_path, monkeypatch):
+    held = zero.hold_swap_files(tmp_path / "disk")
+    assert zero.hold_swap_files(tmp_path / "disk") == held, "a process may build several strategies"
+    monkeypatch.setenv("RANK", "1")
+    os.close(zero.hold_swap_files.__wrapped__(tmp_path / "disk"))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match="another run keeps its optimizer state in"):
+        zero.hold_swap_files.__wrapped__(tmp_path / "disk")
+    os.close(held)
+    os.close(zero.hold_swap_files.__wrapped__(tmp_path / "disk"))

@@ -154,3 +154,14 @@ def test_a_part_of_a_micro_batch_has_its_own_segments():
         assert found["cu_seq_lens_q"].shape == arguments["cu_seq_lens_q"].shape, "the shape must not change"
         assert set(found["cu_seq_lens_q"].tolist()) == {*expected["cu_seq_lens_q"].tolist()}
         assert torch.equal(part.targets_BT, targets[rows])
+
+
+def test_a_part_of_a_micro_batch_has_its_own_masks():
+    ids, targets, _ = batch()
+    attention = "eager+masks(full_attention,sliding_attention=8)"
+    arguments = attention_arguments(document_layout(ids.numpy(), END), attention, "cpu")
+    for number, part in enumerate(split_micro_batch(ids, targets, arguments, 2)):
+        rows = slice(2 * number, 2 * number + 2)
+        assert torch.equal(part.attention_arguments["position_ids"], arguments["position_ids"][rows])
+        for kind, mask in part.attention_arguments["attention_mask"].items():
+            assert torch.equal(mask, arguments["attention_mask"][kind][rows])

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -43,6 +45,33 @@ def test_a_restart_uses_a_new_store_and_a_first_attempt_the_launchers(monkeypatc
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     renew_store()
     assert int(os.environ["MASTER_PORT"]) == port, "rank 1 must use the port chosen by rank 0"
+
+
+def test_a_restart_waits_for_a_first_process_that_notices_the_failure_later(monkeypatch):
+    """If a process on another machine dies, the first one may hang in a collective until its watchdog ends it."""
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port), "RANK": "1"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(seconds=1))
+    restarts = threading.Timer(2.5, launchers.set, ["port-of-attempt-1", "1234"])
+    restarts.start()
+    renew_store()
+    restarts.join()
+    assert os.environ["MASTER_PORT"] == "1234"
+
+
+def test_a_machine_that_restarted_less_often_joins_the_first_process(monkeypatch):
+    launchers = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt in (1, 2, 3):
+        launchers.set(f"port-of-attempt-{attempt}", str(1000 + attempt))
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launchers.port), "RANK": "1"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    renew_store()
+    assert os.environ["MASTER_PORT"] == "1003"
 
 
 @pytest.mark.parametrize("hosted_by", ["launcher", "first process"])
