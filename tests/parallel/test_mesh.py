@@ -358,7 +358,7 @@ def runs(shards, tmp_path_factory) -> Path:
         arguments += ["--optim.name", optimizer, *options]
         if model != "dense":
             arguments += ["--loss.router_balance", "0.5", "--loss.router_z_loss", "0.01"]
-        environment = variables(sizes)
+        environment = variables(sizes) if strategy != "ddp" else {}
         if case in IN_TWO_DIMENSIONS.values():
             environment["FSDP_OFFLOAD_PARAMS"] = str(optimizer == "adafactor")
         return {"strategy": strategy, "arguments": arguments, "environment": environment, "muon_bucket": 2**13, **more}

@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._meta_registrations import create_fakework
@@ -268,8 +267,8 @@ def agree_on_shapes(schedule, stages: list, *_) -> None:
 def flex_attention(query, key, value, *, block_mask, **_):
     """Checks the shapes and returns an output that depends on query, key and value."""
     assert block_mask.shape[-2:] == (query.shape[2], key.shape[2]) == (LENGTH, LENGTH)
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return out, SimpleNamespace(lse=query.new_empty(query.shape[:3]))
+    # Not an attention of torch, because its CUDA builds ask for the GPU's properties to choose a kernel.
+    return query * key + value, SimpleNamespace(lse=query.new_empty(query.shape[:3]))
 
 
 def even_rows(counts: FakeTensor) -> list[list[int]]:
