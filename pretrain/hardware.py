@@ -169,7 +169,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[float | None, str]
         name = torch.cuda.get_device_name(device)
         if (gpu := gpu_called(name)) is None:
             return None, f"unknown peak FLOP/s for {name}"
-        return gpu.bf16_flops, f"{name} data sheet, dense bf16"
+        return gpu.peak_flops(precision), f"{name} data sheet, {'fp32' if precision == 'fp32' else 'dense bf16'}"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size = 256 if precision == "bf16" and missing_bf16("cpu") else 1024  # 1024 takes seconds if bf16 is emulated
     # Without the index in cpu:0, because the measurement is the same for each.

@@ -74,7 +74,7 @@ class Case:
         # Recomputation takes time but doesn't count toward MFU. A forward pass is a third of a step.
         part = self.run.work(layout, sequences)
         flops = work.flops_per_token * work.tokens_per_step * (1 + part.repeated_flops / 3)
-        compute = flops / (hardware.gpus * hardware.gpu.bf16_flops * self.mfu)
+        compute = flops / (hardware.gpus * hardware.gpu.peak_flops(self.run.precision) * self.mfu)
         slowest = compute * uneven(layout, work.sizes.layers)
         micro_batch = sequences * config.data.sequence_length * layout.micro_batches
         micro_steps = max(1, work.tokens_per_step // micro_batch)

@@ -20,7 +20,7 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         "also pass --gpu_memory and --peak_tflops [h100]")  # fmt: skip
     add("--machines", type=int, help="number of machines [one per 8 GPUs]")
     add("--gpu_memory", metavar="80GB", help="memory per GPU (1 GB is 2^30 bytes)")
-    add("--peak_tflops", type=float, help="peak dense bf16 TFLOP/s per GPU")
+    add("--peak_tflops", type=float, help="peak dense TFLOP/s per GPU in the run's precision")
     add("--price_per_gpu_hour", type=float, metavar="USD", help="price per GPU-hour")
     add("--network_gbits", type=float, help="network bandwidth per GPU between machines, in Gbit/s")
 
@@ -63,6 +63,7 @@ def given_figures(options: argparse.Namespace) -> dict[str, float]:
     figures = {
         "memory_bytes": options.gpu_memory and parse_size(options.gpu_memory),
         "bf16_flops": options.peak_tflops and options.peak_tflops * 1e12,
+        "fp32_flops": options.peak_tflops and options.peak_tflops * 1e12,
         "price_per_hour": options.price_per_gpu_hour,
         "network_bytes_per_second": options.network_gbits and options.network_gbits * 1e9 / 8,
     }
@@ -96,7 +97,7 @@ def find_gpu(name: str, **given: float) -> Gpu:
             "--gpu_memory and --peak_tflops, such as --gpu_memory 80GB --peak_tflops 989"
         )
     # Defaults for a GPU in a typical machine: PCIe 4, 25 Gbit/s, 350 W.
-    common = Gpu(key, 0, 0, None, 1e12, 32e9, 3e9, 350, 0.0)
+    common = Gpu(key, 0, 0, None, None, 1e12, 32e9, 3e9, 350, 0.0)
     return replace(common, **given)
 
 
@@ -107,13 +108,15 @@ def cpu_as_gpu(processes: int) -> Gpu:
     from pretrain.hardware import missing_bf16, peak_flops
 
     has_bf16 = missing_bf16("cpu") is None
-    flops = peak_flops(torch.device("cpu"), "bf16" if has_bf16 else "fp32")[0]
+    in_fp32 = peak_flops(torch.device("cpu"), "fp32")[0] / processes
+    in_bf16 = peak_flops(torch.device("cpu"), "bf16")[0] / processes if has_bf16 else in_fp32
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Gpu(
         CPU,
         memory_bytes=memory / processes,
-        bf16_flops=flops / processes,
+        bf16_flops=in_bf16,
         fp8_flops=None,
+        fp32_flops=in_fp32,
         memory_bytes_per_second=2e10,
         link_bytes_per_second=5e9,
         network_bytes_per_second=1e8,

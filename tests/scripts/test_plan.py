@@ -431,6 +431,16 @@ def test_a_plan_for_the_processors_of_this_machine(recipe, printed):
     assert plan["hours"] > 0 and plan["mfu"] == 0.4
 
 
+def test_a_plan_in_fp32_uses_the_fp32_peak(recipe, printed):
+    planned = {
+        precision: json.loads(printed(recipe, "--gpu", "h100", "--gpus", "1", "--precision", precision, "--json"))
+        for precision in ("bf16", "fp32")
+    }
+    assert planned["fp32"]["hours"] / planned["bf16"]["hours"] == pytest.approx(989 / 67)
+    given = printed(recipe, "--gpu", "h100", "--gpus", "1", "--precision", "fp32", "--peak_tflops", "400")
+    assert "400 TFLOP/s fp32" in given
+
+
 def test_a_plan_fits_eighty_columns(recipe, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", str(recipe), "--gpus", "8", "--gpu", "a100"])
     screen = watched(monkeypatch, 80)
