@@ -7,6 +7,7 @@ and acc_norm as in the harness, and the bits per byte of the correct answer.
 Shapes: R requests (a question with one of its answers), D questions, T tokens per window, W windows.
 """
 
+import io
 import json
 import math
 import statistics
@@ -22,6 +23,7 @@ from pydantic import TypeAdapter
 
 from pretrain import config
 from pretrain.config import WindowSpec
+from pretrain.files import write_durably
 from pretrain.model.attention import IGNORED, HostBatch, document_layout
 from pretrain.model.loss import recording_losses
 from pretrain.parallel.launcher import ToolError, run_tool
@@ -84,10 +86,9 @@ class Requests:
         """Writes the requests to an .npz file atomically."""
         values = dict(vars(self))
         text = json.dumps([vars(task) for task in values.pop("tasks")]).encode()
-        part = path.with_suffix(".part")
-        with open(part, "wb") as file:
-            np.savez(file, tasks=np.frombuffer(text, np.uint8), **values)
-        part.replace(path)
+        content = io.BytesIO()
+        np.savez(content, tasks=np.frombuffer(text, np.uint8), **values)
+        write_durably(path, content.getbuffer())
 
     def scores(self, log_likelihoods: np.ndarray) -> dict[Task, dict[str, float | None]]:
         """Returns {task: {metric: mean, metric_stderr: standard error}} from (R,) log-likelihoods."""

@@ -385,6 +385,8 @@ def continue_from(
     whole = continued(config, plan, contents, state, changes, is_finished=is_finished)
     problems += decay_problems(whole, contents, changes, config.branch_from)
     problems += time_problems(config, whole, state)
+    if begins_branch and state.anneal_from is None and whole.total_steps <= state.step:
+        problems.append(f"budget: ends at step {whole.total_steps:,}, where the branch begins; raise it")
     problems.stop_if_any()
     state = without_ranges_ahead(state, whole)
     return Continuation(whole, state, changes, rewind_step(whole, contents, changes))

@@ -90,12 +90,14 @@ def test_a_branch_is_a_finished_model_with_its_lineage(trunk, tmp_path):
     assert "- branched from run run at step 8, after 2.05k tokens" in (branch / "final/README.md").read_text()
     assert "is already complete: 12 steps" in train(path).stdout
 
-    for address, message in (
-        ("run@5", "available steps: 4, 8, 12"),
-        ("run", "must be RUN@STEP"),
-        ("none@4", "available steps: none"),
+    for address, steps, message in (
+        ("run@5", 12, "available steps: 4, 8, 12"),
+        ("run", 12, "must be RUN@STEP"),
+        ("none@4", 12, "available steps: none"),
+        ("run@8", 8, "budget: ends at step 8, where the branch begins; raise it"),
     ):
-        refused = train(path, "--branch_from", f"{tmp_path}/{address}", "--output", tmp_path / "other", check=False)
+        asked = ("--branch_from", f"{tmp_path}/{address}", "--budget.steps", steps, "--output", tmp_path / "other")
+        refused = train(path, *asked, check=False)
         assert refused.returncode == 2 and message in refused.stderr and "Traceback" not in refused.stderr
 
 
