@@ -6,6 +6,7 @@ rollback, validation, samples, a mirror and a profile. With STRATEGIES=all, more
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ CASES = {name_of(*product): product for product in PRODUCTS}
 def runs(shards, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("features")
     source = {"shards": str(shards)}
+    other = {"shards": str(shutil.copytree(shards, folder / "other"))}
     recipe = {
         "model": "set below",
         "output": str(folder / "run"),
@@ -53,7 +55,7 @@ def runs(shards, tmp_path_factory) -> Path:
         "data": {
             "stages": [
                 {"train": [source], "until": 0.5, "sequence_length": 16},
-                {"train": [source | {"weight": 2.0}, source], "sequence_length": 32},
+                {"train": [source | {"weight": 2.0}, other], "sequence_length": 32},
             ],
             "sequence_length": 16,
             "dispatch_batches": True,
