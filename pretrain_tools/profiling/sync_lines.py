@@ -18,7 +18,8 @@ import torch
 from pretrain.files import PACKAGES
 from pretrain_tools.profiling.trace_events import BACKWARD, FORWARD, UPDATE, WAITING_FOR_DATA
 
-PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.__file__)
+# In Python 3.14, the functions of warnings are in another file.
+PASSED_OVER = (str(Path(torch.__file__).parent), __file__, warnings.formatwarning.__code__.co_filename)
 """Files and folders whose stack frames are skipped to find the responsible line."""
 PHASES = (WAITING_FOR_DATA, FORWARD, BACKWARD, UPDATE)
 # Threads started by C++ code, such as autograd's, have this private class.
