@@ -185,7 +185,7 @@ def score_tasks(
             # The harness returns results only if LOCAL_RANK is 0.
             gathered = strategy.ranks.gather(None if results is None else _scores(results, tasks))
             scores += next(found for found in gathered if found is not None)
-        if tasks.core:
+        if tasks.core:  # must come last, because it changes the model's softmax to fp32
             scores += score_core(model, tasks.core, strategy.ranks, limit)
     return scores
 

@@ -74,7 +74,7 @@ def test_indivisible_experts_are_rejected_with_alternatives(problems, model, pro
 def test_a_pipeline_stage_may_have_only_dense_layers():
     """As in the first layers of DeepSeek-V3."""
     strategy = SimpleNamespace(sizes=Sizes(pp=2, ep=2))
-    expert_parallel.ExpertParallel(strategy, "ep").combine({})
+    expert_parallel.ExpertParallel(strategy, "ep").combine({})  # torch rejects an empty list of gradients
 
 
 def test_a_transformers_version_without_dispatch_is_rejected(problems, monkeypatch):
