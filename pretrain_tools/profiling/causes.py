@@ -17,6 +17,9 @@ DATA_SHARE = 0.10
 """Minimum fraction of a step that a rank spends waiting for data."""
 SLOW_SHARE = 0.15
 """Minimum fraction of a step by which a rank's own time exceeds the median of the other ranks."""
+SLOW_STEPS = 0.75
+"""Minimum fraction of the steps in which a slow rank is that much slower. On a busy machine, any rank can be slower in
+half of a few steps."""
 COMMUNICATION_SHARE = 0.30
 """Minimum fraction of a step spent in exposed communication."""
 BUSY_SHARE = 0.15
@@ -179,7 +182,8 @@ def slow_rank(evidence: Evidence) -> Cause | None:
     usual = statistics.median(other.typical("own_with_core") for other in others)
     # The median excludes this rank. With only two ranks, it would otherwise be half of its own baseline.
     excess = own - usual
-    if excess < evidence.least(SLOW_SHARE):
+    least = evidence.least(SLOW_SHARE)
+    if excess < least or slower_steps(rank, others, least) < SLOW_STEPS:
         return None
     usual_idle = statistics.median(other.typical("idle") for other in others)
     how = "computing"
@@ -201,6 +205,17 @@ def slow_rank(evidence: Evidence) -> Cause | None:
         "code that only this rank runs; or exclude the machine"
     )
     return Cause("slow rank", excess, text, remedy)
+
+
+def slower_steps(rank: RankSteps, others: list[RankSteps], seconds: float) -> float:
+    """Returns the fraction of the steps in which the rank's own time exceeds the other ranks' median by `seconds`."""
+    # If a block was unreadable, a rank has fewer records than the others.
+    same_steps = zip(rank.steps, *(other.steps for other in others), strict=False)
+    slower = [
+        own.own_with_core - statistics.median(other.own_with_core for other in rest) >= seconds
+        for own, *rest in same_steps
+    ]
+    return sum(slower) / len(slower)
 
 
 def phase_of_excess(rank: RankSteps, others: list[RankSteps]) -> str:

@@ -73,6 +73,13 @@ def test_a_single_odd_step_is_ignored():
     assert found(rank(0), odd) == {}
 
 
+def test_a_rank_that_is_slower_in_half_of_the_steps_is_not_slow():
+    slow, usual = rank(1, forward=90, count=4), rank(1, count=4)
+    for slower, expected in ((3, ["slow rank"]), (2, [])):
+        mixed = RankSteps(slow.facts, slow.steps[:slower] + usual.steps[slower:])
+        assert list(found(rank(0, wait=50, count=4), mixed)) == expected
+
+
 def test_a_rank_without_a_core_means_a_busy_machine():
     ranks = [rank(0, wait=40), rank(1, forward=80, starved=45)]
     (name, text), *more = found(*ranks).items()
