@@ -18,6 +18,9 @@ M_TRIM_THRESHOLD = -1
 """mallopt(3) parameter, from glibc's malloc.h."""
 M_MMAP_MAX = -4
 """mallopt(3) parameter."""
+MADV_HUGEPAGE = 14
+"""madvise(2) advice."""
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 DEVICE_FILE = Path("/dev/nvidia0")
@@ -270,13 +273,29 @@ def compute_deterministically() -> None:
     torch._inductor.config.deterministic = True  # don't choose kernels by benchmarking them
 
 
-def keep_freed_memory() -> None:
-    """Makes glibc keep freed memory. Does nothing with other C libraries.
+def keep_freed_memory(reserved_bytes: int) -> None:
+    """Makes glibc keep freed memory and use huge pages. Does nothing with other C libraries.
 
     On a CPU, every step frees and allocates the same memory. If glibc returned it, clearing new pages would take 4% of
-    the step time (docs/measurements_cpu.md).
+    the step time. Huge pages save another 6%, because the processor finds their addresses faster
+    (docs/measurements_cpu.md).
+
+    Args:
+        reserved_bytes: size of the heap's next addresses, to use huge pages for. They take no memory until used.
     """
-    allocator = ctypes.CDLL(None)
-    if hasattr(allocator, "mallopt"):
-        allocator.mallopt(M_MMAP_MAX, 0)
-        allocator.mallopt(M_TRIM_THRESHOLD, -1)
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(M_MMAP_MAX, 0)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)
+    # Under strict overcommit, the reserved range would count as used memory.
+    if OVERCOMMIT.exists() and OVERCOMMIT.read_text().strip() == "2":
+        return
+    libc.malloc.restype = ctypes.c_void_p
+    start = libc.malloc(ctypes.c_size_t(reserved_bytes))
+    if start is None:
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    # The kernel only accepts whole pages.
+    libc.madvise(ctypes.c_void_p(-(-start // page) * page), ctypes.c_size_t(reserved_bytes - 2 * page), MADV_HUGEPAGE)
+    libc.free(ctypes.c_void_p(start))  # it stays part of the heap, because glibc no longer trims it

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -258,7 +259,7 @@ def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
-    monkeypatch.setattr(strategy, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(strategy, "keep_freed_memory", lambda reserved: None)
     accelerator = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(strategy.Strategy, "make_accelerator", lambda self: accelerator)
     strategy.Strategy("fp32")
@@ -270,6 +271,35 @@ def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # set by the user
     strategy.Strategy("fp32")
     assert threads == [8]
+
+
+HUGE_PAGES = """
+import sys, torch
+from pathlib import Path
+from pretrain.hardware import keep_freed_memory
+
+keep_freed_memory(2**30)
+if len(sys.argv) > 1:
+    for _ in range(5):
+        torch.ones(2**25)
+smaps = Path("/proc/self/smaps").read_text()
+print(sum(int(line.split()[1]) for line in smaps.splitlines() if line.startswith("AnonHugePages")))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists()
+    or "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="needs Linux with transparent huge pages",
+)
+def test_tensors_on_a_cpu_use_huge_pages_without_taking_memory_in_advance():
+    """Each tensor of 134 MB uses an earlier one's memory. The second may need its own, because of small tensors nearby."""
+    kilobytes = [
+        int(subprocess.run([sys.executable, "-c", HUGE_PAGES, *arguments], capture_output=True, check=True).stdout)
+        for arguments in ([], ["allocate"])
+    ]
+    assert kilobytes[0] < 20_000
+    assert 120_000 < kilobytes[1] < 300_000
 
 
 def test_the_device_is_described_with_driver_and_memory(machine, monkeypatch):

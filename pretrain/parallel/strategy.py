@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.config import RunConfig
 from pretrain.errors import InputError
-from pretrain.hardware import keep_freed_memory, missing_bf16, unusable_gpu, use_all_cores
+from pretrain.hardware import keep_freed_memory, memory_bytes, missing_bf16, unusable_gpu, use_all_cores
 from pretrain.mesh_sizes import environment_flag
 from pretrain.model.build import InitialWeights
 from pretrain.model.loss import LanguageModelLoss
@@ -157,7 +157,7 @@ class Strategy:
         """Modules trained by loss terms, set by `prepare`. Checkpoints store them separately from the model."""
         use_all_cores()  # even with a GPU: offloaded AdamW, initialization and export checks run on the CPU
         if self.device.type == "cpu":
-            keep_freed_memory()
+            keep_freed_memory(memory_bytes(self.device) // 2)
 
     def dispatch_batches(self) -> None:
         """Makes the first rank read data for all ranks from now on."""

@@ -45,7 +45,7 @@ def test_on_a_cpu_the_main_threads_operators_are_the_work():
     events = [
         *marks(*PHASES),
         event("aten::linear", 12, 20), event("aten::addmm", 13, 20),
-        event("groundwork::packed_attention", 20, 30), event("aten::bmm", 21, 24),
+        event("groundwork::blockwise_attention", 20, 30), event("aten::bmm", 21, 24),
         event("autograd::engine::evaluate_function: MmBackward0", 40, 60), event("MmBackward0", 40, 60),
         event("aten::mm", 45, 50),
         event("aten::_fused_adamw_", 81, 88),
