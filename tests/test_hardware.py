@@ -293,7 +293,7 @@ print(sum(int(line.split()[1]) for line in smaps.splitlines() if line.startswith
     reason="needs Linux with transparent huge pages",
 )
 def test_tensors_on_a_cpu_use_huge_pages_without_taking_memory_in_advance():
-    """Each tensor of 134 MB uses an earlier one's memory. The second may need its own, because of small tensors nearby."""
+    """Tensors of 134 MB use the memory of earlier ones, except perhaps the second, because of small tensors nearby."""
     kilobytes = [
         int(subprocess.run([sys.executable, "-c", HUGE_PAGES, *arguments], capture_output=True, check=True).stdout)
         for arguments in ([], ["allocate"])
