@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pretrain.gpus import gpu_called
+from pretrain.limits import available_cores, available_memory, bound_cores
 from pretrain.mesh_sizes import processes_here, processes_launched
 from pretrain.units import bytes_text, counted
 
@@ -101,7 +102,7 @@ def environment_warnings(device: torch.device) -> list[str]:
 def few_cores() -> str | None:
     """Returns a warning if this process has too few cores, based on its affinity or its share of all cores."""
     cores = available_cores()
-    is_bound = cores < (os.cpu_count() or cores)
+    is_bound = bound_cores() < (os.cpu_count() or 1)
     share = cores if is_bound else cores / processes_here()
     if share >= MIN_CORES:
         return None
@@ -234,13 +235,7 @@ def memory_bytes(device: torch.device) -> int:
     """Returns the GPU's memory, or on a CPU this process's share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return whole // processes_here()
-
-
-def available_cores() -> int:
-    """Returns the number of CPU cores available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available_memory() // processes_here()
 
 
 def use_all_cores() -> None:

@@ -258,7 +258,7 @@ def test_processes_share_the_cores_with_and_without_a_gpu(monkeypatch, device):
         monkeypatch.setenv(name, value)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    monkeypatch.setattr(hardware, "available_cores", lambda: 16)
     monkeypatch.setattr(strategy, "keep_freed_memory", lambda reserved: None)
     accelerator = SimpleNamespace(device=torch.device(device))
     monkeypatch.setattr(strategy.Strategy, "make_accelerator", lambda self: accelerator)
@@ -368,6 +368,7 @@ def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores
     """A process limited to 4 of 64 cores doesn't share them. If all 16 cores are available, eight processes share
     them."""
     monkeypatch.setattr(hardware, "available_cores", lambda: cores)
+    monkeypatch.setattr(hardware, "bound_cores", lambda: cores)
     monkeypatch.setattr("os.cpu_count", lambda: on_machine)
     found = environment_warnings(GPU)
     assert found == [] if message is None else message in found[0]

@@ -138,7 +138,7 @@ def device_slots(parallel: int | None) -> list[dict[str, str]]:
     """
     import torch
 
-    from pretrain.hardware import available_cores
+    from pretrain.limits import available_cores
 
     # CUDA_VISIBLE_DEVICES may already restrict or reorder the GPUs.
     if count := torch.cuda.device_count():

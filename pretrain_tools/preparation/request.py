@@ -9,6 +9,7 @@ from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.errors import Problems
 from pretrain.files import is_url
+from pretrain.limits import available_cores
 from pretrain.registry import load_extensions
 from pretrain.units import parse_count
 from pretrain_tools.preparation.arguments import COUNTS
@@ -52,7 +53,7 @@ def read_request(arguments: argparse.Namespace) -> PreparationRequest:
     engine = ",".join(engine for engine in engines if engine != "ray") or "auto"
     if engine not in ENGINES:
         problems.append(f"--engine {engine}: must be auto, reference, ray or reference,ray")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     most = max(256, 16 * cores)
     if (arguments.workers or 0) > most and not on_ray:
         problems.append(f"--workers {arguments.workers:,}: this machine has {cores} cores; use at most {most:,}")

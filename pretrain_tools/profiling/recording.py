@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import one_line
-from pretrain.hardware import available_cores
+from pretrain.limits import available_cores
 from pretrain.parallel.strategy import Strategy
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.run import Run

@@ -86,7 +86,7 @@ def test_each_gpu_takes_a_run_and_processors_are_divided(monkeypatch):
     assert [slot["CUDA_VISIBLE_DEVICES"] for slot in device_slots(3)] == ["3", "5", "3"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.setattr("pretrain.limits.available_cores", lambda: 9)
     assert device_slots(None) == [{}] and device_slots(2) == [{"OMP_NUM_THREADS": "4"}] * 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert device_slots(2) == [{}, {}], "the user's OMP_NUM_THREADS must stay unchanged"
