@@ -136,13 +136,19 @@ def unusable(history: History) -> str | None:
         return "it hasn't finished"
     if not history.last("validation"):
         return "it has no validation loss"
+    losses = losses_by_step(history.events)
+    last = max(losses)
+    if not math.isfinite(sum(losses[last].values())):
+        return "its last validation loss is infinite or NaN"
+    if last not in {event["step"] for event in history.of("train")}:
+        return f"metrics.jsonl has no training event for step {last}, its last validation"
     return (
         "it started from pretrained weights" if setting(read_config(history.folder), "init") == "pretrained" else None
     )
 
 
-def ladder_run(history: History) -> LadderRun | None:
-    """Reads a run's size, token count and final loss. Returns None if the loss isn't finite."""
+def ladder_run(history: History) -> LadderRun:
+    """Reads a usable run's size, token count and final loss."""
     from pretrain.model.build import matrix_parameters
     from pretrain.model.model_config import load_model_config
 
@@ -158,8 +164,6 @@ def ladder_run(history: History) -> LadderRun | None:
     settings |= {"the tokenizer": sorted(map(str, tokenizers)), "the validation sources": sorted(losses[last])}
     tokens = {event["step"]: event["tokens"] for event in history.of("train")}
     loss = statistics.fmean(losses[last].values())
-    if last not in tokens or not math.isfinite(loss):
-        return None
     return LadderRun(folder, parameters, tokens[last], loss, settings)
 
 

@@ -1,6 +1,7 @@
 """Tests for runs.py ladder: which runs are used, what is predicted and which requests are rejected."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def refusal(*folders, predict=()) -> str:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Four sizes with two seeds each, a run with a worse learning rate at the smallest size, and an unfinished run."""
+    """Four sizes with two seeds each, a run with a worse learning rate at the smallest size, and two unusable runs."""
     folder = tmp_path_factory.mktemp("sweeps") / "sizes"
     for width in WIDTHS[:-1]:
         for seed in (1, 2):
@@ -64,6 +65,7 @@ def sweep(tmp_path_factory):
             )
     write_ladder_run(folder / "runs/worse", WIDTHS[0], off=1.1, learning_rate=1e-5)
     write_ladder_run(folder / "runs/not_ended", WIDTHS[-1], ended=False)
+    write_ladder_run(folder / "runs/diverged", WIDTHS[-1], off=math.nan)
     return folder
 
 
@@ -76,6 +78,7 @@ def test_a_larger_size_is_predicted_as_text_json_and_picture(sweep, tmp_path):
     first, second = values["predictions"]
     assert first["loss"] == pytest.approx(loss, rel=0.005) and first["interval"][0] <= loss <= first["interval"][1]
     assert first["name"] == asked and f"{first['loss']:.4f}" in said
+    assert "diverged: skipped: its last validation loss is infinite or NaN" in said
     assert "not_ended: skipped: it hasn't finished" in said and "skipped: 1 run with worse settings" in said
     assert [len(rung["folders"]) for rung in values["rungs"]] == [2, 2, 2, 2]
     assert values["rungs"][0]["spread"] > 0 and abs(values["rungs"][0]["residual"]) < 0.005
