@@ -10,6 +10,7 @@ from earlier ones (tests/test_structure.py checks this).
     hardware, gpus: this machine's capabilities, and the GPU table for plan.py
     energy: measured or estimated energy use and CO2
     errors: input errors and exit statuses
+    limits: this process's CPU cores and memory, as limited by affinity and control groups
     mesh_sizes: sizes of the parallel dimensions, read from the launcher's environment
     launch: a wrapper around accelerate launch, for terminals and schedulers
     terminal: stage messages, the progress line, colors and widths
