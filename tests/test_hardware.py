@@ -293,13 +293,16 @@ print(sum(int(line.split()[1]) for line in smaps.splitlines() if line.startswith
     reason="needs Linux with transparent huge pages",
 )
 def test_tensors_on_a_cpu_use_huge_pages_without_taking_memory_in_advance():
-    """Tensors of 134 MB use the memory of earlier ones, except perhaps the second, because of small tensors nearby."""
+    """Five tensors of 134 MB are allocated and freed, one after the other.
+
+    glibc may place a tensor behind the memory that the one before it freed, because small freed blocks lie in between.
+    """
     kilobytes = [
         int(subprocess.run([sys.executable, "-c", HUGE_PAGES, *arguments], capture_output=True, check=True).stdout)
         for arguments in ([], ["allocate"])
     ]
     assert kilobytes[0] < 20_000
-    assert 120_000 < kilobytes[1] < 300_000
+    assert 120_000 < kilobytes[1] < 5 * 140_000
 
 
 def test_the_device_is_described_with_driver_and_memory(machine, monkeypatch):
