@@ -73,7 +73,7 @@ class RunBudget:
         return [Shape(*rung, self.vocabulary, self.family) for rung in self.family.rungs]
 
     def mfu_of(self, shape: Shape) -> float:
-        return self.mfu or mfu_of_size(shape.active, self.hardware.device_type, self.precision)
+        return self.mfu or mfu_of_size(shape.active, self.hardware.device_type, self.hardware.gpu.bf16_flops)
 
     def tokens(self, shape: Shape, tokens_per_second: float) -> float:
         """Returns the number of training tokens that the budget allows, up to MOST_EPOCHS of the data."""

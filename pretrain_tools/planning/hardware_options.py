@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -106,14 +105,14 @@ def cpu_as_gpu(processes: int) -> Gpu:
     import torch
 
     from pretrain.hardware import missing_bf16, peak_flops
+    from pretrain.limits import available_memory
 
     has_bf16 = missing_bf16("cpu") is None
     in_fp32 = peak_flops(torch.device("cpu"), "fp32")[0] / processes
     in_bf16 = peak_flops(torch.device("cpu"), "bf16")[0] / processes if has_bf16 else in_fp32
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Gpu(
         CPU,
-        memory_bytes=memory / processes,
+        memory_bytes=available_memory() / processes,
         bf16_flops=in_bf16,
         fp8_flops=None,
         fp32_flops=in_fp32,

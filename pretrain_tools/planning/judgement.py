@@ -171,7 +171,7 @@ def time_here(config: RunConfig, run: RunPlan, device: torch.device) -> str:
     peak, source = peak_flops(device, run.precision)
     if peak is None:
         return f"time on this machine: unknown ({source})"
-    mfu = default_mfu(run.active_parameters, device.type)
+    mfu = default_mfu(run.active_parameters, device.type, peak)
     seconds = run.total_flops / (peak * run.ranks * mfu)
     processes = f"{run.ranks} processes" if run.ranks > 1 else "one process"
     return (

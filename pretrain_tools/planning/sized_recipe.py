@@ -80,7 +80,7 @@ class Machine:
 
     def mfu(self, shape: Shape) -> float:
         """Estimates the MFU for this model size."""
-        return mfu_of_size(shape.parameters, self.device_type, self.precision)
+        return mfu_of_size(shape.parameters, self.device_type, self.peak_flops)
 
     def flops(self, shape: Shape) -> float:
         """Returns the total training FLOPs that the time allows for this shape."""

@@ -89,32 +89,36 @@ class RunWork:
 
 
 MFU_OF_CPUS = 0.4
-"""MFU slightly below the 42% to 51% of small models on two cores (docs/performance.md)."""
+"""MFU slightly below the 42% to 75% of models with 14M parameters on two cores (docs/performance.md)."""
+FULL_CPU_PARAMETERS = 6e6
+"""Minimum number of parameters for `MFU_OF_CPUS` at 1 TFLOP/s, which grows with (peak FLOP/s) ** 1.25.
+
+Smaller models spend most of their time outside matmuls. MFU measured on two cores, by peak and parameters: in fp32 at
+0.17 TFLOP/s, 0.46 with 0.6M; in bf16 at 0.45 TFLOP/s, 0.14 with 0.6M and 0.34 to 0.4 with 2M to 3M; in bf16 at 1.53
+TFLOP/s (AMX), 0.14 with 2.8M and 0.46 with 13.8M.
+"""
 
 
-def default_mfu(parameters: int, device_type: str = "cuda") -> float:
+def default_mfu(parameters: int, device_type: str, peak_flops: float) -> float:
+    """Estimates the MFU of a model. On a GPU, assumes that the model is large enough to fill it."""
     if device_type == "cpu":
-        return MFU_OF_CPUS
+        full = FULL_CPU_PARAMETERS * (peak_flops / 1e12) ** 1.25
+        return MFU_OF_CPUS * min(1.0, parameters / full) ** 0.75
     return next(mfu for limit, mfu in MFU_BY_PARAMETERS if parameters <= limit)
 
 
-MFU_OF_SMALL = {("cpu", "bf16"): (0.3, 2e6), ("cpu", "fp32"): (0.42, 5e5)}
-"""{(device, precision): (MFU, minimum number of parameters to reach it)}. These are assumptions based on small models
-on two cores: in bf16, 0.14 with 0.6M parameters and 0.34 to 0.4 with 2M to 3M; in fp32 with AVX2, which has half the
-peak, 0.46 with 0.6M."""
 FULL_GPU_PARAMETERS = 1e8
 """Minimum number of parameters for `default_mfu` on a GPU."""
-MFU_EXPONENT = 0.4
-"""Exponent of the parameter count in the MFU of smaller models, whose matmuls don't fill the device."""
+GPU_MFU_EXPONENT = 0.4
+"""Exponent of the parameter count in the MFU of smaller models, whose matmuls don't fill the GPU."""
 
 
-def mfu_of_size(parameters: int, device_type: str, precision: str) -> float:
+def mfu_of_size(parameters: int, device_type: str, peak_flops: float) -> float:
     """Estimates the MFU of a model that may be too small to fill the device."""
+    mfu = default_mfu(parameters, device_type, peak_flops)
     if device_type == "cpu":
-        most, full = MFU_OF_SMALL[device_type, precision]
-    else:
-        most, full = default_mfu(parameters), FULL_GPU_PARAMETERS
-    return most * min(1.0, parameters / full) ** MFU_EXPONENT
+        return mfu
+    return mfu * min(1.0, parameters / FULL_GPU_PARAMETERS) ** GPU_MFU_EXPONENT
 
 
 WORDS = {

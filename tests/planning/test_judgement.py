@@ -22,6 +22,7 @@ from pretrain_tools.planning.judgement import (
 )
 from pretrain_tools.planning.layouts import layout
 from pretrain_tools.planning.memory import PlannedRun
+from pretrain_tools.planning.step_time import default_mfu
 from support.project import run_script
 
 Usage = namedtuple("Usage", "total used free")
@@ -131,6 +132,14 @@ def test_the_estimated_time_uses_the_measured_peak(read, monkeypatch):
     )
     monkeypatch.setattr(judgement_module, "peak_flops", lambda device, precision: (None, "unknown peak FLOP/s for X"))
     assert "unknown (unknown peak FLOP/s for X)" in judgement_module.time_here(config, run, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "peak", "measured"), [(6e5, 0.45e12, 0.14), (2.8e6, 0.45e12, 0.37), (2.8e6, 1.53e12, 0.14)]
+)
+def test_small_models_are_assumed_to_use_less_of_a_fast_cpu(parameters, peak, measured):
+    """The measured values are those in `FULL_CPU_PARAMETERS`."""
+    assert default_mfu(parameters, "cpu", peak) == pytest.approx(measured, rel=0.15)
 
 
 def test_the_start_command_is_the_checked_one_without_check(read, monkeypatch):

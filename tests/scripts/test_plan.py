@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pretrain.config import Averaging
 from pretrain.data.vocabulary import planned_model_config
 from pretrain.errors import InputError
 from pretrain.gpus import GIB, GPUS, gpu_called
+from pretrain.limits import available_memory
 from pretrain.mesh_sizes import Sizes
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
@@ -425,10 +425,9 @@ def printed(monkeypatch, capsys):
 
 def test_a_plan_for_the_processors_of_this_machine(recipe, printed):
     plan = json.loads(printed(recipe, "--gpu", "cpu", "--gpus", "2", "--precision", "auto", "--json"))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert plan["gpu"]["name"] == "cpu" and plan["gpu"]["memory_bytes"] == memory / 2 and plan["cost"] == 0
+    assert plan["gpu"]["name"] == "cpu" and plan["gpu"]["memory_bytes"] == available_memory() / 2 and plan["cost"] == 0
     assert 1e8 < plan["gpu"]["bf16_flops"] < 1e14
-    assert plan["hours"] > 0 and plan["mfu"] == 0.4
+    assert plan["hours"] > 0 and 0 < plan["mfu"] < 0.4, "the model is too small for 0.4"
 
 
 def test_a_plan_in_fp32_uses_the_fp32_peak(recipe, printed):
