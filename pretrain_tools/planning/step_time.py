@@ -89,7 +89,7 @@ class RunWork:
 
 
 MFU_OF_CPUS = 0.4
-"""MFU slightly below the 42% to 75% of models with 14M parameters on two cores (docs/performance.md)."""
+"""MFU at the lower end of the 40% to 77% of models with 14M parameters in bf16 on two cores (docs/performance.md)."""
 FULL_CPU_PARAMETERS = 6e6
 """Minimum number of parameters for `MFU_OF_CPUS` at 1 TFLOP/s, which grows with (peak FLOP/s) ** 1.25.
 
