@@ -34,6 +34,18 @@ ONEDNN_ISAS_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", 
 """Values of ONEDNN_MAX_CPU_ISA that make oneDNN convert bf16 to fp32 for matmuls."""
 
 
+ONEDNN_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Environment variables that limit oneDNN's instructions. oneDNN reads the second if the first isn't set."""
+
+
+def cpu_instructions() -> str:
+    """Describes the instructions that torch and oneDNN use on this CPU."""
+    limit = next(filter(None, map(os.environ.get, ONEDNN_VARIABLES)), "none")
+    # The oldest supported torch has no public function for a CPU's instructions.
+    bf16, amx = torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported()
+    return f"{torch.backends.cpu.get_cpu_capability()}, AVX-512 BF16 {bf16}, AMX {amx}, oneDNN's limit {limit}"
+
+
 @cache
 def missing_bf16(device_type: str) -> str | None:
     """Returns why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.
@@ -50,7 +62,7 @@ def missing_bf16(device_type: str) -> str | None:
         return None if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no bf16 instructions"
     if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         return "this CPU has no bf16 instructions"
-    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):  # oneDNN reads the second if the first isn't set
+    for variable in ONEDNN_VARIABLES:
         if limit := os.environ.get(variable):
             if limit.lower() in ONEDNN_ISAS_WITHOUT_BF16:
                 return f"{variable}={limit} disables this CPU's bf16 instructions"

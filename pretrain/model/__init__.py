@@ -10,6 +10,7 @@ add an architecture, write a file in architectures/ (see docs/own_model.md).
     pretrained: loads weights from files
     published_names: tensor names as written by save_pretrained, with separate experts
     attention, cpu_attention: attention implementations and document masks
+    bf16_cpu_attention: calls the C++ kernel of the same name
     largest_logits: each head's largest attention logit
     document_rows: separates documents in mixers other than attention
     kernels: reports which kernels a GPU run uses

@@ -326,7 +326,7 @@ def sdpa(
     in_half_on_gpu = device_type == "cuda" and query_BHTE.dtype in HALF_DTYPES
     has_flash = in_half_on_gpu and has_flash_kernels(query_BHTE.device.index, query_BHTE.shape[-1])
     if attention_mask is None and not dropout and value_BGTE.shape[-1] == query_BHTE.shape[-1]:
-        own = length == keys and cpu_attention.serves_windows(query_BHTE.dtype, query_BHTE.shape[0], length)
+        own = length == keys and cpu_attention.serves_windows(query_BHTE.dtype, length)
         if device_type == "cpu" and window is None and (cu_seq_lens_q is not None or own):
             out_BHTE = cpu_attention.attend(query_BHTE, key_BGTE, value_BGTE, cu_seq_lens_q, scaling)
             return out_BHTE.transpose(1, 2), None

@@ -4,7 +4,6 @@ import importlib.util
 import math
 import os
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +15,8 @@ from transformers.activations import GELUTanh, NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretrain.config import MemoryBudget, RunConfig
+from pretrain.hardware import cpu_instructions
+from pretrain.model.bf16_cpu_attention import cxx_compiler
 
 
 def layers_of(causal_lm: PreTrainedModel) -> list[torch.nn.Module]:
@@ -61,6 +62,9 @@ def compile_model(
         lengths: number of different sequence lengths in the run.
         memory_budget: share of the activations that each compiled graph saves.
     """
+    # torch's cache of compiled code ignores the CPU's instructions. Code that was compiled for other instructions can
+    # return NaN or corrupt memory.
+    torch.compiler.config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')} {cpu_instructions()}"
     # torch documents this setting, although its module is private.
     functorch_config.activation_memory_budget = memory_budget
     # With tp, process groups are graph inputs, and recent torch versions fail to compute their size.
@@ -93,7 +97,7 @@ def compiler_problems(requested: str, device_type: str) -> list[str]:
     """Returns error messages if this machine doesn't have everything that torch.compile needs."""
     if requested == "none":
         return []
-    cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    cxx = cxx_compiler()
     compilers = [os.environ.get("CC"), "gcc", "clang"] if device_type == "cuda" else [cxx]
     needs = []
     if not any(name and shutil.which(name.split()[0]) for name in compilers):

@@ -27,6 +27,7 @@ from pretrain.hardware import (
     environment_warnings,
     missing_bf16,
 )
+from pretrain.model import bf16_cpu_attention
 from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
@@ -277,9 +278,23 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unusual_learning_rate(config, plan, overridden),
         unused_vocabulary(config, plan),
         benchmarks_without_steps(config),
+        slower_attention(plan, device),
         *unhashed_blocks(plan.batches.readers),
     )
     return [*filter(None, found), *environment_warnings(device)]
+
+
+def slower_attention(plan: RunPlan, device: torch.device) -> str | None:
+    """Returns a warning if the attention kernel for bf16 exists for this CPU but doesn't work, or None."""
+    if device.type != "cpu" or plan.precision != "bf16" or without_rows(plan.attention) != "groundwork_sdpa":
+        return None
+    reason = None if bf16_cpu_attention.why_unsupported() else bf16_cpu_attention.why_not()
+    if reason is None:
+        return None
+    return (
+        "attention takes several times as long as usual, because its kernel for bf16 could not be compiled; it needs "
+        f"a C++ compiler (g++, or the one in CXX) and a writable folder (~/.cache, or XDG_CACHE_HOME): {reason}"
+    )
 
 
 def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozenset[str]) -> str | None:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from pretrain.config import WindowSpec
 from pretrain.errors import InputError
 from pretrain.model import attention as attention_module
-from pretrain.model import cpu_attention
+from pretrain.model import bf16_cpu_attention, cpu_attention
 from pretrain.model.attention import attention_arguments, choose_attention, document_layout, eager, sdpa
 from pretrain.model.compile import checkpoint_activations
 from pretrain.model.loss import LanguageModelLoss
@@ -316,28 +316,15 @@ def test_operator_equals_dense_attention_in_bf16_with_grouped_heads(keys):
 
 
 @pytest.mark.parametrize("keys", [2, 4])
-@pytest.mark.parametrize(
-    ("length", "ends"),
-    [
-        (
-            300,
-            [0, 300, 600, 728, 740, 880, 900, 1200],
-        ),  # two full windows, one document in three blocks, a full window
-        (1500, [0, 1500, 1501, 1630, 1900, 2970, 3000]),  # too long for blocks; long and short segments share blocks
-        (1500, [0, 1100, 1500, 1600, 2600, 2700, 3000]),
-    ],
-)
-def test_segments_in_blocks_of_queries_equal_dense_attention(keys, length, ends):
-    """Segments of any length match dense attention, also next to segments that torch's kernel computes."""
+def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
+    """Block attention matches dense attention for full windows, and for segments longer than, equal to and shorter
+    than a block."""
     torch.manual_seed(4)
-    cu_seq_lens = torch.tensor([*ends, ends[-1], ends[-1]], dtype=torch.int32)
-    segments = cpu_attention.segments_of(cu_seq_lens, length)
-    for dtype, has_flash in ((torch.float32, True), (torch.bfloat16, length == 1500)):
-        query = torch.empty(ends[-1] // length, 4, length, 16, dtype=dtype)
-        groups, flash = cpu_attention.plan_calls(segments, query)
-        assert groups and bool(flash) == has_flash
-    inputs = [torch.randn(len(query), length, heads, 16).transpose(1, 2) for heads in (4, keys, keys)]
-    inputs = [x.requires_grad_() for x in inputs]
+    length, ends = 300, [0, 300, 600, 728, 740, 880, 900, 1200]
+    cu_seq_lens = torch.tensor([*ends, 1200, 1200], dtype=torch.int32)
+    tokens = [end - start for start, end in itertools.pairwise(ends)]
+    assert {n in cpu_attention.LENGTHS_IN_BLOCKS for n in tokens} == {True, False}
+    inputs = [torch.randn(4, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, keys, keys)]
     results = []
     for function, dtype in ((sdpa, torch.float32), (eager, torch.float32), (sdpa, torch.bfloat16)):
         out, _ = function(torch.nn.Identity(), *(x.to(dtype) for x in inputs), None, cu_seq_lens_q=cu_seq_lens)
@@ -351,18 +338,21 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys, length, ends)
     assert torch.equal(out, results[0][0])
 
 
-@pytest.mark.parametrize(("length", "in_blocks"), [(64, True), (32, False)])
-def test_short_windows_in_bf16_equal_dense_attention(length, in_blocks):
-    """torch's kernel would be three times slower with these windows."""
-    assert cpu_attention.in_blocks(torch.bfloat16, 4, length) == in_blocks
-    assert cpu_attention.serves_windows(torch.bfloat16, 4, length)
-    assert not cpu_attention.serves_windows(torch.float32, 4, length)
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("length", [32, 300, 1100])
+def test_windows_in_bf16_equal_dense_attention(monkeypatch, length, has_kernel):
+    """Without the kernel for bf16, windows are computed in fp32."""
+    if not has_kernel:
+        monkeypatch.setattr(bf16_cpu_attention, "is_available", lambda: False)
+    assert cpu_attention.serves_windows(torch.bfloat16, length)
+    assert cpu_attention.serves_windows(torch.float32, length) == (length == 300)
     torch.manual_seed(6)
-    inputs = [torch.randn(4, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
+    inputs = [torch.randn(2, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
     results = []
     for function, dtype in ((sdpa, torch.bfloat16), (eager, torch.float32)):
         out, _ = function(torch.nn.Identity(), *(x.to(dtype) for x in inputs), None)
         results.append([out, *torch.autograd.grad(out.sum() + out.square().sum(), inputs)])
+    assert results[0][0].dtype == torch.bfloat16
     for got, want in zip(*results, strict=True):
         assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
 
@@ -379,8 +369,8 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
         return graph
 
     torch.manual_seed(7)
-    longest = 128 if dtype == torch.float32 else 64
-    for length in (2, 48, longest, longest + 1):
+    longest = 31 if cpu_attention.has_kernel(dtype) else 128
+    for length in (2, 20, longest, longest + 1):
         inputs = [torch.randn(3, length, heads, 16).transpose(1, 2).requires_grad_() for heads in (4, 2, 2)]
         # The second window is one document, and the third begins with a single-token document. The last end is
         # repeated.
@@ -401,63 +391,20 @@ def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype,
 
 def test_the_probability_buffer_fits_any_segments():
     generator = torch.Generator().manual_seed(5)
-    for length, dtype in itertools.product((64, 128, 200, 1500, 3000), (torch.float32, torch.bfloat16)):
-        query = torch.empty(2, 3, length, 8, dtype=dtype)
+    for length in (64, 256, 300, 1500):
+        query = torch.empty(2, 3, length, 8)
         room = cpu_attention._empty_probabilities(query, keeps=True).numel()
-        cuts = [torch.randint(1, 2 * length, (n,), generator=generator).tolist() for n in (0, 1, 3, 9)]
-        # segments of the longest length in blocks
-        cuts += [[*range(n, length, 1024), *range(length + n + 3, 2 * length, 1024)] for n in range(1, length, 7)]
-        for ends in cuts:
-            cu_seq_lens = torch.tensor(sorted({0, *ends, length, 2 * length}), dtype=torch.int32)
-            groups, _ = cpu_attention.plan_calls(cpu_attention.segments_of(cu_seq_lens, length), query)
-            used = sum(
-                (rows.stop - rows.start) * 3 * (end - begin) * (end - first)
-                for rows, blocks in groups
-                for begin, end, first in blocks
-            )
+        for documents in (0, 1, 3, 9):
+            cuts = torch.randint(1, 2 * length, (documents,), generator=generator).tolist()
+            cu_seq_lens = torch.tensor(sorted({0, *cuts, length, 2 * length}), dtype=torch.int32)
+            used = 0
+            for rows, positions, in_blocks in cpu_attention.query_blocks(cu_seq_lens, query):
+                for begin, end in cpu_attention._block_bounds(positions.stop - positions.start):
+                    used += in_blocks * (rows.stop - rows.start) * 3 * (end - begin) * end
             assert used <= room
-
-
-class MatmulShapes(TorchDispatchMode):
-    """Collects the shapes and strides of bf16 batched matmuls without computing them."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.bmm.default:
-            return func(*args, **(kwargs or {}))
-        if args[0].dtype == torch.bfloat16:
-            self.seen.add(tuple((*x.shape, *x.stride()) for x in args))
-        return args[0].new_empty(*args[0].shape[:2], args[1].shape[2])
-
-
-def test_documents_of_any_length_share_matmul_shapes_in_bf16():
-    """oneDNN compiles a kernel for each shape. If each document had its own shape, there would be about 1,000."""
-    generator = torch.Generator().manual_seed(6)
-    query, key, value, out = (torch.zeros(4, 512, 2, 8, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-    with MatmulShapes() as shapes:
-        for _ in range(60):
-            cuts = torch.randint(1, 4 * 512, (4,), generator=generator).tolist()
-            cu_seq_lens = torch.tensor(sorted({0, *cuts, *range(512, 4 * 512 + 1, 512)}), dtype=torch.int32)
-            _, lse, kept = cpu_attention._blockwise_attention._init_fn(query, key, value, cu_seq_lens, 0.25, True)
-            cpu_attention._blockwise_attention_backward._init_fn(
-                out, query, key, value, out, lse, kept, cu_seq_lens, 0.25
-            )
-    assert 10 < len(shapes.seen) <= 40
-
-
-@pytest.mark.parametrize("scale", [0.125, 0.3])
-def test_scores_of_bf16_queries_and_keys_are_computed_in_fp32(scale):
-    """The matmul rounds its fp32 inputs to bf16, so scaling must not change them."""
-    torch.manual_seed(8)
-    query, key = (torch.randn(2, 4, 64, 16).bfloat16() for _ in range(2))
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    scores = cpu_attention._scores(query, key, scale).unflatten(0, (2, 4))
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
-    expected = query.double() @ key.double().transpose(2, 3) * scale
-    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
+        for tokens in set(cpu_attention.LENGTHS_IN_BLOCKS) & set(range(length + 1)):
+            bounds = cpu_attention._block_bounds(tokens)
+            assert sum((end - begin) * end for begin, end in bounds) * 2 * 3 * length <= room * tokens
 
 
 class Largest(TorchDispatchMode):
@@ -473,14 +420,13 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.33)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_full_attention_matrix_is_never_allocated(length, share, dtype):
-    query, key, value = (torch.randn(1, 4, length, 16, dtype=dtype) for _ in range(3))
+@pytest.mark.parametrize(("length", "share"), [(256, 0.86), (1024, 0.59), (2048, 0.3)])
+def test_the_full_attention_matrix_is_never_allocated(length, share):
+    query, key, value = torch.randn(3, 1, 4, length, 16)
     cu_seq_lens = torch.tensor([0, length], dtype=torch.int32)
     with Largest() as seen:
-        out, lse, kept = cpu_attention._blockwise_attention._init_fn(query, key, value, cu_seq_lens, 0.25, True)
-        cpu_attention._blockwise_attention_backward._init_fn(out, query, key, value, out, lse, kept, cu_seq_lens, 0.25)
+        out, lse, kept = cpu_attention._packed_attention._init_fn(query, key, value, cu_seq_lens, 0.25, True)
+        cpu_attention._packed_attention_backward._init_fn(out, query, key, value, out, lse, kept, cu_seq_lens, 0.25)
     assert out.numel() < seen.elements <= share * 4 * length**2
 
 
@@ -507,7 +453,7 @@ def test_dropout_takes_the_dense_path_and_stays_within_documents():
 def test_custom_op_keeps_torchs_rules():
     cu_seq_lens = torch.tensor([0, 3, 8, 16, 16], dtype=torch.int32)
     inputs = [torch.randn(2, 8, 2, 16).transpose(1, 2).requires_grad_() for _ in range(3)]
-    torch.library.opcheck(torch.ops.groundwork.blockwise_attention, (*inputs, cu_seq_lens, 0.25, True))
+    torch.library.opcheck(torch.ops.groundwork.packed_attention, (*inputs, cu_seq_lens, 0.25, True))
 
 
 @pytest.fixture

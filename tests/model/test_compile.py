@@ -33,6 +33,21 @@ def compilations(path) -> list[float]:
     return [float(line.split()[0]) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_compiled_code_is_cached_for_the_cpus_instructions(monkeypatch, variable):
+    """Code that was compiled with ONEDNN_MAX_CPU_ISA=AVX2 corrupted memory in a later run with AMX."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "own")
+    tags = []
+    with torch.compiler.config.patch(cache_key_tag=""):
+        for limit in ("", "AVX2", "AVX2", "AVX512_CORE_BF16"):
+            monkeypatch.setenv(variable, limit)
+            model = torch.nn.Linear(2, 2)
+            compile_model(model, model, "full")
+            tags.append(torch.compiler.config.cache_key_tag)
+    assert tags[1] == tags[2] and len(set(tags)) == 3 and all(tag.startswith("own ") for tag in tags)
+
+
 @pytest.mark.parametrize("strategy", ["single", "fsdp2", "zero3"])
 def test_layers_are_compiled_once_and_nothing_after_step_2(recipe, tmp_path, strategy):
     """After step 2, training, validation and text samples of any length never cause a recompilation.

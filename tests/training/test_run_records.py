@@ -8,6 +8,7 @@ import torch
 
 from pretrain.data.shards import read_manifest
 from pretrain.errors import EXIT_INTERRUPTED
+from pretrain.model import bf16_cpu_attention
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.recipe import read_run_config
 from pretrain.training import run_records
@@ -60,6 +61,24 @@ def test_the_demo_with_adamw_reports_both_learning_rates(shards):
     assert "line, and is 3." in rate
     assert "auto's value for adamw at 2.69M parameters, 0.00272;" in rate
     assert said("recipes/demo.yaml", ("data.train.0.shards", str(shards))) == []
+
+
+@pytest.mark.parametrize(
+    ("unsupported", "problem", "overrides", "warns"),
+    [
+        (None, "no g++", {"precision": "bf16"}, True),
+        (None, "no g++", {"precision": "fp32"}, False),
+        (None, "no g++", {"precision": "bf16", "attention": "eager"}, False),
+        (None, None, {"precision": "bf16"}, False),
+        ("an old CPU", "an old CPU", {"precision": "bf16"}, False),
+    ],
+)
+def test_a_missing_attention_kernel_is_reported(monkeypatch, recipe, unsupported, problem, overrides, warns):
+    monkeypatch.setattr(run_records, "emulation_of_bf16", lambda device: None)
+    monkeypatch.setattr(bf16_cpu_attention, "why_unsupported", lambda: unsupported)
+    monkeypatch.setattr(bf16_cpu_attention, "why_not", lambda: problem)
+    found = said(recipe, *overrides.items())
+    assert bool(found) == warns and all("several times as long" in w and w.endswith(": no g++") for w in found)
 
 
 @pytest.mark.parametrize(
