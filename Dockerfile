@@ -4,6 +4,7 @@
 # STORES lists libraries for mirrors and data on s3:// or gs://. hf:// needs none. Mount shards and runs:
 #   docker run --init --gpus all --shm-size 8g -v ./data:/groundwork/data -v ./runs:/groundwork/runs groundwork \
 #       python -m pretrain.launch --config_file accelerate_configs/ddp.yaml --num_processes 8 train.py --config recipes/NAME.yaml
+# For several machines with InfiniBand, add --network host --device /dev/infiniband --ulimit memlock=-1.
 ARG DEVICE=cuda
 
 # torch.compile and DeepSpeed need the compiler. Runs record their commit with git.

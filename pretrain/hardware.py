@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +99,11 @@ MIN_CORES = 2
 """Cores needed per GPU process: one for the training loop, and one for prefetching, compiling and communicating."""
 INFINIBAND = Path("/sys/class/infiniband")
 """Linux sysfs folder with one entry per InfiniBand or RoCE adapter."""
+CAP_IPC_LOCK = 14
+"""Number of the Linux capability to lock any amount of memory."""
+STATUS = Path("/proc/self/status")
+NAMED_MACHINES = 3
+"""Maximum number of machines that a warning names."""
 
 
 def environment_warnings(device: torch.device) -> list[str]:
@@ -109,6 +115,29 @@ def environment_warnings(device: torch.device) -> list[str]:
     if has_adapters and processes_launched() > processes_here():
         found.append(unused_infiniband())
     return [*filter(None, found)]
+
+
+def name_machines(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Merges the warnings of all machines and adds the machines' names, unless there is only one machine.
+
+    Args:
+        found: (host name, warnings) of each machine.
+    """
+    if len(found) == 1:
+        return [*found[0][1]]
+    hosts: dict[str, list[str]] = {}
+    for host, warnings in found:
+        for warning in warnings:
+            hosts.setdefault(warning, []).append(host)
+    return [f"{_machines_in_words(affected, len(found))}: {warning}" for warning, affected in hosts.items()]
+
+
+def _machines_in_words(hosts: Sequence[str], machines: int) -> str:
+    if len(hosts) == machines:
+        return f"all {machines:,} machines"
+    if len(hosts) <= NAMED_MACHINES:
+        return ", ".join(hosts)
+    return f"{len(hosts):,} of {machines:,} machines ({', '.join(hosts[:NAMED_MACHINES])}, ...)"
 
 
 def few_cores() -> str | None:
@@ -136,12 +165,21 @@ def unused_infiniband() -> str | None:
             "apt install libibverbs1 ibverbs-providers"
         )
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or limit >= 2**30:
+    if limit == resource.RLIM_INFINITY or limit >= 2**30 or ignores_lock_limit():
         return None
     return (
         f"network: this machine has InfiniBand, but can lock only {bytes_text(limit)} of memory for it; run "
         "ulimit -l unlimited first (in Docker, pass --ulimit memlock=-1; on Kubernetes, add the IPC_LOCK capability)"
     )
+
+
+def ignores_lock_limit() -> bool:
+    """Returns True if this process may lock more memory than its limit, because it has the IPC_LOCK capability."""
+    try:
+        capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return capabilities is not None and bool(int(capabilities[1], 16) >> CAP_IPC_LOCK & 1)
 
 
 def unusable_gpu() -> str | None:

@@ -22,6 +22,7 @@ from pretrain.hardware import (
     emulation_of_bf16,
     environment_warnings,
     missing_bf16,
+    name_machines,
     peak_flops,
     seed_dropout,
 )
@@ -29,8 +30,8 @@ from pretrain.parallel import strategy
 from pretrain.parallel.registry import strategy_named
 from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.recipe import read_run_config
-from pretrain.training import run_records
 from pretrain.training.run_plan import derive
+from pretrain_tools.planning import judgement
 from support.project import ROOT
 from support.tiny_models import TINY_LLAMA
 
@@ -357,10 +358,21 @@ def test_a_complete_machine_gives_no_warning(eight_gpus):
     assert environment_warnings(GPU) == environment_warnings(CPU) == []
 
 
-def test_the_start_warns_about_the_machine(monkeypatch, recipe):
+def test_a_check_warns_about_the_machine(monkeypatch, recipe):
     config = read_run_config(recipe, [])
-    monkeypatch.setattr(run_records, "environment_warnings", lambda device: ["cores: too few"])
-    assert "cores: too few" in run_records.start_warnings(config, derive(config, ranks=1), frozenset(), CPU)
+    monkeypatch.setattr(judgement, "environment_warnings", lambda device: ["cores: too few"])
+    assert "warning: cores: too few" in judgement.judgement(config, derive(config, ranks=1), frozenset(), {}, [])
+
+
+def test_warnings_name_their_machines():
+    """A single machine isn't named. Machines with the same problem share a line."""
+    slow, tcp = "cores: too few", "network: TCP"
+    assert name_machines([("a", [slow, tcp])]) == [slow, tcp]
+    assert name_machines([("a", []), ("b", [])]) == []
+    assert name_machines([("a", [slow]), ("b", [slow, tcp])]) == [f"all 2 machines: {slow}", f"b: {tcp}"]
+    assert name_machines([("a", [slow]), ("b", []), ("c", [slow])]) == [f"a, c: {slow}"]
+    many = [(f"node{number}", [slow] if number % 2 else []) for number in range(10)]
+    assert name_machines(many) == [f"5 of 10 machines (node1, node3, node5, ...): {slow}"]
 
 
 @pytest.mark.parametrize(
@@ -377,9 +389,15 @@ def test_too_few_cores_per_process_give_a_warning(eight_gpus, monkeypatch, cores
     assert found == [] if message is None else message in found[0]
 
 
-def test_infiniband_that_nccl_cannot_use_gives_a_warning(eight_gpus, monkeypatch):
+def test_infiniband_that_nccl_cannot_use_gives_a_warning(eight_gpus, monkeypatch, tmp_path):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**16, 2**16))
+    monkeypatch.setattr(hardware, "STATUS", tmp_path / "status")
     assert "can lock only 65.5 kB of memory" in environment_warnings(GPU)[0]
+    # Docker's default capabilities, and the same with IPC_LOCK.
+    for capabilities, warnings in (("00000000a80425fb", 1), ("00000000a80465fb", 0)):
+        (tmp_path / "status").write_text(f"CapPrm:\t{capabilities}\nCapEff:\t{capabilities}\nCapBnd:\t0\n")
+        assert len(environment_warnings(GPU)) == warnings
+    (tmp_path / "status").unlink()
 
     def missing(name):
         raise OSError(name)

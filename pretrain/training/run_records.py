@@ -24,7 +24,6 @@ from pretrain.hardware import (
     describe_machine,
     device_in_words,
     emulation_of_bf16,
-    environment_warnings,
     missing_bf16,
 )
 from pretrain.model import bf16_cpu_attention
@@ -108,8 +107,6 @@ def announce(run: Run, peak_source: str) -> str:
     if run.loaded_from:
         event = "branch" if run.is_new else "resume"
         log.write(event, step=step, path=run.loaded_from.name, run=str(run.loaded_from.parents[1]))
-    if step < plan.total_steps:
-        log.expect("First step" if config.compile == "none" else "First step, which compiles the model")
     return start_id
 
 
@@ -267,7 +264,7 @@ def in_rows(rows: dict[str, str]) -> str:
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """Lists warnings about the recipe and the environment.
+    """Lists warnings about the recipe and this machine's kernels. For cores and networks, see environment_warnings.
 
     Args:
         overridden: dotted paths of settings on the command line.
@@ -281,7 +278,7 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         slower_attention(plan, device),
         *unhashed_blocks(plan.batches.readers),
     )
-    return [*filter(None, found), *environment_warnings(device)]
+    return [*filter(None, found)]
 
 
 def slower_attention(plan: RunPlan, device: torch.device) -> str | None:

@@ -11,8 +11,8 @@ import torch
 
 from pretrain.checkpoint.run_state import Request, RunStoppedError
 from pretrain.data.shards import ShardReader
-from pretrain.errors import CRASHED, EXIT_BAD_INPUT
-from pretrain.hardware import peak_flops, threads_beside
+from pretrain.errors import CRASHED, EXIT_BAD_INPUT, is_first_on_machine
+from pretrain.hardware import environment_warnings, name_machines, peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
 from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
@@ -55,6 +55,8 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.peak_flops, peak_source = peak_flops(device, run.plan.precision)
     start_id = announce(run, peak_source)
     watch_over(run, start_id)
+    if run.state.step < run.plan.total_steps:
+        run.log.expect("First step" if config.compile == "none" else "First step, which compiles the model")
     batches = run.whole_plan.batches
     run.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
@@ -88,7 +90,7 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
 
 
 def watch_over(run: Run, start_id: str) -> None:
-    """Creates the guard, control, clock and watch. A collective call.
+    """Creates the guard, control, clock and watch, and warns about the machines. A collective call.
 
     Args:
         start_id: ID of this launch, used by commands from runs.py.
@@ -101,11 +103,16 @@ def watch_over(run: Run, start_id: str) -> None:
     run.control = Control(output, start_id, warn=run.warn)
     run.clock = TimeBudget(run.config.budget.minutes, run.state.seconds, run.log.started)
     here = (socket.gethostname(), pid_namespace())
-    processes = ranks.gather((here, os.getpid()))
+    # The first process on each machine judges it.
+    own_warnings = environment_warnings(run.strategy.device) if is_first_on_machine() else None
+    processes = ranks.gather((here, os.getpid(), own_warnings))
+    machines = [(host, warnings) for (host, _), _, warnings in processes if warnings is not None]
+    for warning in name_machines(machines):
+        run.log.write("warning", step=run.state.step, message=warning)
     run.watch = Watch(
         output,
         ranks.rank,
-        [pid for rank, (host, pid) in enumerate(processes) if host == here and rank != ranks.rank],
+        [pid for rank, (place, pid, _) in enumerate(processes) if place == here and rank != ranks.rank],
         step_timeout_seconds=guard.step_timeout_seconds,
         first_step_timeout_seconds=guard.first_step_timeout_seconds,
         held=output / LOCK_FILE if ranks.is_main else None,

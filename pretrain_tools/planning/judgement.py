@@ -11,7 +11,7 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
 from pretrain.errors import InputError, one_line
-from pretrain.hardware import memory_bytes, peak_flops
+from pretrain.hardware import environment_warnings, memory_bytes, peak_flops
 from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type
 from pretrain.training.run_plan import RunPlan, sequences_of
@@ -55,7 +55,8 @@ def judgement(
         memory_shortage(config, run, device),
         small_disk(config, run),
     )
-    warnings = [*start_warnings(config, run, overridden, device), *filter(None, found)]
+    about_run = start_warnings(config, run, overridden, device)
+    warnings = [*about_run, *environment_warnings(device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(config, run, device), f"start the run with: {launch_command(config, words)}"]
 

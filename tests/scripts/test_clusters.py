@@ -56,8 +56,9 @@ def test_skypilot_restarts_only_resumable_runs():
     assert subprocess.run(["bash", "-n", "-c", task["setup"]]).returncode == 0
 
 
-def test_kubernetes_starts_all_machines_again_or_none():
-    jobset = document("clusters/kubernetes.yaml")
+@pytest.mark.parametrize(("file", "machines"), [("kubernetes", 1), ("kubernetes_infiniband", 2)])
+def test_kubernetes_starts_all_machines_again_or_none(file, machines):
+    jobset = document(f"clusters/{file}.yaml")
     jsonschema.validate(jobset, JOBSET)
     (job,) = jobset["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
@@ -76,8 +77,44 @@ def test_kubernetes_starts_all_machines_again_or_none():
     own, recipe = read_launch(container["args"][0], JOB_COMPLETION_INDEX="0", **variables)
     name = jobset["metadata"]["name"]
     assert own.main_process_ip == f"{name}-{job['name']}-0-0.{name}", "the main process must be the first pod"
-    assert own.num_processes == 8 and recipe.checkpoint.mirror == variables["MIRROR"]
+    assert (own.num_machines, own.num_processes) == (machines, 8 * machines)
+    assert recipe.checkpoint.mirror == variables["MIRROR"]
     assert pod["terminationGracePeriodSeconds"] >= recipe.checkpoint.mirror_wait_seconds
+
+
+def test_kubernetes_with_infiniband_has_its_devices_and_may_lock_memory():
+    """Without these fields, NCCL uses TCP. All other fields must match clusters/kubernetes.yaml."""
+    jobset, plain = (document(f"clusters/{name}.yaml") for name in ("kubernetes_infiniband", "kubernetes"))
+    (job,), (plain_job,) = jobset["spec"]["replicatedJobs"], plain["spec"]["replicatedJobs"]
+    spec, plain_spec = (each["template"]["spec"] for each in (job, plain_job))
+    pod, plain_pod = (each["template"]["spec"] for each in (spec, plain_spec))
+    (container,), (plain_container,) = pod["containers"], plain_pod["containers"]
+    assert container["resources"]["limits"].pop("rdma/hca") == 1
+    assert container.pop("securityContext") == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert container["env"].pop(0) == {"name": "MACHINES", "value": "2"} and plain_container["env"].pop(0)
+    assert spec.pop("parallelism") == spec.pop("completions") == 2
+    del plain_spec["parallelism"], plain_spec["completions"]
+    (runs,), (plain_runs,) = ([v for v in each["volumes"] if v["name"] == "runs"] for each in (pod, plain_pod))
+    assert runs.pop("persistentVolumeClaim") and plain_runs.pop("emptyDir") == {}
+    assert jobset == plain
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("securityContext", {"capabilities": {"add": ["CAP_IPC_LOCK"]}}),
+        ("securityContext", {"capabilities": ["IPC_LOCK"]}),
+        ("securityContext", {"add": ["IPC_LOCK"]}),
+        ("resources", {"limits": {"hca": 1}}),
+    ],
+)
+def test_a_wrong_permission_or_device_is_detected(section, values):
+    jobset = document("clusters/kubernetes_infiniband.yaml")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    container[section] = values
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(jobset, JOBSET)
 
 
 @pytest.mark.parametrize(("path", "key"), [("skypilot", "use_spots"), ("kubernetes", "failurePolicies")])

@@ -51,6 +51,10 @@ SKYPILOT = mapping(
 )
 
 QUANTITY = {"anyOf": [WHOLE, {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[kKMGT]i?)?$"}]}
+RESOURCE = {"pattern": r"^(cpu|memory|[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?)$"}
+"""Names of resources. Those of device plugins have a domain."""
+CAPABILITY = {"type": "string", "pattern": "^(?!CAP_)[A-Z_]+$"}
+"""Names of Linux capabilities, which Kubernetes writes without CAP_."""
 LABEL = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
 CONTAINER = mapping(
     ("name", "image"),
@@ -60,7 +64,8 @@ CONTAINER = mapping(
     args=TEXTS,
     env=items(mapping(("name", "value"), name=TEXT, value=TEXT)),
     envFrom=items(mapping(secretRef=mapping(("name",), name=LABEL))),
-    resources=mapping(limits={"type": "object", "additionalProperties": QUANTITY}),
+    resources=mapping(limits={"type": "object", "propertyNames": RESOURCE, "additionalProperties": QUANTITY}),
+    securityContext=mapping(capabilities=mapping(add=items(CAPABILITY))),
     volumeMounts=items(mapping(("name", "mountPath"), name=LABEL, mountPath=TEXT, readOnly={"type": "boolean"})),
 )
 POD = mapping(

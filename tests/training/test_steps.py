@@ -11,7 +11,7 @@ import torch
 from pretrain.checkpoint.run_state import Request
 from pretrain.config import Guard
 from pretrain.runs.event_log import read_metrics
-from pretrain.training import ending, resuming
+from pretrain.training import ending, resuming, steps
 from pretrain.training.guard import StepGuard
 from pretrain.training.metrics import Metrics, Throughput
 from pretrain.training.resuming import roll_back
@@ -172,17 +172,45 @@ def leave(tmp_path, rank) -> list:
     return [heard, run.request.name, run.ends, time.monotonic() - begun < 300]
 
 
-def test_all_ranks_leave_long_work_together(tmp_path):
+def in_processes(count, function) -> None:
+    """Calls the function with each rank, in a process of its own."""
     children = []
-    for rank in (0, 1):
+    for rank in range(count):
         if (child := os.fork()) == 0:
             try:
-                (tmp_path / f"{rank}.json").write_text(json.dumps(leave(tmp_path, rank)))
+                function(rank)
             finally:
                 os._exit(0)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
+
+
+def test_all_ranks_leave_long_work_together(tmp_path):
+    in_processes(2, lambda rank: (tmp_path / f"{rank}.json").write_text(json.dumps(leave(tmp_path, rank))))
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)] == [[3, "PREEMPT", True, True]] * 2
-    (warning,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (warning,) = read_metrics(tmp_path / "run")
     assert warning["message"] == "the work skipped because the run is stopping"
+
+
+def test_the_first_process_on_each_machine_judges_it(tmp_path, monkeypatch):
+    """Simulates a machine with one process, and one with two."""
+
+    def start(rank):
+        host, local_rank = (("node0", 0), ("node1", 0), ("node1", 1))[rank]
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setattr(steps.socket, "gethostname", lambda: host)
+        found = {0: ["cores: too few"], 1: ["cores: too few", "network: TCP"], 2: ["must not be judged"]}
+        monkeypatch.setattr(steps, "environment_warnings", lambda device: found[rank])
+        run_of(tmp_path / "run", rank, 3)
+
+    in_processes(3, start)
+    warnings = [(event["event"], event["message"]) for event in read_metrics(tmp_path / "run")]
+    assert warnings == [("warning", "all 2 machines: cores: too few"), ("warning", "node1: network: TCP")]
+
+
+def test_warnings_of_a_single_process_name_no_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "environment_warnings", lambda device: ["cores: too few"])
+    run_of(tmp_path)
+    (warning,) = read_metrics(tmp_path)
+    assert (warning["message"], warning["step"]) == ("cores: too few", 1)
