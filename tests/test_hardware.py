@@ -360,7 +360,7 @@ def test_a_complete_machine_gives_no_warning(eight_gpus):
 
 def test_a_check_warns_about_the_machine(monkeypatch, recipe):
     config = read_run_config(recipe, [])
-    monkeypatch.setattr(judgement, "environment_warnings", lambda device: ["cores: too few"])
+    monkeypatch.setattr(judgement, "machine_warnings", lambda plan, device: ["cores: too few"])
     assert "warning: cores: too few" in judgement.judgement(config, derive(config, ranks=1), frozenset(), {}, [])
 
 

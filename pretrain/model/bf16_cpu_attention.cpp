@@ -1,4 +1,4 @@
-// Causal attention within segments in bf16, for CPUs with AVX-512 BF16. Uses AMX if the compiler's options allow it.
+// Causal attention within segments in bf16, for CPUs with AVX-512 BF16. Uses AMX if USE_AMX is defined.
 //
 // As in FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), scores exist only in small blocks. These blocks
 // are transposed: keys are in rows, queries in columns. So softmax works on 16 queries per vector, and the next matmuls
@@ -50,6 +50,12 @@ struct View {
     int64_t window, head, position;
 };
 
+// Returns a mask of the columns from `first` to the width, up to 32.
+inline __mmask32 columns(int64_t width, int64_t first) {
+    const int64_t left = width - first;
+    return left >= BLOCK ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+}
+
 // One head of a View.
 struct Rows {
     bf16* data;
@@ -61,15 +67,10 @@ struct Rows {
           tokens(sizes.tokens),
           width(sizes.width) {}
 
-    __mmask32 columns(int64_t first) const {
-        const int64_t left = width - first;
-        return left >= BLOCK ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
-    }
-
     // Returns 32 elements of a row. Elements outside of the tensor are 0.
     __m512i load(int64_t row, int64_t column) const {
         if (row >= tokens || column >= width) return _mm512_setzero_si512();
-        return _mm512_maskz_loadu_epi16(columns(column), data + row * stride + column);
+        return _mm512_maskz_loadu_epi16(columns(width, column), data + row * stride + column);
     }
 };
 
@@ -86,7 +87,7 @@ struct Buffer {
     operator T*() const { return data.get(); }
 };
 
-#ifdef __AMX_BF16__
+#ifdef USE_AMX
 struct alignas(64) TileConfig {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
@@ -100,6 +101,7 @@ struct alignas(64) TileConfig {
 struct Tiles {
     Tiles() {
         const TileConfig config;
+        asm volatile("" : : "m"(config) : "memory");  // older compilers assume that 8 bytes are read
         _tile_loadconfig(&config);
     }
     ~Tiles() { _tile_release(); }
@@ -124,12 +126,15 @@ inline void multiply(
         _tile_zero(3);
     }
     for (int64_t k = 0; k < depth; k++) {
-        _tile_loadd(4, a0 + k * a_step, ROW_BYTES);
-        _tile_loadd(6, b0 + k * b_step, ROW_BYTES);
-        _tile_loadd(7, b1 + k * b_step, ROW_BYTES);
+        // Some compilers' macros need pointers without operators.
+        const bf16 *upper = a0 + k * a_step, *lower = a1 + k * a_step;
+        const bf16 *left = b0 + k * b_step, *right = b1 + k * b_step;
+        _tile_loadd(4, upper, ROW_BYTES);
+        _tile_loadd(6, left, ROW_BYTES);
+        _tile_loadd(7, right, ROW_BYTES);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, a1 + k * a_step, ROW_BYTES);
+        _tile_loadd(5, lower, ROW_BYTES);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
     }
@@ -267,8 +272,8 @@ void pack_transposed(const Rows& x, int64_t padded_tokens, int64_t padded_width,
 // Writes 16 elements of a row, rounded to bf16.
 inline void write(const Rows& x, int64_t row, int64_t column, __m512 values) {
     if (row >= x.tokens || column >= x.width) return;
-    const __mmask16 columns = static_cast<__mmask16>(x.columns(column));
-    _mm256_mask_storeu_epi16(x.data + row * x.stride + column, columns, (__m256i)_mm512_cvtneps_pbh(values));
+    const auto mask = static_cast<__mmask16>(columns(x.width, column));
+    _mm256_mask_storeu_epi16(x.data + row * x.stride + column, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
 // Writes a tile with the width in its rows and positions in its columns.
@@ -363,6 +368,7 @@ struct Pass {
 template <typename Work, typename Pass>
 void run(const Pass& pass, int threads) {
     const Sizes& sizes = pass.sizes;
+    threads = std::min<int64_t>(threads, sizes.windows * sizes.heads);  // each thread's buffers take a head's size
 #pragma omp parallel num_threads(threads)
     {
         [[maybe_unused]] const Tiles tiles;
@@ -709,7 +715,8 @@ struct BackwardPass : Pass {
                         _mm512_mul_ps(_mm512_load_ps(sums + tile * RESULT + row % SIDE * SIDE), _mm512_set1_ps(scale));
                     if (pass.shares_keys)
                         _mm512_mask_storeu_ps(
-                            shared + row * view.position + column, static_cast<__mmask16>(rows.columns(column)), values
+                            shared + row * view.position + column,
+                            static_cast<__mmask16>(columns(pass.sizes.width, column)), values
                         );
                     else
                         write(rows, row, column, values);

@@ -6,6 +6,7 @@ it in ~/.cache/groundwork.
 Shapes: B windows, T positions, H query heads, G key heads, E head dimension, S segments.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ from pretrain.hardware import ONEDNN_VARIABLES, missing_bf16
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 OPTIONS = "-O3 -std=c++17 -shared -fPIC -fopenmp -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16"
-AMX_OPTIONS = "-mamx-tile -mamx-bf16"
+AMX_OPTIONS = "-mamx-tile -mamx-bf16 -DUSE_AMX"
+CPUINFO = Path("/proc/cpuinfo")
 TOLERANCE = 2e-2
 """Maximum difference from torch's attention in fp32, relative to the norm. bf16 has 8 bits."""
 
@@ -63,12 +66,18 @@ def why_not() -> str | None:
         return problem
     try:
         _library()
-        difference = _difference_from_torch()
+        # Saved-tensor hooks, autocast, inference mode and fake tensors of the caller don't apply to other threads.
+        with ThreadPoolExecutor(1) as thread:
+            difference = thread.submit(_difference_from_torch).result()
     except subprocess.CalledProcessError as error:
-        return f"{shlex.join(error.cmd)} fails: {error.stderr.strip() or f'exit code {error.returncode}'}"
-    except OSError as error:
-        return str(error)
+        return f"{error.cmd[0]} fails: {_first_line(error.stderr) or f'exit code {error.returncode}'}"
+    except (OSError, RuntimeError, ValueError) as error:  # for example no home folder, or an unreadable CXX
+        return _first_line(str(error))
     return None if difference <= TOLERANCE else f"its results differ from torch's attention by {difference:.2g}"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0]
 
 
 def why_unsupported() -> str | None:
@@ -83,23 +92,43 @@ def why_unsupported() -> str | None:
 def _library() -> ctypes.CDLL:
     """Loads the compiled kernel. Compiles it if necessary. Raises OSError or CalledProcessError."""
     command = [*shlex.split(cxx_compiler()), *OPTIONS.split()]
-    # oneDNN's variables also limit this kernel, for example to measure what AMX gains. _init_amx asks Linux for AMX.
-    is_limited = any(map(os.environ.get, ONEDNN_VARIABLES))
-    if not is_limited and torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx():
-        command += AMX_OPTIONS.split()
+    if has_amx():
+        try:
+            return _load([*command, *AMX_OPTIONS.split()])
+        except subprocess.CalledProcessError:  # by an old compiler or assembler
+            pass
+    return _load(command)
+
+
+def has_amx() -> bool:
+    """Returns True if this CPU multiplies bf16 matrices with AMX, and Linux and oneDNN's variables allow it."""
+    limit = next(filter(None, map(os.environ.get, ONEDNN_VARIABLES)), "ALL").upper()
+    is_allowed = "AMX" in limit or "AVX10" in limit or limit in ("ALL", "DEFAULT")
+    # torch's own check ignores bf16. _init_amx asks Linux, and torch has no public function for this.
+    return is_allowed and "amx_bf16" in CPUINFO.read_text().split() and torch.cpu._init_amx()
+
+
+def _load(command: list[str]) -> ctypes.CDLL:
+    """Loads the library that this command compiles, and stores it in a folder for later runs."""
     key = hashlib.sha256(repr(command).encode() + SOURCE.read_bytes()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groundwork" / "kernels"
-    compiled = folder / f"{SOURCE.stem}_{key}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "groundwork" / "kernels"
+    compiled = cache / f"{SOURCE.stem}_{key}.so"
     try:
         return ctypes.CDLL(str(compiled))
-    except OSError:  # missing, or damaged by a crash
-        folder.mkdir(parents=True, exist_ok=True)
-    # Other ranks may compile it at the same time.
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        output = Path(fresh, compiled.name)
+    except OSError:
+        pass  # missing, or damaged by a crash
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache)
+    except OSError:  # not writable, as in some containers
+        folder = tempfile.TemporaryDirectory()
+    with folder:
+        output = Path(folder.name, compiled.name)
         subprocess.run([*command, str(SOURCE), "-o", str(output)], check=True, capture_output=True, text=True)
-        output.replace(compiled)
-    return ctypes.CDLL(str(compiled))
+        library = ctypes.CDLL(str(output))
+        with contextlib.suppress(OSError):
+            output.replace(compiled)  # atomic, because other ranks may compile it at the same time
+    return library
 
 
 def _difference_from_torch() -> float:
@@ -120,7 +149,8 @@ def _difference_from_torch() -> float:
         wanted = torch.cat([first, torch_attend(*(x[1:] for x in inputs))])
         found = [own.float(), *torch.autograd.grad(own, inputs, out_gradient.bfloat16())]
         expected = [wanted, *torch.autograd.grad(wanted, inputs, out_gradient)]
-    return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True))
+    differences = [(a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True)]
+    return torch.stack(differences).max().item()  # unlike Python's max, NaN if any of them is
 
 
 def attend(query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float) -> Tensor:
@@ -148,7 +178,13 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 def _attention(
     query_BHTE: Tensor, key_BGTE: Tensor, value_BGTE: Tensor, cu_seq_lens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (output (B, H, T, E), logsumexp (B, H, T) in units of log 2)."""
+    """Returns (output (B, H, T, E), logsumexp (B, H, T) in units of log 2). Raises ValueError for other shapes."""
+    batch, heads, length, width = query_BHTE.shape
+    key_shape = (batch, key_BGTE.shape[1], length, width)
+    dtypes = {query_BHTE.dtype, key_BGTE.dtype, value_BGTE.dtype}
+    if {key_BGTE.shape, value_BGTE.shape} != {key_shape} or heads % key_shape[1] or dtypes != {torch.bfloat16}:
+        shapes = ", ".join(f"{x.dtype} {[*x.shape]}" for x in (query_BHTE, key_BGTE, value_BGTE))
+        raise ValueError(f"the kernel needs bf16 keys and values with the same shape as the queries, not {shapes}")
     out_BHTE, lse_BHT = _empty_outputs(query_BHTE)
     tensors = [*map(_rows_contiguous, (query_BHTE, key_BGTE, value_BGTE)), out_BHTE]
     cu_seq_lens = cu_seq_lens.int().contiguous()

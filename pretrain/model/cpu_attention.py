@@ -183,6 +183,8 @@ def _future_mask(queries: int, dtype: torch.dtype) -> Tensor:
     return torch.full((queries, queries), -torch.inf, dtype=dtype, device="cpu").triu(1)
 
 
+# Autocast would also apply within custom operators.
+@torch.autocast("cpu", enabled=False)
 def _forward_in_blocks(
     out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities | None
 ) -> None:
@@ -201,6 +203,7 @@ def _forward_in_blocks(
         out_RHTE[:, :, begin:end] = torch.bmm(softmax_NQK, value_NTE[:, :end]).unflatten(0, (rows, heads))
 
 
+@torch.autocast("cpu", enabled=False)
 def _backward_in_blocks(
     gradients, grad_out_RHTE, query_RHTE, key_RGTE, value_RGTE, scale: float, probabilities: _Probabilities
 ) -> None:

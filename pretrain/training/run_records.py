@@ -24,6 +24,7 @@ from pretrain.hardware import (
     describe_machine,
     device_in_words,
     emulation_of_bf16,
+    environment_warnings,
     missing_bf16,
 )
 from pretrain.model import bf16_cpu_attention
@@ -264,7 +265,7 @@ def in_rows(rows: dict[str, str]) -> str:
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
-    """Lists warnings about the recipe and this machine's kernels. For cores and networks, see environment_warnings.
+    """Lists warnings about the recipe. For warnings about a machine, see `machine_warnings`.
 
     Args:
         overridden: dotted paths of settings on the command line.
@@ -275,22 +276,25 @@ def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str],
         unusual_learning_rate(config, plan, overridden),
         unused_vocabulary(config, plan),
         benchmarks_without_steps(config),
-        slower_attention(plan, device),
         *unhashed_blocks(plan.batches.readers),
     )
     return [*filter(None, found)]
+
+
+def machine_warnings(plan: RunPlan, device: torch.device) -> list[str]:
+    """Lists warnings about this machine."""
+    return [*environment_warnings(device), *filter(None, [slower_attention(plan, device)])]
 
 
 def slower_attention(plan: RunPlan, device: torch.device) -> str | None:
     """Returns a warning if the attention kernel for bf16 exists for this CPU but doesn't work, or None."""
     if device.type != "cpu" or plan.precision != "bf16" or without_rows(plan.attention) != "groundwork_sdpa":
         return None
-    reason = None if bf16_cpu_attention.why_unsupported() else bf16_cpu_attention.why_not()
-    if reason is None:
+    if bf16_cpu_attention.why_unsupported() or not (reason := bf16_cpu_attention.why_not()):
         return None
     return (
-        "attention takes several times as long as usual, because its kernel for bf16 could not be compiled; it needs "
-        f"a C++ compiler (g++, or the one in CXX) and a writable folder (~/.cache, or XDG_CACHE_HOME): {reason}"
+        "attention: takes several times as long as it could, because its kernel for bf16, which needs g++ or the C++ "
+        f"compiler in CXX, does not work: {reason}"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from pretrain.checkpoint.run_state import Request, RunStoppedError
 from pretrain.data.shards import ShardReader
 from pretrain.errors import CRASHED, EXIT_BAD_INPUT, is_first_on_machine
-from pretrain.hardware import environment_warnings, name_machines, peak_flops, threads_beside
+from pretrain.hardware import name_machines, peak_flops, threads_beside
 from pretrain.optim.averaging import average_after_step
 from pretrain.parallel.replicas import replica_differences
 from pretrain.runs.control import Control
@@ -22,7 +22,7 @@ from pretrain.training.metrics import Throughput
 from pretrain.training.probe import no_gradient
 from pretrain.training.run import Run
 from pretrain.training.run_plan import due_after, steps_between
-from pretrain.training.run_records import announce
+from pretrain.training.run_records import announce, machine_warnings
 from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
 from pretrain.training.watchdog import Watch
@@ -104,7 +104,7 @@ def watch_over(run: Run, start_id: str) -> None:
     run.clock = TimeBudget(run.config.budget.minutes, run.state.seconds, run.log.started)
     here = (socket.gethostname(), pid_namespace())
     # The first process on each machine judges it.
-    own_warnings = environment_warnings(run.strategy.device) if is_first_on_machine() else None
+    own_warnings = machine_warnings(run.plan, run.strategy.device) if is_first_on_machine() else None
     processes = ranks.gather((here, os.getpid(), own_warnings))
     machines = [(host, warnings) for (host, _), _, warnings in processes if warnings is not None]
     for warning in name_machines(machines):

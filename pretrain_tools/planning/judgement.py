@@ -11,11 +11,11 @@ import torch
 from pretrain.config import RunConfig
 from pretrain.data.shards import ShardReader
 from pretrain.errors import InputError, one_line
-from pretrain.hardware import environment_warnings, memory_bytes, peak_flops
+from pretrain.hardware import memory_bytes, peak_flops
 from pretrain.parallel.launcher import launched_strategy
 from pretrain.parallel.strategy import device_type
 from pretrain.training.run_plan import RunPlan, sequences_of
-from pretrain.training.run_records import start_warnings
+from pretrain.training.run_records import machine_warnings, start_warnings
 from pretrain.units import bytes_text, count_text, counted, duration_text
 from pretrain_tools.planning.candidates import storage_of, work_of_run
 from pretrain_tools.planning.footprints import largest_footprint
@@ -56,7 +56,7 @@ def judgement(
         small_disk(config, run),
     )
     about_run = start_warnings(config, run, overridden, device)
-    warnings = [*about_run, *environment_warnings(device), *filter(None, found)]
+    warnings = [*about_run, *machine_warnings(run, device), *filter(None, found)]
     lines = [f"{WARNING_PREFIX}{warning}" for warning in warnings]
     return [*lines, time_here(config, run, device), f"start the run with: {launch_command(config, words)}"]
 

@@ -357,6 +357,19 @@ def test_windows_in_bf16_equal_dense_attention(monkeypatch, length, has_kernel):
         assert (got - want).norm() < 0.02 * want.norm(), "bf16 has 8 bits"
 
 
+def test_autocast_does_not_reach_matmuls_in_fp32(monkeypatch):
+    monkeypatch.setattr(bf16_cpu_attention, "is_available", lambda: False)
+    torch.manual_seed(9)
+    inputs = [torch.randn(1, 300, 2, 16).bfloat16().transpose(1, 2).requires_grad_() for _ in range(3)]
+    results = []
+    for is_on in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_on):
+            out = cpu_attention.attend(*inputs, None, None)
+            results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("scaling", "has_documents"), [(None, False), (0.1, True)])
 def test_short_windows_are_left_to_the_compiler_and_equal_dense_attention(dtype, scaling, has_documents):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pretrain.files import ROOT
 from pretrain.model import bf16_cpu_attention
@@ -29,7 +30,7 @@ def loads_again(monkeypatch):
 
 @pytest.fixture(params=["AMX", "AVX-512"])
 def instructions(request, monkeypatch):
-    if request.param == "AMX" and not torch.cpu._is_amx_tile_supported():
+    if request.param == "AMX" and not bf16_cpu_attention.has_amx():
         pytest.skip("this CPU has no AMX")
     if request.param == "AVX-512":
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -199,12 +200,77 @@ def test_wrong_results_are_noticed(monkeypatch, cache):
     source = bf16_cpu_attention.SOURCE.read_text()
     wrong = cache.parent / "wrong.cpp"
     wrong.parent.mkdir()
-    for right, broken in (("0.69314719f", "0.59314719f"), ("delta[row] =", "delta[row] = 1.2f *")):
+    changes = (
+        ("0.69314719f", "0.59314719f"),
+        ("delta[row] =", "delta[row] = 1.2f *"),
+        ("delta[row] =", "delta[row] = NAN *"),
+    )
+    for right, broken in changes:
         assert source.count(right) == 1
         wrong.write_text(source.replace(right, broken))
         monkeypatch.setattr(bf16_cpu_attention, "SOURCE", wrong)
         forget()
         assert "differ from torch's attention" in bf16_cpu_attention.why_not()
+
+
+def test_the_first_call_can_be_in_any_context(cache):
+    """The kernel is compared with torch's attention on first use, which must not use or change the caller's state."""
+    query, key, value = (random(1, 2, 40, 16).requires_grad_() for _ in range(3))
+    cu_seq_lens = torch.tensor([0, 40], dtype=torch.int32)
+
+    def attend():
+        forget()
+        assert bf16_cpu_attention.is_available()
+        return bf16_cpu_attention.attend(query, key, value, cu_seq_lens, 0.25)
+
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        attend()
+    assert len(saved) == 6
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), FakeTensorMode()):
+        with context:
+            forget()
+            assert bf16_cpu_attention.why_not() is None
+
+
+def test_shapes_that_the_kernel_cannot_read_are_rejected():
+    query, narrow, short, fp32 = (
+        random(1, 4, 32, 16),
+        random(1, 4, 32, 8),
+        random(1, 4, 8, 16),
+        torch.randn(1, 4, 32, 16),
+    )
+    for key, value in ((query, narrow), (short, short), (fp32, query), (query[:, :3], query[:, :3])):
+        with pytest.raises(ValueError, match="the kernel needs bf16 keys and values"):
+            bf16_cpu_attention.attend(query, key, value, torch.tensor([0, 32], dtype=torch.int32), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [("", True), ("AVX512_CORE_AMX", True), ("DEFAULT", True), ("AVX2", False)]
+)
+def test_onednns_limit_applies_to_amx(monkeypatch, tmp_path, limit, wanted):
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
+    (tmp_path / "cpuinfo").write_text("flags : fpu amx_bf16 amx_tile\n")
+    monkeypatch.setattr(bf16_cpu_attention, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert bf16_cpu_attention.has_amx() == wanted
+    (tmp_path / "cpuinfo").write_text("flags : fpu amx_tile\n")
+    assert not bf16_cpu_attention.has_amx()
+
+
+def test_a_compiler_without_amx_compiles_for_avx_512(monkeypatch, cache):
+    compiler = cache.parent / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert bf16_cpu_attention.why_not() is None
+
+
+def test_an_unwritable_cache_is_not_needed(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert bf16_cpu_attention.why_not() is None
 
 
 def test_cpus_without_bf16_do_not_use_the_kernel(monkeypatch):

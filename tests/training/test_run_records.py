@@ -74,10 +74,11 @@ def test_the_demo_with_adamw_reports_both_learning_rates(shards):
     ],
 )
 def test_a_missing_attention_kernel_is_reported(monkeypatch, recipe, unsupported, problem, overrides, warns):
-    monkeypatch.setattr(run_records, "emulation_of_bf16", lambda device: None)
+    monkeypatch.setattr(run_records, "environment_warnings", lambda device: [])
     monkeypatch.setattr(bf16_cpu_attention, "why_unsupported", lambda: unsupported)
     monkeypatch.setattr(bf16_cpu_attention, "why_not", lambda: problem)
-    found = said(recipe, *overrides.items())
+    plan = derive(read_run_config(recipe, list(overrides.items())), ranks=1)
+    found = run_records.machine_warnings(plan, CPU)
     assert bool(found) == warns and all("several times as long" in w and w.endswith(": no g++") for w in found)
 
 

@@ -201,7 +201,7 @@ def test_the_first_process_on_each_machine_judges_it(tmp_path, monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setattr(steps.socket, "gethostname", lambda: host)
         found = {0: ["cores: too few"], 1: ["cores: too few", "network: TCP"], 2: ["must not be judged"]}
-        monkeypatch.setattr(steps, "environment_warnings", lambda device: found[rank])
+        monkeypatch.setattr(steps, "machine_warnings", lambda plan, device: found[rank])
         run_of(tmp_path / "run", rank, 3)
 
     in_processes(3, start)
@@ -210,7 +210,7 @@ def test_the_first_process_on_each_machine_judges_it(tmp_path, monkeypatch):
 
 
 def test_warnings_of_a_single_process_name_no_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "environment_warnings", lambda device: ["cores: too few"])
+    monkeypatch.setattr(steps, "machine_warnings", lambda plan, device: ["cores: too few"])
     run_of(tmp_path)
     (warning,) = read_metrics(tmp_path)
     assert (warning["message"], warning["step"]) == ("cores: too few", 1)
