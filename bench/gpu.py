@@ -32,9 +32,9 @@ SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
 VARIANTS = {
     "deterministic": ["deterministic=true"],
     "fp8": ["precision=fp8"],
-    "memory_budget 0.5": ["activation_checkpointing.memory_budget=0.5"],
+    "memory_budget 0.5": ["activation_checkpointing.memory_budget=0.5", "compile=auto"],
 }
-"""Settings to compare with the defaults, by name."""
+"""Settings to compare with the defaults, by name. Memory budgets need compiled layers."""
 STRATEGIES = ("ddp", "fsdp2", "hsdp")
 """Strategies to measure on several GPUs."""
 FEWEST_FOR_ADAMW = 4

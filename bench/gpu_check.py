@@ -130,6 +130,8 @@ class Scale:
     shapes: Mapping[str, Shape]
     loss_sizes: tuple[int, int, int]
     report_every: int
+    loss: str = gpu.LOSSES[0]
+    """Loss in the speed checks that don't compare losses."""
     settings: tuple[str, ...] = ()
     several: tuple[str, ...] = ("1.3b", "7b")
     """Shapes that are also measured on all GPUs."""
@@ -140,7 +142,7 @@ class Scale:
 SMALL = {"small": CPU_SHAPES["small"]}
 SCALES = {
     "cuda": Scale(MODEL, GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
-    "cpu": Scale(SMALL_MODEL, SMALL, (256, 64, 1000), 1, ("compile=none",), tuple(SMALL), tuple(SMALL)),
+    "cpu": Scale(SMALL_MODEL, SMALL, (256, 64, 1000), 1, "chunked", ("compile=none",), tuple(SMALL), tuple(SMALL)),
 }
 """Sizes by device type. The CPU sizes are for testing this script."""
 
@@ -327,7 +329,7 @@ def speed_checks(
     scale: Scale, device: str, uncompiled: str | None, gpus: int = 1, no_fp8: str | None = None
 ) -> list[Check]:
     """Returns the speed checks: defaults on one GPU and on all GPUs, baselines, variants, then every kernel."""
-    defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
+    defaults = (gpu.ATTENTIONS[0], scale.loss)
     # Shapes whose check is compared with a published MFU come first.
     published = {published_check(shape) for _, shape in BARS}
     by_bar = sorted(scale.shapes, key=lambda shape: main_speed(shape) not in published)
@@ -373,7 +375,7 @@ def speed_checks(
         given = (variant, scale.shapes[shape], settings, ("off", *defaults), REPORTS, scale.report_every)
         measure = partial(speed, shape, gpu.measure_variant, *given)
         reason = uncompiled or (no_fp8 if variant == "fp8" else None)
-        return Check(f"speed {shape} {variant}", measure, reason, main_speed(shape))
+        return Check(f"speed {shape} {variant}", measure, reason, speed_name(shape, ("off", *defaults)))
 
     several = [on_all(shape, strategy) for shape in scale.several for strategy in gpu.STRATEGIES]
     several += [on_all(shape, "fsdp2", "on") for shape in scale.several]

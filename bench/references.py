@@ -235,7 +235,7 @@ def loss_error(
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
 """Model for the runs. It has enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
-SMALL_MODEL = replace(MODEL, layers=2, sequence_length=64)
+SMALL_MODEL = replace(MODEL, layers=2, sequence_length=64, sequences=8)
 """Model for the runs on a CPU, with two pipeline stages."""
 STEPS = 12
 KILL_AFTER_STEP = 6
