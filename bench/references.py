@@ -6,7 +6,6 @@ Every check returns an Outcome. Run kernel checks in a separate process, because
 import contextlib
 import itertools
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -18,8 +17,17 @@ from typing import Any
 
 from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
 from pretrain.errors import InputError, shortened
+from pretrain.processes import signal_tree
 from pretrain.runs.event_log import read_metrics
-from pretrain_tools.experiments.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
+from pretrain_tools.experiments.parity import (
+    REFERENCE,
+    TOLERANCES,
+    Curve,
+    largest_distance,
+    launch_command,
+    read_curve,
+    train_under,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = "passed"
@@ -377,7 +385,8 @@ export: {{dtype: fp32}}
         """Kills a run and resumes it, and compares it with the run called `name`, whose curve is `reference`."""
         run = self.folder / f"{name}-killed"
         shutil.rmtree(run, ignore_errors=True)
-        command = ["train.py", "--config", str(self.recipe()), "--output", str(run), *settings]
+        # The same launcher as for the reference, so that a CPU run also uses the same number of threads.
+        command = launch_command(REFERENCE, 1, self.recipe(), run, list(settings))[1:]
         if problem := self._kill_after(run, KILL_AFTER_STEP, command):
             return Outcome(FAILED, problem)
         before = read_curve(run).loss
@@ -414,7 +423,7 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if difference == 0 else FAILED, said)
 
     def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
-        """Starts a run and kills it with its children once it has logged `step`. Returns the problem if this fails."""
+        """Starts a run and kills it with its launcher once it has logged `step`. Returns the problem if this fails."""
         log = self.folder / f"{run.name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -429,8 +438,7 @@ export: {{dtype: fp32}}
                     return f"step {step} was not logged within {KILL_SECONDS} s"
                 time.sleep(0.02)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_tree(process.pid, signal.SIGKILL)
             process.wait()
         return None if process.returncode == -signal.SIGKILL else "the run exited before it could be killed"
 
