@@ -11,7 +11,6 @@ On a busy machine, CPU seconds per step are more reliable than wall time. With o
 hardly depend on the load.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrain.errors import InputError
+from pretrain.processes import signal_tree
 
 POLL_SECONDS = 0.02
 START_SECONDS = 600
@@ -70,7 +70,7 @@ class Contestant:
             env={**os.environ, "WANDB_MODE": "offline"},
             stdout=log,
             stderr=log,
-            start_new_session=True,  # its own process group, so that signals also reach its children
+            start_new_session=True,  # so that Ctrl-C doesn't reach it
         )
         log.close()
         self.start_seconds = self._wait_for(1, START_SECONDS)[0]["time"] - began
@@ -97,16 +97,14 @@ class Contestant:
         lines = self._lines()
         told = lines[-1].get("peak_memory_bytes") if lines else None
         self.peak_memory_bytes = told or peak_memory_bytes(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):  # it has died, which was already reported
-            os.killpg(self.process.pid, signal.SIGKILL)
+        signal_tree(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process = None
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
+        if self.process.poll() is not None:
             self._refuse()
+        signal_tree(self.process.pid, number)
 
     def _wait_for(self, count: int, seconds: float) -> list[dict]:
         end = time.monotonic() + seconds

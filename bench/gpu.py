@@ -29,6 +29,12 @@ ATTENTIONS = ["auto", "flex_attention", "flash_attention_2", "flash_attention_3"
 LOSSES = ["chunked_compiled", "chunked", "logits"]
 SETTINGS = {"7b": ["optim.name=adafactor", "optim.stochastic_rounding=true"]}
 """Settings that shapes need to fit on one GPU. With AdamW's fp32 state, 7B leaves no memory for activations."""
+VARIANTS = {
+    "deterministic": ["deterministic=true"],
+    "fp8": ["precision=fp8"],
+    "memory_budget 0.5": ["activation_checkpointing.memory_budget=0.5", "compile=auto"],
+}
+"""Settings to compare with the defaults, by name. Memory budgets need compiled layers."""
 STRATEGIES = ("ddp", "fsdp2", "hsdp")
 """Strategies to measure on several GPUs."""
 FEWEST_FOR_ADAMW = 4
@@ -102,15 +108,35 @@ def measure_own(
         return measure(contestant, labels, reports)
 
 
+def measure_variant(
+    name: str,
+    shape: Shape,
+    settings: list[str],
+    labels: tuple[str, str, str],
+    reports: int,
+    report_every: int = REPORT_EVERY,
+) -> Row:
+    """Measures Groundwork with the settings of a variant from VARIANTS."""
+    row = measure_own(shape, [*settings, *VARIANTS[name]], labels, reports, report_every)
+    return replace(row, name=f"{row.name}, {name}")
+
+
 def measure_several(
-    strategy: str, gpus: int, shape: Shape, settings: list[str], reports: int, report_every: int = REPORT_EVERY
+    strategy: str,
+    gpus: int,
+    shape: Shape,
+    settings: list[str],
+    labels: tuple[str, str, str],
+    reports: int,
+    report_every: int = REPORT_EVERY,
 ) -> Row:
     """Measures Groundwork's total tokens/s with a strategy on several GPUs, each with the shape's batch size."""
-    labels = ("off", ATTENTIONS[0], LOSSES[0])
-    chosen = [f"attention={labels[1]}", f"loss.backend={labels[2]}", *settings]
+    documents, attention, loss = labels
+    name = "groundwork" if documents == "off" else "groundwork_documents"
+    chosen = [f"attention={attention}", f"loss.backend={loss}", *settings]
     with tempfile.TemporaryDirectory(prefix="groundwork-bench-") as folder:
         launched = {"strategy": strategy, "processes": gpus}
-        (contestant,) = contestants_of(["groundwork"], shape, Path(folder), chosen, report_every, **launched)
+        (contestant,) = contestants_of([name], shape, Path(folder), chosen, report_every, **launched)
         contestant.name = f"{strategy}, {gpus} GPUs"
         return replace(measure(contestant, labels, reports), gpus=gpus)
 

@@ -3,6 +3,7 @@
     python bench/gpu_check.py           # same as `make gpu`: all checks, the most important first; takes hours
     python bench/gpu_check.py --list    # list the checks with their results so far
     python bench/gpu_check.py --only "speed 124m" export   # only checks whose names contain one of these
+    python bench/gpu_check.py --only "strategy ddp"        # only this check, because it is a complete name
 
 Needs torch, transformers, accelerate and pydantic, but no network. If a check needs anything else that is missing, it
 is skipped with a reason. Every result is written to results.jsonl immediately. If interrupted (Ctrl-C, SIGTERM), it
@@ -23,7 +24,6 @@ import importlib.util
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import time
@@ -57,10 +57,13 @@ if __name__ == "__main__":
 from bench import gpu  # noqa: E402
 from bench.cpu import flops_per_token  # noqa: E402
 from bench.references import (  # noqa: E402
-    EXPERTS,
     FAILED,
+    HEAD_WIDTHS,
+    LOGIT_CAP,
+    MODEL,
     NOT_RUN,
     PASSED,
+    SMALL_MODEL,
     Outcome,
     Runs,
     check_attention,
@@ -82,19 +85,23 @@ SOURCES = (
 BARS = {
     ("h100", "124m"): (0.407, "llm.c"),
     ("h100", "1.3b"): (0.418, "llm-foundry"),
+    ("h100", "7b"): (0.464, "llm-foundry"),
     ("a100", "124m"): (0.432, "llm-foundry"),
     ("a100", "1.3b"): (0.599, "llm-foundry"),
+    ("a100", "7b"): (0.642, "llm-foundry"),
 }
 """{(GPU in pretrain/gpus.py, shape): (best published MFU, codebase)}.
 
-The MFU is computed as in train.py, without a document mask. A lower MFU is a finding, not a failure, because clocks,
-power limits and drivers differ."""
+The MFU is computed as in train.py, without a document mask. llm-foundry's formula also counts the position embeddings,
+which is a difference of at most 1%. Its results are for FSDP on eight GPUs. A lower MFU is a finding, not a failure,
+because clocks, power limits and drivers differ."""
 MAIN_PEERS = ("plain_compiled", "bare_compiled", "trainer")
 STRATEGIES = (
     "ddp",
     "fsdp2",
     "hsdp",
     "tp",
+    "fsdp_tp",
     "pp",
     "cp",
     "ep",
@@ -106,7 +113,9 @@ STRATEGIES = (
 )
 DEFAULT_KERNELS = " with default kernels"
 MOST_PROCESSES = 8
-"""Maximum number of processes. It equals the number of layers, and of heads, of the model in `Runs`."""
+"""Maximum number of processes. It equals the number of layers, and of heads, of MODEL."""
+FEWEST_PROCESSES = {"fsdp_tp": 4}
+"""Minimum numbers of processes. The others need two, but with two, fsdp_tp would be the same as tp."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -116,17 +125,24 @@ REPORTS = 3
 class Scale:
     """Sizes for the checks."""
 
+    model: Shape
+    """Model of the runs that check correctness."""
     shapes: Mapping[str, Shape]
     loss_sizes: tuple[int, int, int]
     report_every: int
+    loss: str = gpu.LOSSES[0]
+    """Loss in the speed checks that don't compare losses."""
     settings: tuple[str, ...] = ()
     several: tuple[str, ...] = ("1.3b", "7b")
     """Shapes that are also measured on all GPUs."""
+    varied: tuple[str, ...] = ("124m", "1.3b")
+    """Shapes that are also measured with each of gpu.VARIANTS."""
 
 
+SMALL = {"small": CPU_SHAPES["small"]}
 SCALES = {
-    "cuda": Scale(GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
-    "cpu": Scale({"small": CPU_SHAPES["small"]}, (256, 64, 1000), 1, ("compile=none",), ("small",)),
+    "cuda": Scale(MODEL, GPU_SHAPES, (4096, 256, 50_304), gpu.REPORT_EVERY),
+    "cpu": Scale(SMALL_MODEL, SMALL, (256, 64, 1000), 1, "chunked", ("compile=none",), tuple(SMALL), tuple(SMALL)),
 }
 """Sizes by device type. The CPU sizes are for testing this script."""
 
@@ -140,6 +156,8 @@ class Check:
     measure: Callable[[], Outcome]
     why_not: str | None = None
     """Reason why the check can't run here, or None."""
+    default: str | None = None
+    """Name of the speed check with the default settings, to compare this one with, or None."""
 
 
 class Results:
@@ -225,11 +243,14 @@ class Worker:
 def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Check]:
     """Returns all checks, most important first."""
     from pretrain.model.attention import ATTENTION_NAMES
+    from pretrain.model.compile import compiler_problems
+    from pretrain.model.fp8 import fp8_problem
     from pretrain.model.loss import LOSS_BACKENDS
 
-    uncompiled = missing_compiler() if device == "cuda" else None
+    uncompiled = "; ".join(compiler_problems("regional", device)) or None
+    no_fp8 = fp8_problem(device)
     scale = SCALES[device]
-    runs = Runs(folder, device)
+    runs = Runs(folder, device, scale.model)
     reasons = {name: refused_attention(name, True, device) for name in ATTENTION_NAMES}
     reasons["flex_attention"] = reasons["flex_attention"] or uncompiled
     checks = [
@@ -238,10 +259,20 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
     ]
     checks += [
         Check(
-            f"loss {name}",
-            partial(worker.run, check_loss, name, device, scale.loss_sizes),
+            f"attention {name} with heads of {width}",
+            partial(worker.run, check_attention, name, device, width),
+            reason,
+        )
+        for name, reason in reasons.items()
+        for width in HEAD_WIDTHS
+    ]
+    checks += [
+        Check(
+            f"loss {name}{capped}",
+            partial(worker.run, check_loss, name, device, scale.loss_sizes, cap),
             uncompiled if name == "chunked_compiled" else None,
         )
+        for capped, cap in (("", None), (" with capped logits", LOGIT_CAP))
         for name in LOSS_BACKENDS
     ]
     checks += [
@@ -249,43 +280,59 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
         Check(f"train{DEFAULT_KERNELS}", runs.check_defaults, uncompiled),
         Check("kill -9 and resume", runs.check_kill),
         Check("export in plain transformers", runs.check_export),
+        Check("train with memory_budget 0.5", runs.check_memory_budget, uncompiled),
+        Check("train with fp8", runs.check_fp8, no_fp8 or uncompiled),
+        Check("kill -9 with deterministic kernels", runs.check_deterministic, uncompiled),
         *strategy_checks(runs, gpus, uncompiled),
     ]
-    return checks + speed_checks(scale, device, uncompiled, gpus)
+    return checks + speed_checks(scale, device, uncompiled, gpus, no_fp8)
+
+
+def selected(checks: list[Check], texts: list[str]) -> list[Check]:
+    """Returns the checks whose names contain one of the texts. A complete name selects only that check."""
+    names = {check.name for check in checks}
+    parts = [text for text in texts if text not in names]
+    return [check for check in checks if check.name in texts or any(part in check.name for part in parts)]
 
 
 def processes_on(gpus: int) -> int:
     """Returns the number of processes: a power of two, because it must divide the numbers of layers and heads."""
-    return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1)) if gpus else 0
+    return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1))
 
 
 def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
     """Returns checks that each strategy gives the same losses on all GPUs as a single process.
 
     They run in fp32 with eager attention, then with the default kernels (half precision and compiled layers). If there
-    is only one GPU, two processes share it.
+    is only one GPU, the processes share it.
     """
-    processes = max(2, processes_on(gpus))
-    no_gpu = None if gpus else "needs a GPU, but there is none"
-    experts = dataclasses.replace(runs, folder=runs.folder / "experts", model=EXPERTS)
+    model = dataclasses.replace(runs.model, architecture="mixtral")
+    experts = dataclasses.replace(runs, folder=runs.folder / "experts", model=model)
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
     checks = []
     for kernels in ("", DEFAULT_KERNELS):
         for name in STRATEGIES:
             chosen = experts if name == "ep" else runs
+            fewest = FEWEST_PROCESSES.get(name, 2)
+            processes = fewest if gpus == 1 else processes_on(gpus)
+            few = None
+            if processes < fewest:
+                few = f"needs {fewest} GPUs, or one that {fewest} processes share, but there are {gpus}"
             check = chosen.check_defaults if kernels else partial(chosen.check_like_single, precision="fp32")
-            reason = no_gpu or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
+            reason = few or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
             run = f"{name}{kernels.replace(' ', '-')}"
             checks.append(Check(f"strategy {name}{kernels}", partial(check, name, processes, name=run), reason))
     return checks
 
 
-def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 1) -> list[Check]:
-    """Returns the speed checks: defaults on one GPU and on all GPUs, baselines, then every attention and loss."""
-    defaults = (gpu.ATTENTIONS[0], gpu.LOSSES[0])
-    # Shapes with a published MFU come first.
-    with_bar = {shape for _, shape in BARS}
-    by_bar = sorted(scale.shapes, key=lambda shape: shape not in with_bar)
+def speed_checks(
+    scale: Scale, device: str, uncompiled: str | None, gpus: int = 1, no_fp8: str | None = None
+) -> list[Check]:
+    """Returns the speed checks: defaults on one GPU and on all GPUs, baselines, variants, then every kernel."""
+    defaults = (gpu.ATTENTIONS[0], scale.loss)
+    # Shapes whose check is compared with a published MFU come first.
+    published = {published_check(shape) for _, shape in BARS}
+    by_bar = sorted(scale.shapes, key=lambda shape: main_speed(shape) not in published)
     labels = [(shape, (documents, *defaults)) for documents in WINDOWS for shape in by_bar]
     crossed = [
         (shape, (documents, attention, loss))
@@ -314,17 +361,27 @@ def speed_checks(scale: Scale, device: str, uncompiled: str | None, gpus: int = 
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
         return Check(f"speed {shape} {peer}", partial(speed, shape, gpu.measure_peer, *given), uncompiled or large)
 
-    def on_all(shape: str, strategy: str) -> Check:
+    def on_all(shape: str, strategy: str, documents: str = "off") -> Check:
         processes = processes_on(gpus)
-        few = f"needs two GPUs, but there is {gpus or 'none'}" if processes < 2 else None
+        few = "needs two GPUs, but there is only one" if processes < 2 else None
         settings = [*gpu.settings_of(shape, strategy, processes), *scale.settings]
-        given = (strategy, processes, scale.shapes[shape], settings, REPORTS, scale.report_every)
-        name = f"speed {shape} {strategy} on all GPUs"
+        label = (documents, *defaults)
+        given = (strategy, processes, scale.shapes[shape], settings, label, REPORTS, scale.report_every)
+        name = several_speed(shape, strategy, documents)
         return Check(name, partial(speed, shape, gpu.measure_several, *given), uncompiled or few)
 
+    def varied(shape: str, variant: str) -> Check:
+        settings = [*gpu.settings_of(shape), *scale.settings]
+        given = (variant, scale.shapes[shape], settings, ("off", *defaults), REPORTS, scale.report_every)
+        measure = partial(speed, shape, gpu.measure_variant, *given)
+        reason = uncompiled or (no_fp8 if variant == "fp8" else None)
+        return Check(f"speed {shape} {variant}", measure, reason, speed_name(shape, ("off", *defaults)))
+
     several = [on_all(shape, strategy) for shape in scale.several for strategy in gpu.STRATEGIES]
+    several += [on_all(shape, "fsdp2", "on") for shape in scale.several]
+    variants = [varied(shape, variant) for shape in scale.varied for variant in gpu.VARIANTS]
     first = [own(*one) for one in labels]
-    return first + several + [beside(*one) for one in peers] + [own(*one) for one in crossed]
+    return first + several + [beside(*one) for one in peers] + variants + [own(*one) for one in crossed]
 
 
 def speed_name(shape: str, label: tuple[str, str, str]) -> str:
@@ -356,15 +413,6 @@ def refused_attention(name: str, documents: bool, device: str) -> str | None:
     return reason and f"{name} {reason}"
 
 
-def missing_compiler() -> str | None:
-    """Returns why torch.compile can't run on a GPU, or None if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "compiled kernels need triton, which is not installed"
-    if not (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")):
-        return "compiled kernels need a C compiler (gcc), but there is none"
-    return None
-
-
 def run_checks(checks: list[Check], results: Results) -> None:
     """Runs the checks that have no result, then those that failed before."""
     able = [check for check in checks if not check.why_not]
@@ -384,7 +432,10 @@ def run_checks(checks: list[Check], results: Results) -> None:
 
 
 def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None) -> list[str]:
-    """Formats Markdown tables for docs/performance.md: correctness, then one table of speeds per shape."""
+    """Formats Markdown tables for docs/performance.md: correctness, then one table of speeds per shape.
+
+    Says how many speeds are missing.
+    """
     lines = ["| check | | |", "|---|---|---|"]
     measured: dict[str, list[gpu.Row]] = {}
     for check in checks:
@@ -396,7 +447,9 @@ def tables(checks: list[Check], results: Results, shapes: Mapping[str, Shape], p
             lines.append(f"| {check.name} | {word} | {said} |")
     for shape, rows in measured.items():
         lines += ["", *gpu.table(shape, shapes[shape], rows, peak)]
-    return lines
+    speeds = [check for check in checks if check.name.startswith("speed ") and not check.why_not]
+    missing = [check.name for check in speeds if not results.of(check.name)]
+    return lines + (["", f"{len(missing)} of {len(speeds)} speeds aren't measured yet."] if missing else [])
 
 
 def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
@@ -410,7 +463,8 @@ def outcome_in_words(check: Check, results: Results) -> tuple[str, str]:
 def verdict(
     checks: list[Check], results: Results, shapes: Mapping[str, Shape], peak: float | None, gpu_name: str | None
 ) -> tuple[list[str], bool]:
-    """Formats the measured and published MFU, failed checks, checks that didn't run, and the verdict.
+    """Formats the measured and published MFU, the cost of settings, failed checks, checks that didn't run, and the
+    verdict.
 
     Returns (lines, True if some checks passed and none failed). A speed below the published one is a finding, not a
     failure.
@@ -427,9 +481,10 @@ def verdict(
     lines = [
         mfu_beside_published(shape, shapes[shape], results, peak, gpu_name)
         for shape in dict.fromkeys(shape for _, shape in BARS)
-        if main_speed(shape) in names
+        if published_check(shape) in names
     ]
     below = sum(line.startswith("finding:") for line in lines)
+    lines += [beside_default(check, results) for check in checks if check.default and not check.why_not]
     lines += [f"failed: {name}: {said}" for name, said in by_word[FAILED]]
     reasons: dict[str, list[str]] = {}
     for name, said in by_word[NOT_RUN]:
@@ -446,21 +501,46 @@ def verdict(
 
 
 def main_speed(shape: str) -> str:
-    """Returns the name of the check that measures the MFU in BARS."""
+    """Returns the name of the check that measures the default settings on one GPU."""
     return speed_name(shape, ("off", gpu.ATTENTIONS[0], gpu.LOSSES[0]))
+
+
+def several_speed(shape: str, strategy: str, documents: str = "off") -> str:
+    """Returns the name of the check that measures a strategy on all GPUs."""
+    return f"speed {shape} {strategy}{' documents' if documents == 'on' else ''} on all GPUs"
+
+
+def published_check(shape: str) -> str:
+    """Returns the name of the check to compare with BARS.
+
+    Shapes that need special settings to fit on one GPU are compared on all GPUs, as published.
+    """
+    return several_speed(shape, "fsdp2") if shape in gpu.SETTINGS else main_speed(shape)
+
+
+def beside_default(check: Check, results: Results) -> str:
+    """Formats a check's speed and memory as ratios to those of `check.default`."""
+    name = check.name.removeprefix("speed ")
+    rows = [(results.of(each) or {}).get("row") or {} for each in (check.name, check.default)]
+    if not all(row.get("tokens_per_second") and row.get("peak_memory_bytes") for row in rows):
+        return f"{name}: not measured beside the default settings"
+    speed, memory = (rows[0][key] / rows[1][key] for key in ("tokens_per_second", "peak_memory_bytes"))
+    return f"{name}: {speed:.3f} x the tokens/s and {memory:.3f} x the peak memory of the default settings"
 
 
 def mfu_beside_published(shape: str, sizes: Shape, results: Results, peak: float | None, gpu_name: str | None) -> str:
     """Formats a shape's MFU and the published MFU for this GPU. Takes the same arguments as `verdict`."""
     published, code = BARS.get((gpu_name, shape), (None, ""))
     reference = f"{code} published {published:.1%} for this GPU" if published else "none is published for this GPU"
-    label = f"MFU of {shape} at T={sizes.sequence_length:,}"
-    row = (results.of(main_speed(shape)) or {}).get("row") or {}
+    row = (results.of(published_check(shape)) or {}).get("row") or {}
+    gpus = row.get("gpus", 1)
+    strategy = f" with fsdp2 on {gpus} GPUs" if gpus > 1 else ""
+    label = f"MFU of {shape} at T={sizes.sequence_length:,}{strategy}"
     if not row.get("tokens_per_second"):
         return f"{label}: not measured; {reference}"
     if not peak:
         return f"{label}: this GPU's peak is unknown"
-    mfu = flops_per_token(sizes) * row["tokens_per_second"] / peak
+    mfu = flops_per_token(sizes) * row["tokens_per_second"] / (peak * gpus)
     return f"{'finding: ' if published and mfu < published else ''}{label}: {mfu:.1%}; {reference}"
 
 
@@ -481,12 +561,18 @@ def state_of(device: str, gpus: int) -> dict[str, Any]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=[""], metavar="TEXT", help="only run checks whose names contain one of these"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="TEXT",
+        help="only run checks whose names contain one of these, or only one check if this is its complete name",
     )
     parser.add_argument("--list", action="store_true", help="list the checks without running them")
     parser.add_argument("--again", action="store_true", help="rerun checks that already have a result")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="results folder (default: runs/gpu)")
+    # For testing this script on a CPU, with processes in place of GPUs.
     parser.add_argument("--device", choices=SCALES, default="cuda", help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=2, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -513,12 +599,12 @@ def main(arguments: list[str] | None = None) -> int:
     from pretrain.gpus import gpu_called
     from pretrain.hardware import device_in_words, peak_flops
 
-    gpus = torch.cuda.device_count() if given.device == "cuda" else 0
+    gpus = torch.cuda.device_count() if given.device == "cuda" else given.processes
     results = Results(given.output / RESULTS, state_of(given.device, gpus), given.again)
     worker = Worker()
     shapes = SCALES[given.device].shapes
     checks = checks_of(given.device, gpus, given.output.resolve() / results.key, worker)
-    checks = [check for check in checks if any(text in check.name for text in given.only)]
+    checks = selected(checks, given.only)
     if not checks:
         raise InputError(f"--only {' '.join(given.only)}: no check matches; see --list for their names")
     if given.list:

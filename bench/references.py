@@ -6,7 +6,6 @@ Every check returns an Outcome. Run kernel checks in a separate process, because
 import contextlib
 import itertools
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -18,13 +17,26 @@ from typing import Any
 
 from bench.shapes import END_OF_DOCUMENT_ID, Shape, write_model
 from pretrain.errors import InputError, shortened
+from pretrain.processes import signal_tree
 from pretrain.runs.event_log import read_metrics
-from pretrain_tools.experiments.parity import REFERENCE, TOLERANCES, Curve, largest_distance, read_curve, train_under
+from pretrain_tools.experiments.parity import (
+    REFERENCE,
+    TOLERANCES,
+    Curve,
+    largest_distance,
+    launch_command,
+    read_curve,
+    train_under,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = "passed"
 FAILED = "failed"
 NOT_RUN = "not run"
+HEAD_WIDTHS = (100, 256)
+"""Head widths to check separately: one that kernels have to pad, and the maximum in flash attention."""
+LOGIT_CAP = 2.0
+"""Cap that changes most of the logits in `loss_error`, whose standard deviation is 1."""
 MOST_ERROR = {"fp32": 1e-4, "bf16": 4e-2, "fp16": 1e-2}
 """Maximum relative error of all gradients together, ||found - reference|| / ||reference||.
 
@@ -46,11 +58,11 @@ class Outcome:
     """Numbers to save with the result."""
 
 
-def check_attention(name: str, device: str) -> Outcome:
+def check_attention(name: str, device: str, head_width: int | None = None) -> Outcome:
     """Compares a small Llama's loss and gradients with those of eager attention in fp32, computed per document.
 
-    Covers grouped-query attention, head dimensions 64 and 128, and sequences of 2.5 blocks, with and without a
-    document mask.
+    Covers grouped-query attention, head dimensions 64 and 128 or only `head_width`, and sequences of 2.5 blocks, with
+    and without a document mask.
     """
     from pretrain.config import WindowSpec
     from pretrain.hardware import DTYPES
@@ -59,30 +71,34 @@ def check_attention(name: str, device: str) -> Outcome:
     half = half_precision(device)
     errors = {}
     refusals = []
-    for precision, head_width, documents in (
-        (half, 64, True),
-        (half, 64, False),
-        (half, 128, True),
-        ("fp32", 64, True),
-    ):
+    cases = [(half, 64, True), (half, 64, False), (half, 128, True), ("fp32", 64, True)]
+    if head_width is not None:
+        cases = [(half, head_width, True), (half, head_width, False)]
+    for precision, width, documents in cases:
         window = WindowSpec(ATTENTION_WINDOW, documents)
         try:
             chosen = choose_attention(name, device_type=device, dtype=DTYPES[precision], window=window)
         except InputError as error:
             refusals += [reason for reason in error.problems if reason not in refusals]
             continue
-        error = attention_error(chosen, device, precision, head_width, documents)
-        case = f"{precision}, heads of {head_width}, {'documents' if documents else 'whole windows'}"
+        error = attention_error(chosen, device, precision, width, documents)
+        case = f"{precision}, heads of {width}, {'documents' if documents else 'whole windows'}"
         errors[case] = (error, MOST_ERROR[precision])
     return judged(errors, refusals)
 
 
-def check_loss(backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304)) -> Outcome:
+def check_loss(
+    backend: str, device: str, sizes: tuple[int, int, int] = (4096, 256, 50_304), cap: float | None = None
+) -> Outcome:
     """Compares a backend's loss and its gradients for all inputs with those from full logits in fp32.
 
-    sizes: (tokens, hidden size, vocabulary size). Every eighth target is ignored. Uses z-loss if the backend has it.
+    Every eighth target is ignored. Uses z-loss if the backend has it.
+
+    Args:
+        sizes: (tokens, hidden size, vocabulary size).
+        cap: replaces the logits by cap x tanh(logits / cap).
     """
-    errors = {precision: (loss_error(backend, device, precision, sizes), MOST_ERROR[precision])
+    errors = {precision: (loss_error(backend, device, precision, sizes, cap), MOST_ERROR[precision])
               for precision in (half_precision(device), "fp32")}  # fmt: skip
     return judged(errors, [])
 
@@ -198,7 +214,9 @@ def loss_of_documents_alone(model: Any, inputs: Any, targets: Any) -> Any:
     return total / targets.numel()
 
 
-def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int, int]) -> float:
+def loss_error(
+    backend: str, device: str, precision: str, sizes: tuple[int, int, int], cap: float | None = None
+) -> float:
     """Returns the largest relative error of the loss and its gradients for hidden states, head and bias."""
     import torch
 
@@ -216,7 +234,7 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
     for name, chosen in (("logits", "fp32"), (backend, precision)):
         with autocast(device, chosen):
             loss, _ = next_token_loss(
-                inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=1e-3, backend=name
+                inputs[0], inputs[1], targets.to(device), head_bias=inputs[2], z_loss=1e-3, cap=cap, backend=name
             )
         results.append((loss.detach(), *(g / LOSS_SCALE for g in torch.autograd.grad(loss * LOSS_SCALE, inputs))))
     reference, found = results
@@ -225,7 +243,8 @@ def loss_error(backend: str, device: str, precision: str, sizes: tuple[int, int,
 
 MODEL = Shape("llama", 8, 128, 8, 1024, 128, 16)
 """Model for the runs. It has enough layers and heads for eight pipeline stages or tensor-parallel ranks."""
-EXPERTS = replace(MODEL, architecture="mixtral")
+SMALL_MODEL = replace(MODEL, layers=2, sequence_length=64, sequences=8)
+"""Model for the runs on a CPU, with two pipeline stages."""
 STEPS = 12
 KILL_AFTER_STEP = 6
 KILL_SECONDS = 600
@@ -245,6 +264,12 @@ print("largest difference", (logits[0] - logits[1]).abs().max().item())
 """
 
 
+def default_kernels(precision: str = "auto") -> list[str]:
+    """Returns the settings for fast attention, compiled layers and loss, in half precision or in `precision`."""
+    settings = {"precision": precision, "attention": "auto", "compile": "regional", "loss.backend": "auto"}
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
 @dataclass(frozen=True)
 class Runs:
     """Runs of a small recipe in fp32 with eager attention, whose kernels are deterministic.
@@ -252,7 +277,7 @@ class Runs:
     Args:
         folder: folder for the shards, the recipe and the runs. Later checks reuse it.
         device: cuda or cpu.
-        model: MODEL, or EXPERTS for expert parallelism.
+        model: model and batch size.
     """
 
     folder: Path
@@ -262,6 +287,8 @@ class Runs:
     def recipe(self) -> Path:
         """Writes the recipe and prepares its data from the project's documentation. Returns the recipe's path."""
         path, shards, tokenizer = (self.folder / name for name in ("recipe.yaml", "shards", "tokenizer"))
+        if path.exists():  # it is written last
+            return path
         self.folder.mkdir(parents=True, exist_ok=True)
         model = write_model(self.model, self.folder)
         text = ["prepare_data.py", "--input", "docs/*.md"]
@@ -274,9 +301,9 @@ precision: fp32
 attention: eager
 compile: none
 loss: {{backend: chunked}}
-data: {{train: [{{shards: {shards}}}], sequence_length: {MODEL.sequence_length}, document_mask: true}}
+data: {{train: [{{shards: {shards}}}], sequence_length: {self.model.sequence_length}, document_mask: true}}
 budget: {{steps: {STEPS}}}
-batch: {{tokens_per_step: {MODEL.tokens_per_step}, sequences_per_micro_batch: 2}}
+batch: {{tokens_per_step: {self.model.tokens_per_step}, sequences_per_micro_batch: 2}}
 optim: {{learning_rate: 1e-3, warmup_steps: 2}}
 checkpoint: {{every_steps: 4, keep_last: 9}}
 validation: {{every_steps: 6, sequences: 8}}
@@ -329,17 +356,37 @@ export: {{dtype: fp32}}
 
     def check_defaults(self, strategy: str = REFERENCE, processes: int = 1, name: str = "defaults") -> Outcome:
         """Checks the default kernels: half precision, fast attention, compiled layers and loss."""
-        paths = ("precision", "attention", "compile", "loss.backend")
-        settings = [part for path in paths for part in (f"--{path}", "regional" if path == "compile" else "auto")]
         precision = half_precision(self.device)
-        return self.check_like_single(strategy, processes, *settings, name=name, precision=precision)
+        return self.check_like_single(strategy, processes, *default_kernels(), name=name, precision=precision)
+
+    def check_fp8(self) -> Outcome:
+        """Checks fp8 with the default kernels."""
+        return self.check_like_single(REFERENCE, 1, *default_kernels("fp8"), name="fp8", precision="fp8")
+
+    def check_memory_budget(self) -> Outcome:
+        """Checks that the default kernels with half of the activations give the same losses."""
+        settings = [*default_kernels(), "--activation_checkpointing.memory_budget", "0.5"]
+        precision = half_precision(self.device)
+        return self.check_like_single(REFERENCE, 1, *settings, name="memory-budget", precision=precision)
+
+    def check_deterministic(self) -> Outcome:
+        """Checks that `check_kill` also passes for the default kernels with `deterministic: true`."""
+        settings = [*default_kernels(), "--deterministic", "true"]
+        reference = self.train(REFERENCE, 1, "deterministic", *settings)
+        if isinstance(reference, Outcome):
+            return reference
+        return self._kill_and_compare(reference, "deterministic", *settings)
 
     def check_kill(self) -> Outcome:
         """Checks that a killed and resumed run matches the uninterrupted run bit for bit."""
-        reference = self.reference()
-        run = self.folder / "killed"
+        return self._kill_and_compare(self.reference(), REFERENCE)
+
+    def _kill_and_compare(self, reference: Curve, name: str, *settings: str) -> Outcome:
+        """Kills a run and resumes it, and compares it with the run called `name`, whose curve is `reference`."""
+        run = self.folder / f"{name}-killed"
         shutil.rmtree(run, ignore_errors=True)
-        command = ["train.py", "--config", str(self.recipe()), "--output", str(run)]
+        # The same launcher as for the reference, so that a CPU run also uses the same number of threads.
+        command = launch_command(REFERENCE, 1, self.recipe(), run, list(settings))[1:]
         if problem := self._kill_after(run, KILL_AFTER_STEP, command):
             return Outcome(FAILED, problem)
         before = read_curve(run).loss
@@ -347,7 +394,7 @@ export: {{dtype: fp32}}
         if not any(event["event"] == "resume" for event in read_metrics(run)):
             return Outcome(FAILED, "the run started over instead of resuming")
         curve = read_curve(run)
-        weights = [(folder / "final/model.safetensors").read_bytes() for folder in (run, self.folder / REFERENCE)]
+        weights = [(folder / "final/model.safetensors").read_bytes() for folder in (run, self.folder / name)]
         if curve == reference and weights[0] == weights[1]:
             return Outcome(
                 PASSED, f"killed after step {max(before)} of {STEPS}: losses, norms and weights bit-identical"
@@ -376,8 +423,8 @@ export: {{dtype: fp32}}
         return Outcome(PASSED if difference == 0 else FAILED, said)
 
     def _kill_after(self, run: Path, step: int, command: list[str]) -> str | None:
-        """Starts a run and kills it with its children once it has logged `step`. Returns the problem if this fails."""
-        log = self.folder / "killed.log"
+        """Starts a run and kills it with its launcher once it has logged `step`. Returns the problem if this fails."""
+        log = self.folder / f"{run.name}.log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, *command], cwd=ROOT, stdout=file, stderr=file, start_new_session=True
@@ -391,8 +438,7 @@ export: {{dtype: fp32}}
                     return f"step {step} was not logged within {KILL_SECONDS} s"
                 time.sleep(0.02)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            signal_tree(process.pid, signal.SIGKILL)
             process.wait()
         return None if process.returncode == -signal.SIGKILL else "the run exited before it could be killed"
 

@@ -139,3 +139,17 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return process_state(pid) not in ("Z", "X")
+
+
+def signal_tree(pid: int, number: int) -> None:
+    """Sends a signal to a process and all its descendants, including those in other process groups.
+
+    torch's launcher starts each rank in its own process group, so os.killpg doesn't reach the ranks.
+    """
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)

@@ -24,6 +24,7 @@ from pretrain.config import RunConfig
 from pretrain.errors import EXIT_BAD_INPUT, InputError, did_you_mean
 from pretrain.files import ROOT
 from pretrain.mesh_sizes import DIMENSIONS, Sizes, setting
+from pretrain.processes import signal_tree
 from pretrain.recipe import read_run_config
 from pretrain.runs.event_log import read_metrics
 from pretrain.runs.run_folder import read_json
@@ -280,7 +281,7 @@ def run_on_one_gpu(command: list[str], processes: int, log: TextIO) -> int:
     finally:
         for process in launched:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                signal_tree(process.pid, signal.SIGKILL)
                 process.wait()
 
 

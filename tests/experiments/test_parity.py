@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import time
 from types import SimpleNamespace
 from typing import get_args
 
@@ -17,6 +18,7 @@ from pretrain.errors import InputError
 from pretrain.mesh_sizes import Sizes
 from pretrain.optim import muon
 from pretrain.optim.optimizers import OPTIMIZERS, optimizer_builder
+from pretrain.processes import is_alive
 from pretrain.recipe import pair_up, read_run_config
 from pretrain.runs.run_folder import read_json
 from pretrain.training.auto_settings import resolve_auto
@@ -210,14 +212,19 @@ def test_the_list_of_optimizers_that_compute_in_bf16_is_right(name, monkeypatch)
 
 
 MACHINE = """\
-import os, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
 options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 rank = options["--machine_rank"]
 assert options["--num_machines"] == "2" and os.environ["NCCL_HOSTID"] == f"machine-{rank}"
 (Path(sys.argv[1]) / rank).write_text(options["--main_process_port"])
 if rank == "1":
+    while not (Path(sys.argv[1]) / "child").exists():
+        time.sleep(0.02)
     sys.exit(5)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as torch's launcher starts a rank
+(Path(sys.argv[1]) / "writing").write_text(str(child.pid))
+(Path(sys.argv[1]) / "writing").rename(Path(sys.argv[1]) / "child")
 time.sleep(600)
 """
 
@@ -227,6 +234,11 @@ def test_processes_that_share_a_gpu_are_machines_with_one_rendezvous_and_end_tog
     with (tmp_path / "log").open("w") as log:
         assert parity.run_on_one_gpu(command, 2, log) == 5, (tmp_path / "log").read_text()
     assert (tmp_path / "1").read_text() not in ("", "0")
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 60
+    while is_alive(child):
+        assert time.monotonic() < end, "the rank must be killed"
+        time.sleep(0.02)
 
 
 def test_a_strategy_and_a_mesh_match_one_process(recipe, tmp_path, capsys, monkeypatch):

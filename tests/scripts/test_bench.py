@@ -63,6 +63,20 @@ def test_contestants_take_turns_and_none_is_left(tmp_path):
     assert fast.steps_file.stat().st_size == size, "the process must be paused"
 
 
+def test_a_launchers_ranks_are_paused_and_killed_although_they_have_their_own_sessions(tmp_path):
+    """Otherwise, the ranks of `accelerate launch` would go on training after their measurement."""
+    ranks = contestant(tmp_path, "ranks", 0.02)
+    started = "subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True).wait()"
+    ranks.command = ["-c", f"import subprocess, sys; {started}", *ranks.command]
+    fast = contestant(tmp_path, "fast", 0.02)
+    contest.hold([ranks, fast], ROOT, rounds=1, reports=10, warm_up=1)
+    lines = [json.loads(line) for line in ranks.steps_file.read_text().splitlines()]
+    assert max(after["time"] - before["time"] for before, after in itertools.pairwise(lines)) > 0.03
+    size = ranks.steps_file.stat().st_size
+    time.sleep(0.2)
+    assert ranks.steps_file.stat().st_size == size, "the rank must be dead"
+
+
 def test_a_contestant_that_dies_is_reported_with_its_output_and_the_others_end(tmp_path):
     well, bad = contestant(tmp_path, "well", 0.02), contestant(tmp_path, "bad", 0.02)
     bad.command = ["-c", "raise SystemExit('no such model')"]

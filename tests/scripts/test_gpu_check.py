@@ -95,13 +95,12 @@ def test_the_most_important_checks_come_first(tmp_path):
     assert speeds[4:8] == [f"{shape} documents {default}" for shape in ("124m", "1.3b", "350m", "7b")]
     several = [f"{shape} {strategy} on all GPUs" for shape in ("1.3b", "7b") for strategy in ("ddp", "fsdp2", "hsdp")]
     assert speeds[8:14] == several
-    assert speeds[14:17] == ["124m plain_compiled", "124m bare_compiled", "124m trainer"]
-    assert len(speeds) == len(set(speeds)) == 4 * 2 * 4 * 3 + 4 * 3 + 6
+    assert speeds[14:16] == ["1.3b fsdp2 documents on all GPUs", "7b fsdp2 documents on all GPUs"]
+    assert speeds[16:19] == ["124m plain_compiled", "124m bare_compiled", "124m trainer"]
+    assert len(speeds) == len(set(speeds)) == 4 * 2 * 4 * 3 + 4 * 3 + 6 + 2 + 2 * 3
 
 
 def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
-    reasons = {check.name: check.why_not for check in strategy_checks(Runs(tmp_path, "cuda"), 0, None)}
-    assert reasons["strategy ddp"] == "needs a GPU, but there is none"
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
     checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 6, "no triton")}
     assert checks["strategy fsdp2 with default kernels"].why_not == "no triton"
@@ -109,12 +108,70 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     assert checks["strategy tp"].measure.args == ("tp", 4), (
         "the number of processes must be a power of two, to divide heads and layers"
     )
-    assert "triton" in gpu_check.missing_compiler()
     with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic; install them"):
         gpu_check.require_packages()
     speeds = {check.name: check.why_not for check in speed_checks(SCALES["cuda"], "cpu", None)}
     assert "flash_attention_2 does not run on cpu" in speeds["speed 124m documents flash_attention_2 logits"]
     assert "too large" in speeds["speed 7b trainer"]
+
+
+def test_without_pythons_headers_compiled_checks_do_not_run(monkeypatch, tmp_path):
+    """All other checks still run."""
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    reasons = {check.name: check.why_not or "" for check in checks_of("cpu", 2, tmp_path, Worker())}
+    compiled = ["loss chunked_compiled", "train with default kernels", "strategy ddp with default kernels"]
+    compiled += ["kill -9 with deterministic kernels", "train with memory_budget 0.5", "speed small ddp on all GPUs"]
+    for name in compiled:
+        assert "Python.h is missing" in reasons[name] and "apt install build-essential python3-dev" in reasons[name]
+    for name in ("loss chunked with capped logits", "train single", "kill -9 and resume", "strategy ddp"):
+        assert reasons[name] == ""
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(1, 4), (2, None), (3, None), (4, 4), (8, 8)])
+def test_fsdp_tp_needs_four_processes(gpus, processes, tmp_path):
+    """With two, it would be the same as tp."""
+    checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), gpus, None)}
+    check = checks["strategy fsdp_tp"]
+    if processes is None:
+        assert check.why_not == f"needs 4 GPUs, or one that 4 processes share, but there are {gpus}"
+    else:
+        assert check.why_not is None and check.measure.args == ("fsdp_tp", processes)
+    assert checks["strategy tp"].why_not is None
+
+
+def test_a_complete_name_selects_only_its_check():
+    checks = [Check(name, None) for name in ("strategy ddp", "strategy ddp with default kernels", "export")]
+    assert gpu_check.selected(checks, ["strategy ddp"]) == checks[:1]
+    assert gpu_check.selected(checks, ["ddp"]) == checks[:2]
+    assert gpu_check.selected(checks, ["strategy ddp", "exp"]) == [checks[0], checks[2]]
+    assert gpu_check.selected(checks, [""]) == checks and gpu_check.selected(checks, ["none"]) == []
+
+
+def test_the_whole_command_trains_on_a_cpu(tmp_path):
+    """Two processes stand in for two GPUs."""
+    command = ["bench/gpu_check.py", "--device", "cpu", "--output", tmp_path, "--only"]
+    first = ["train single", "strategy ddp", "strategy fsdp2"]
+    done = run_script(*command, *first, check=False, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = [*first, "kill -9 and resume", "export in plain transformers", "speed small ddp on all GPUs"]
+    # A new interpreter, because the ranks to kill must be children of their launcher, and the export must be loaded
+    # without the project's modules.
+    done = run_script(*command, *ran, "strategy fsdp_tp", check=False, fresh=True, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 checks already have a result" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    said = {line["name"]: line["said"] for line in lines if line.get("outcome") == PASSED}
+    assert list(said) == ran
+    assert said["train single"].startswith("loss started at 6.9")
+    assert "of 12: losses, norms and weights bit-identical" in said["kill -9 and resume"]
+    assert said["export in plain transformers"].startswith("logits differ by 0.0e+00")
+    assert "loss within" in said["strategy ddp"] and "loss within" in said["strategy fsdp2"]
+    row = Row(**next(line["row"] for line in lines if "row" in line))
+    assert (row.name, row.documents, row.gpus) == ("ddp, 2 GPUs", "off", 2) and row.tokens_per_second > 0
+    table = (tmp_path / "table.md").read_text()
+    assert "| strategy fsdp_tp | not run | needs 4 GPUs" in table and "| ddp, 2 GPUs | off | auto |" in table
+    assert "aren't measured yet" not in table
+    assert done.stdout.splitlines()[-1] == "passed: 6 passed, 1 not run"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is available")
@@ -151,8 +208,49 @@ def test_the_verdict_compares_the_mfu_with_published_figures_and_allows_slowness
     assert "peak is unknown" in lines[0] and good
     printed = "\n".join(tables(checks, results, GPU_SHAPES, 1e15))
     assert "| groundwork | off | auto | chunked_compiled |" in printed and "| 41.0% | 1.0 GiB | 9 s |" in printed
+    assert "2 of 4 speeds aren't measured yet." in printed
     lines, good = verdict(checks[2:], results, GPU_SHAPES, 1e15, "h100")
     assert lines == ["incomplete: 2 missing"] and not good
+
+
+def test_7b_is_compared_with_published_figures_on_all_gpus(tmp_path):
+    name = "speed 7b fsdp2 on all GPUs"
+    checks = [check for check in speed_checks(SCALES["cuda"], "cpu", None, 8) if check.name == name]
+    results = Results(tmp_path / "results.jsonl", {})
+    lines, _ = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
+    assert lines[0] == "MFU of 7b at T=2,048: not measured; llm-foundry published 46.4% for this GPU"
+    speed = 8 * 0.45 * 1e15 / gpu_check.flops_per_token(GPU_SHAPES["7b"])
+    row = Row("fsdp2, 8 GPUs", "off", "auto", "chunked_compiled", speed, 2**30, 9.0, gpus=8)
+    results.add(name, gpu_check.speed("7b", lambda: row), 60.0)
+    lines, good = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
+    below = "MFU of 7b at T=2,048 with fsdp2 on 8 GPUs: 45.0%; llm-foundry published 46.4% for this GPU"
+    assert lines[0] == f"finding: {below}" and good
+
+
+def test_settings_are_compared_with_the_defaults(tmp_path, monkeypatch):
+    """A ratio is only shown if both speeds were measured."""
+    seen = {}
+
+    def measure(shape, settings, labels, *_):
+        seen[tuple(settings)] = labels
+        return Row("groundwork", *labels, 900.0 if settings else 1000.0, 2**30, 9.0)
+
+    monkeypatch.setattr("bench.gpu.measure_own", measure)
+    names = ["speed 124m deterministic", "speed 124m fp8", "speed 124m memory_budget 0.5"]
+    every = speed_checks(SCALES["cuda"], "cpu", None, no_fp8="needs fp8 tensor cores")
+    checks = [check for check in every if check.name in names]
+    assert [check.why_not for check in checks] == [None, "needs fp8 tensor cores", None]
+    results = Results(tmp_path / "results.jsonl", {})
+    results.add(names[0], checks[0].measure(), 60.0)
+    assert list(seen.items()) == [(("deterministic=true",), ("off", "auto", "chunked_compiled"))]
+    assert results.of(names[0])["row"]["name"] == "groundwork, deterministic"
+    lines, _ = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
+    assert lines[0] == "124m deterministic: not measured beside the default settings"
+    results.add(checks[0].default, gpu_check.speed("124m", lambda: measure(None, [], ("off", "auto", "logits"))), 60.0)
+    lines, _ = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
+    assert lines[0] == ("124m deterministic: 0.900 x the tokens/s and 1.000 x the peak memory of the default settings")
+    assert lines[1] == "124m memory_budget 0.5: not measured beside the default settings"
+    assert lines[2] == f"not run: {names[1]}: needs fp8 tensor cores"
 
 
 def test_bars_name_gpus_and_shapes_that_are_known():
@@ -173,6 +271,7 @@ def test_out_of_memory_and_a_broken_baseline_are_not_failures():
     ("gpus", "processes", "strategy", "shape", "adafactor"),
     [
         (2, 2, "ddp", "1.3b", False),
+        (2, 2, "fsdp2 documents", "1.3b", False),
         (2, 2, "fsdp2", "7b", True),
         (4, 4, "hsdp", "7b", False),
         (8, 8, "fsdp2", "7b", False),
@@ -195,7 +294,10 @@ def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes,
     (check,) = [check for check in speed_checks(SCALES["cuda"], "cpu", None, gpus) if check.name == name]
     assert check.why_not is None
     outcome = check.measure()
+    strategy, _, documents = strategy.partition(" ")
+    mask = "on" if documents else "off"
     command = held["contestant"].command
+    assert ("--data.document_mask" in command) == bool(documents)
     tokens = str(processes * GPU_SHAPES[shape].tokens_per_step)
     assert command[:2] == ["-m", "accelerate.commands.launch"] and f"accelerate_configs/{strategy}.yaml" in command
     assert command[command.index("--num_processes") + 1] == str(processes)
@@ -204,7 +306,7 @@ def test_all_gpus_are_measured_under_each_strategy(monkeypatch, gpus, processes,
     assert outcome.word == PASSED and outcome.figures["row"]["gpus"] == processes
     lines = "\n".join(gpu_check.gpu.table(shape, GPU_SHAPES[shape], [Row(**outcome.figures["row"])], 1e15))
     mfu = gpu_check.flops_per_token(GPU_SHAPES[shape]) * 1000.0 / 1e15
-    assert f"| {strategy}, {processes} GPUs | off |" in lines and f"| {mfu:.1%} |" in lines
+    assert f"| {strategy}, {processes} GPUs | {mask} |" in lines and f"| {mfu:.1%} |" in lines
 
 
 def test_the_command_for_several_gpus_trains(tmp_path):
@@ -242,24 +344,29 @@ def test_a_process_that_dies_is_a_failure_and_the_next_check_has_another():
         worker.end()
 
 
+@pytest.mark.parametrize("cap", [None, references.LOGIT_CAP])
 @pytest.mark.parametrize("backend", ["chunked", "logits"])
-def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_detected(backend, monkeypatch):
-    assert check_loss(backend, "cpu", SCALES["cpu"].loss_sizes).word == PASSED
+def test_losses_are_right_on_a_cpu_and_a_wrong_one_is_detected(backend, cap, monkeypatch):
+    assert check_loss(backend, "cpu", SCALES["cpu"].loss_sizes, cap).word == PASSED
     right = loss_module.LOSS_BACKENDS[backend]
 
-    def wrong(hidden, *rest):
-        loss, cross_entropy = right(hidden * 1.01, *rest)
-        return loss, cross_entropy
+    def wrong(hidden, weight, bias, targets, z_loss, given_cap, *rest):
+        if cap is None:
+            return right(hidden * 1.01, weight, bias, targets, z_loss, given_cap, *rest)
+        return right(hidden, weight, bias, targets, z_loss, None, *rest)  # ignores the cap
 
     monkeypatch.setitem(loss_module.LOSS_BACKENDS, backend, wrong)
     if backend != "logits":  # the reference
-        found = check_loss(backend, "cpu", SCALES["cpu"].loss_sizes)
+        found = check_loss(backend, "cpu", SCALES["cpu"].loss_sizes, cap)
         assert found.word == FAILED and "fp32: error" in found.said
 
 
 def test_attention_is_right_on_a_cpu_and_a_wrong_document_end_is_detected(monkeypatch):
     found = check_attention("sdpa", "cpu")
     assert found.word == PASSED and len(found.figures["errors"]) == 4
+    for width in references.HEAD_WIDTHS:
+        found = check_attention("sdpa", "cpu", width)
+        assert found.word == PASSED and f"heads of {width}, documents" in found.said
     layout = attention_module.document_layout
 
     def one_late(ids, end):
@@ -292,3 +399,97 @@ def test_a_strategy_is_compared_with_one_process(outcome, word, said, monkeypatc
     monkeypatch.setattr(references, "train_under", lambda strategy, *_: trained[strategy])
     found = Runs(tmp_path, "cuda").check_like_single("ddp", 2, name="ddp", precision="fp32")
     assert found.word == word and said in found.said
+
+
+def test_a_loss_that_does_not_fall_is_a_failure(monkeypatch, tmp_path):
+    flat = Curve(dict.fromkeys(range(1, 13), 6.9), dict.fromkeys(range(1, 13), 1.0))
+    monkeypatch.setattr(Runs, "recipe", lambda runs: runs.folder / "recipe.yaml")
+    monkeypatch.setattr(references, "train_under", lambda *_: StrategyOutcome(flat))
+    assert Runs(tmp_path, "cpu").check_single() == Outcome(FAILED, "loss started at 6.9000 and ended at 6.9000")
+
+
+def write_run(folder, curve, weights=b"weights", resumed=True):
+    """Writes the metrics and weights of a run."""
+    (folder / "final").mkdir(parents=True)
+    (folder / "final/model.safetensors").write_bytes(weights)
+    lines = [
+        {"event": "train", "step": step, "loss": loss, "grad_norm": curve.grad_norm[step]}
+        for step, loss in curve.loss.items()
+    ]
+    lines += [{"event": "resume", "step": 4}] if resumed else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "word", "said"),
+    [
+        ({}, {}, PASSED, "killed after step 12 of 12: losses, norms and weights bit-identical"),
+        ({}, {"curve": Curve(REFERENCE.loss | {8: 6.0}, REFERENCE.grad_norm)}, FAILED, "difference is in step 8"),
+        ({3: 6.0}, {"curve": Curve(REFERENCE.loss | {3: 6.0}, REFERENCE.grad_norm)}, FAILED, "not deterministic"),
+        ({}, {"weights": b"others"}, FAILED, "the weights differ"),
+        ({}, {"resumed": False}, FAILED, "started over"),
+        ("the run exited before it could be killed", {}, FAILED, "the run exited before it could be killed"),
+    ],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_resumed_run_that_differs_is_a_failure(before, change, word, said, deterministic, monkeypatch, tmp_path):
+    """The same rules apply to the default kernels with deterministic: true, which have their own reference."""
+    name = "deterministic" if deterministic else "single"
+    commands = []
+
+    def kill(runs, run, step, command):
+        if isinstance(before, str):
+            return before
+        write_run(run, Curve(REFERENCE.loss | before, REFERENCE.grad_norm), resumed=False)
+        return None
+
+    def resume(runs, *command):
+        commands.append(command)
+        references.shutil.rmtree(tmp_path / f"{name}-killed")
+        write_run(tmp_path / f"{name}-killed", **{"curve": REFERENCE, **change})
+
+    def train(runs, strategy, processes, run, *settings):
+        write_run(tmp_path / run, REFERENCE, resumed=False)
+        return REFERENCE
+
+    monkeypatch.setattr(Runs, "recipe", lambda runs: runs.folder / "recipe.yaml")
+    monkeypatch.setattr(Runs, "train", train)
+    monkeypatch.setattr(Runs, "_kill_after", kill)
+    monkeypatch.setattr(Runs, "_python", resume)
+    runs = Runs(tmp_path, "cpu")
+    found = runs.check_deterministic() if deterministic else runs.check_kill()
+    assert found.word == word and said in found.said
+    for command in commands:
+        assert ("--deterministic" in command) == deterministic and ("regional" in command) == deterministic
+
+
+@pytest.mark.parametrize(
+    ("status", "printed", "log", "word", "said"),
+    [
+        (0, "largest difference 0.0", "export verified: loss 6.1", PASSED, "logits differ by 0.0e+00"),
+        (0, "largest difference 0.5", "export verified: loss 6.1", FAILED, "logits differ by 5.0e-01"),
+        (0, "largest difference 0.0", "nothing", FAILED, "train.log doesn't say"),
+        (1, "", "export verified: loss 6.1", FAILED, "ValueError: no such model"),
+    ],
+)
+def test_an_export_that_differs_is_a_failure(status, printed, log, word, said, monkeypatch, tmp_path):
+    ended = subprocess.CompletedProcess([], status, printed, "Traceback\nValueError: no such model\n")
+    monkeypatch.setattr(Runs, "reference", lambda runs: REFERENCE)
+    monkeypatch.setattr(references.subprocess, "run", lambda *_, **__: ended)
+    (tmp_path / "single").mkdir()
+    (tmp_path / "single/train.log").write_text(log + "\n")
+    found = Runs(tmp_path, "cpu").check_export()
+    assert found.word == word and said in found.said
+
+
+@pytest.mark.parametrize(("check", "precision"), [("check_fp8", "fp8"), ("check_memory_budget", "bf16")])
+def test_fp8_and_memory_budgets_are_compared_with_fp32(check, precision, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(references, "half_precision", lambda device: "bf16")
+    monkeypatch.setattr(Runs, "check_like_single", lambda runs, *given, **more: seen.append((given, more)))
+    getattr(Runs(tmp_path, "cuda"), check)()
+    ((strategy, processes, *settings), more) = seen[0]
+    pairs = dict(zip(settings[::2], settings[1::2], strict=True))
+    assert (strategy, processes, more["precision"]) == ("single", 1, precision)
+    assert pairs["--precision"] == ("fp8" if precision == "fp8" else "auto") and pairs["--compile"] == "regional"
+    assert pairs.get("--activation_checkpointing.memory_budget") == (None if precision == "fp8" else "0.5")

@@ -41,7 +41,7 @@ def run_of(folder, rank=0, ranks=1) -> Run:
     run.state = SimpleNamespace(step=1, tokens=0, seconds=0.0, skipped_steps=0)
     run.whole_plan = SimpleNamespace(precision="fp32")
     batches = SimpleNamespace(begins_segment=lambda step: False)
-    run.plan = SimpleNamespace(total_steps=100, batches=batches, flops_before=lambda step: 0.0)
+    run.plan = SimpleNamespace(precision="fp32", total_steps=100, batches=batches, flops_before=lambda step: 0.0)
     run.checkpoints = SimpleNamespace(last_step=1)
     run.throughput = Throughput()
     watch_over(run, START)
