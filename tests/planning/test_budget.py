@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pretrain.config import MemoryBudget
 from pretrain.errors import InputError
 from pretrain.gpus import GIB
 from pretrain_tools.planning.budget import (
@@ -72,7 +73,7 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
     best, usable = sized.best, given.hardware.usable_bytes
     assert sized.memory.total <= usable
     seconds = []
-    for checkpointing in ("none", "full"):
+    for checkpointing in ("none", "full", MemoryBudget(memory_budget=0.5)):
         case = sized.case.changed(activation_checkpointing=checkpointing)
         for name in COMPARED:
             divided = layout(name, 8, 1)
