@@ -87,6 +87,14 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
         assert best.name != "ddp", "ddp must not be chosen: model and optimizer states alone need 19 GB"
 
 
+@pytest.mark.parametrize(("memory", "setting"), [(40, "none"), (24, "{memory_budget: 0.5}"), (20, "full")])
+def test_activations_are_recomputed_as_little_as_memory_allows(memory, setting, quick_traces):
+    given = budget(find_gpu("h100", memory_bytes=memory * GIB), gpus=1)
+    sized = size(given, Shape(24, 2048, 32_000))
+    assert str(sized.config.activation_checkpointing) == setting
+    assert sized.memory.total <= given.hardware.usable_bytes
+
+
 def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):
     small = find_gpu("h100", memory_bytes=6 * GIB)
     run = choose_run(budget(small, gpus=1, flops=1e21))
