@@ -76,6 +76,7 @@ CASES = (
     Case("ddp", "llama 5M", "fp32", 4, 1),
     Case("ddp", "llama 5M", "bf16", 4, 2),
     Case("ddp", "llama 25M", "bf16", 1, 1),
+    Case("ddp", "llama 5M", "bf16", 4, 1, {"compile": "regional"}),
     Case("fsdp2", "llama 5M", "fp32", 4, 1),
     Case("fsdp2", "llama 5M", "bf16", 4, 2),
     Case("fsdp2", "llama 25M", "bf16", 2, 1, FULL),

@@ -373,6 +373,8 @@ def set_dotted(values: dict, key: str, text: str) -> str | None:
                 values[name] = {}
             if key.startswith("model.") and isinstance(values.get(name), str):
                 values[name] = {"config": values[name]}
+            if name == "activation_checkpointing":
+                values[name] = {}  # instead of none, full or a share
             values = values[int(name) if isinstance(values, list) else name]
         values[int(last) if isinstance(values, list) else last] = value
     except (KeyError, ValueError, IndexError, TypeError):

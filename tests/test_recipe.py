@@ -48,7 +48,9 @@ def test_activations_are_recomputed_by_a_word_a_share_or_a_budget(recipe):
         return read_run_config(recipe, [("activation_checkpointing", text)]).activation_checkpointing
 
     assert [read("full"), read("50%"), read("{memory_budget: 80%}").memory_budget] == ["full", 0.5, 0.8]
-    assert read_run_config(recipe, [("activation_checkpointing.memory_budget", "0.5")])
+    for before in ("none", "full", "50%"):
+        given = [("activation_checkpointing", before), ("activation_checkpointing.memory_budget", "0.5")]
+        assert read_run_config(recipe, given).activation_checkpointing.memory_budget == 0.5
     for text, problem in (
         ("some", "--activation_checkpointing: Input should be 'none' or 'full'"),
         ("1.5", "--activation_checkpointing: Input should be less than 1"),

@@ -16,7 +16,15 @@ from pretrain.errors import InputError
 from pretrain.optim.optimizers import OPTIMIZERS
 from pretrain.optim.scaling_laws import scaling_law_batch, scaling_law_warmup, scaling_law_weight_decay
 from pretrain.units import count_text, duration_text
-from pretrain_tools.planning.candidates import Candidate, Case, auto_precision, consider, recommend, work_of_run
+from pretrain_tools.planning.candidates import (
+    Candidate,
+    Case,
+    auto_precision,
+    consider,
+    recommend,
+    search_checkpointing,
+    work_of_run,
+)
 from pretrain_tools.planning.families import Family, Shape
 from pretrain_tools.planning.judgement import FEWEST_STEPS
 from pretrain_tools.planning.memory import Memory, PlannedRun
@@ -264,15 +272,10 @@ def size(budget: RunBudget, shape: Shape) -> Sized:
     # Use the shape's FLOPs, like `RunBudget.tokens`.
     work = replace(work_of_run(run.config, run.model_config), flops_per_token=shape.flops_per_token)
     case = Case(run, work, budget.hardware, budget.mfu_of(shape))
-    plans = []
-    for each in (case, case.changed(activation_checkpointing="full")):
-        candidates = [consider(name, each) for name in COMPARED]
-        best = recommend(candidates)
-        plans.append((each, candidates, best))
-        # Recomputing activations makes a step a third longer, so try it only if nothing else fits.
-        if best and best.fits:
-            break
-    case, candidates, best = min(plans, key=lambda plan: plan[2].step_seconds if plan[2] else math.inf)
+    candidates = [consider(name, case) for name in COMPARED]
+    best = recommend(candidates)
+    if changed := search_checkpointing(case, candidates):
+        case, candidates, best = changed
     if best is not None:
         case = case.with_batch(sequences_per_micro_batch=best.micro_batch)
     return Sized(budget, shape, case, candidates, best)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import RunConfig
+from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.batches import Batches
 from pretrain.data.manifest import MANIFEST_FILE
 from pretrain.errors import InputError
 from pretrain.gpus import CPU, Gpu
-from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters
+from pretrain.model.build import active_parameters, flops_per_token, matrix_parameters, shared_meta_model
+from pretrain.model.compile import checkpointing_problems
 from pretrain.model.positions import configs_of_stages
 from pretrain.parallel.context_parallel import heads_problem
 from pretrain.parallel.pipeline import STAGE_LAYOUTS
@@ -30,6 +31,8 @@ AS_FAST = 0.03
 """Relative difference in step time below which two strategies count as equally fast."""
 BEST_PRODUCTS = 3
 """Number of meshes that a plan lists in addition to the accelerate configs."""
+CHECKPOINTING = (MemoryBudget(memory_budget=0.5), "full")
+"""Activation checkpointing to try if a run doesn't fit without it."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,47 @@ def search_products(case: Case) -> list[Candidate]:
             found.append(candidate)
             found.sort(key=lambda each: (each.step_seconds, len(each.layout.sizes.named())))
     return found[:BEST_PRODUCTS]
+
+
+def search_checkpointing(case: Case, candidates: list[Candidate]) -> tuple[Case, list[Candidate], Candidate] | None:
+    """Finds activation checkpointing for a run whose micro-batch doesn't fit without it.
+
+    Tries the layouts in which at least the weights and the optimizer state fit, in ascending order of a lower bound on
+    the step time. For a memory budget, this is the time without recomputation, because tracing takes seconds.
+
+    Returns (case, its candidates, the recommended one) with the fastest setting. Returns None if no setting fits or if
+    a smaller micro-batch is as fast.
+    """
+    config = case.run.config
+    before = recommend(candidates)
+    if config.activation_checkpointing != "none" or (before and before.fits):
+        return None
+    limit = before.step_seconds / (1 + AS_FAST) if before else math.inf
+    usable = case.hardware.usable_bytes
+    unfit = [each for each in candidates if each.memory and not each.fits]
+    able = [each.layout for each in unfit if each.memory.parameters + each.memory.optimizer <= usable]
+    found = None
+    for setting in CHECKPOINTING:
+        changed = case.changed(activation_checkpointing=setting)
+        bounding = changed if setting == "full" else case
+        bounds = [
+            (bounding.in_precision_of(layout).step(layout, config.batch.sequences_per_micro_batch).seconds, number)
+            for number, layout in enumerate(able)
+        ]
+        if min(bounds, default=(math.inf,))[0] >= limit:
+            continue
+        if checkpointing_problems(changed.run.config, shared_meta_model(case.run.model_config)):
+            continue
+        goal = limit
+        tried = []
+        for least, number in sorted(bounds):
+            if least < limit:
+                tried.append(consider_layout(able[number], changed))
+                limit = min(limit, tried[-1].step_seconds)
+        best = recommend(tried)
+        if best and best.step_seconds < goal:
+            found = (changed, tried, best)
+    return found
 
 
 def could_run(run: PlannedRun, layout: Layout) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pretrain.config import RunConfig
+from pretrain.config import MemoryBudget, RunConfig
 from pretrain.data.vocabulary import assumed_vocabulary, planned_model_config
 from pretrain.errors import Problems
 from pretrain.gpus import GIB
@@ -31,6 +31,7 @@ from pretrain_tools.planning.candidates import (
     planned_precision,
     reason_of,
     recommend,
+    search_checkpointing,
     search_products,
     shares_of,
     sources_of,
@@ -54,6 +55,20 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers", "tota
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """Activation checkpointing for a run whose micro-batch doesn't fit without it."""
+
+    option: tuple[str, str]
+    """Name and value of the setting on the command line."""
+    candidate: Candidate
+    """The strategy and micro-batch to use with it."""
+    repeated: float
+    """Fraction of the forward FLOPs that the backward pass repeats."""
+    hours: float
+    command: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that plan.py reports."""
 
@@ -68,6 +83,7 @@ class Plan:
     storage: Storage
     sources: list[dict[str, Any]]
     source_problems: list[str]
+    proposal: Proposal | None = None
 
     @property
     def hours(self) -> float | None:
@@ -114,13 +130,37 @@ def build_plan(
     candidates = [*named, *search_products(case)]
     recommended = recommend(candidates)
     command = command_of(recommended, config_path, overrides, hardware, config) if recommended else None
+    proposal = propose(case, candidates, config_path, overrides)
     # Missing data doesn't prevent planning. It is reported below the table.
     problems = Problems(assumed_vocabulary(config.model, config.data, model_config))
     sources = problems.attempt(sources_of, config, work) or []
     return Plan(
         config, hardware, precision, work, mfu, candidates, recommended, command, storage_of(config, work), sources,
-        problems,
+        problems, proposal,
     )  # fmt: skip
+
+
+def propose(
+    case: Case, candidates: list[Candidate], config_path: str, overrides: list[tuple[str, str]]
+) -> Proposal | None:
+    """Proposes activation checkpointing if the micro-batch doesn't fit without it and a smaller one is slower."""
+    found = search_checkpointing(case, candidates)
+    if found is None:
+        return None
+    changed, _, best = found
+    config = changed.run.config
+    setting = config.activation_checkpointing
+    option = ("activation_checkpointing", str(setting))
+    if isinstance(setting, MemoryBudget):
+        option = ("activation_checkpointing.memory_budget", f"{setting.memory_budget:g}")
+    kept = [(key, value) for key, value in overrides if key != "activation_checkpointing"]
+    return Proposal(
+        option=option,
+        candidate=best,
+        repeated=changed.run.work(best.layout, best.micro_batch).repeated_flops,
+        hours=case.work.full_steps * best.step_seconds / 3600,
+        command=command_of(best, config_path, [*kept, option], case.hardware, config),
+    )
 
 
 def plan_json(plan: Plan) -> str:
@@ -147,6 +187,7 @@ def plan_json(plan: Plan) -> str:
         "recommended": recommended.name if recommended else None,
         "sequences_per_micro_batch": recommended.micro_batch if recommended else None,
         "command": plan.command,
+        "proposal": plan.proposal and proposal_values(plan.proposal),
         "hours": plan.hours,
         "gpu_hours": plan.gpu_hours,
         "cost": plan.cost,
@@ -158,6 +199,17 @@ def plan_json(plan: Plan) -> str:
         "source_problems": plan.source_problems,
     }
     return json.dumps(values, indent=1)
+
+
+def proposal_values(proposal: Proposal) -> dict[str, Any]:
+    name, value = proposal.option
+    return {
+        name: value,
+        "repeated": proposal.repeated,
+        "strategy": candidate_values(proposal.candidate),
+        "hours": proposal.hours,
+        "command": proposal.command,
+    }
 
 
 def candidate_values(candidate: Candidate) -> dict[str, Any]:

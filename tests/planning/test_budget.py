@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pretrain.config import MemoryBudget
 from pretrain.errors import InputError
 from pretrain.gpus import GIB
 from pretrain_tools.planning.budget import (
@@ -72,7 +73,7 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
     best, usable = sized.best, given.hardware.usable_bytes
     assert sized.memory.total <= usable
     seconds = []
-    for checkpointing in ("none", "full"):
+    for checkpointing in ("none", "full", MemoryBudget(memory_budget=0.5)):
         case = sized.case.changed(activation_checkpointing=checkpointing)
         for name in COMPARED:
             divided = layout(name, 8, 1)
@@ -84,6 +85,14 @@ def test_no_combination_that_fits_is_much_faster(memory, quick_traces):
     assert min(seconds) <= best.step_seconds <= 1.05 * min(seconds)
     if memory == 12 * GIB:
         assert best.name != "ddp", "ddp must not be chosen: model and optimizer states alone need 19 GB"
+
+
+@pytest.mark.parametrize(("memory", "setting"), [(40, "none"), (24, "{memory_budget: 0.5}"), (20, "full")])
+def test_activations_are_recomputed_as_little_as_memory_allows(memory, setting, quick_traces):
+    given = budget(find_gpu("h100", memory_bytes=memory * GIB), gpus=1)
+    sized = size(given, Shape(24, 2048, 32_000))
+    assert str(sized.config.activation_checkpointing) == setting
+    assert sized.memory.total <= given.hardware.usable_bytes
 
 
 def test_a_model_that_does_not_fit_is_not_chosen(quick_traces):

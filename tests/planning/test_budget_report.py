@@ -12,6 +12,7 @@ import yaml
 
 from pretrain.config import Loss
 from pretrain.errors import InputError
+from pretrain.gpus import GIB
 from pretrain.model.build import active_parameters, build_meta_model, count_parameters
 from pretrain.model.model_config import load_model_config
 from pretrain.model.routers import router_losses
@@ -67,6 +68,14 @@ def test_for_many_gpus_the_command_names_strategy_and_machines(made):
     assert "--tokenizer tokenizers/a" in printed and "--output data/a" in printed
     cost = next(line for line in printed.splitlines() if line.startswith("cost"))
     assert 95 < float(cost.split()[1].lstrip("$")) <= 100
+
+
+def test_a_recipe_sets_the_memory_budget_that_it_needs(made, monkeypatch):
+    small = find_gpu("h100", memory_bytes=24 * GIB)
+    monkeypatch.setattr(f"{__name__}.MACHINES", Hardware(small, 1, 1))
+    text, _ = made(asked(dollars=None, flops=2e20))
+    assert yaml.safe_load(text)["activation_checkpointing"] == {"memory_budget": 0.5}
+    assert "micro-batch 1, activation_checkpointing: {memory_budget: 0.5}:" in " ".join(text.replace("#", "").split())
 
 
 def test_a_budget_beyond_the_largest_model_is_reported(made):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pretrain.config import MemoryBudget, RunConfig, WindowSpec
+from pretrain.model import bf16_cpu_attention
 from pretrain.model.build import build_meta_model, build_model
 from pretrain.model.model_config import load_model_config
 from pretrain.optim.optimizers import optimizer_builder
@@ -121,6 +122,12 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     # The trace also counts the embedding's output and tensors held by the caller, 2% of this total.
     assert act.kept(SHAPE["num_hidden_layers"], 2) == pytest.approx(kept, rel=0.05)
     assert act.hidden(2) == hidden.nbytes
+
+
+def test_attention_kernels_for_cpus_are_checked_before_a_trace(model_config):
+    bf16_cpu_attention.why_not.cache_clear()
+    call = ForwardPass(WindowSpec(96, False), torch.float32, autocast=True, attention="groundwork_sdpa")
+    assert trace_activations(model_config, call).per_layer(1) > 0
 
 
 def test_a_traced_weight_counts_once_whatever_the_batch(model_config):

@@ -18,6 +18,7 @@ from pretrain.limits import available_memory
 from pretrain.mesh_sizes import Sizes
 from pretrain.recipe import read_run_config
 from pretrain.units import co2_text
+from pretrain_tools.planning import memory
 from pretrain_tools.planning.candidates import (
     AS_FAST,
     Candidate,
@@ -277,6 +278,65 @@ def test_a_plan_where_nothing_fits(recipe):
     plan = plan_of(recipe, gpu=find_gpu("h100", memory_bytes=2.2e9))
     assert plan.recommended is None and plan.command is None and plan.hours is None
     assert "Nothing fits on 8 x h100: use more GPUs" in "\n".join(remarks(plan))
+
+
+LONG = (
+    ("data.sequence_length", "64k"), ("model.max_position_embeddings", "65536"), ("batch.tokens_per_step", "512k"),
+    ("batch.sequences_per_micro_batch", "1"),
+)  # fmt: skip
+COMPILED = ("compile", "regional")
+BUDGET = ("activation_checkpointing.memory_budget", "0.5")
+FULL = ("activation_checkpointing", "full")
+
+
+@pytest.mark.parametrize(
+    ("settings", "enough_for", "proposed", "repeated"),
+    [
+        ((COMPILED,), BUDGET, BUDGET, 0.25),
+        ((COMPILED, ("activation_checkpointing", "none")), BUDGET, BUDGET, 0.25),
+        ((COMPILED,), FULL, FULL, 1.0),
+        ((), BUDGET, FULL, 1.0),  # layers must be compiled
+        ((COMPILED, ("model.attention_dropout", "0.1")), BUDGET, FULL, 1.0),
+    ],
+)
+def test_activation_checkpointing_is_proposed_if_nothing_fits(
+    recipe, monkeypatch, settings, enough_for, proposed, repeated
+):
+    """The memory is just enough for one of the settings. On one GPU, the only other strategy is offloading."""
+    use_quick_traces(monkeypatch)
+    settings = (*LONG, *settings)
+    config = read_run_config(recipe, [*settings, enough_for])
+    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
+    need = largest_footprint(run, layout("single", 1), 1).total
+    gpu = find_gpu("h100", memory_bytes=(1.01 * need + CONTEXT_BYTES) / (1 - FRAGMENTATION))
+    plan = plan_of(recipe, *settings, gpu=gpu, gpus=1)
+    assert not candidate(plan, "single").runs
+    proposal = plan.proposal
+    assert (proposal.option, proposal.repeated, proposal.candidate.name) == (proposed, repeated, "single")
+    option = f"--{proposed[0]} {proposed[1]}"
+    text = "\n".join(remarks(plan))
+    assert f"With {option}, single fits with 1 sequence per micro-batch and takes " in text
+    assert option in proposal.command and f"\n  {proposal.command}" in text
+    assert "--activation_checkpointing none" not in proposal.command
+    assert json.loads(plan_json(plan))["proposal"][proposed[0]] == proposed[1]
+    planned = plan_of(recipe, *settings, proposed, gpu=gpu, gpus=1)
+    assert planned.recommended.name == "single" and planned.hours == pytest.approx(proposal.hours)
+    assert planned.proposal is None
+
+
+def test_activation_checkpointing_is_not_proposed_if_a_smaller_micro_batch_is_as_fast(recipe, monkeypatch):
+    use_quick_traces(monkeypatch)
+    traced = []
+    trace = memory.trace_activations
+    monkeypatch.setattr(memory, "trace_activations", lambda model, call: traced.append(call) or trace(model, call))
+    settings = (*LONG, COMPILED, ("batch.sequences_per_micro_batch", "8"))
+    config = read_run_config(recipe, list(settings))
+    run = PlannedRun(config, planned_model_config(config.model, config.data), "bf16")
+    need = largest_footprint(run, layout("single", 1), 4).total
+    gpu = find_gpu("h100", memory_bytes=(1.01 * need + CONTEXT_BYTES) / (1 - FRAGMENTATION))
+    plan = plan_of(recipe, *settings, gpu=gpu, gpus=1)
+    assert plan.recommended.name == "single" and plan.recommended.micro_batch == 4
+    assert plan.proposal is None and {call.activation_checkpointing for call in traced} == {"none"}
 
 
 def test_disk_usage_counts_kept_checkpoints(recipe):

@@ -108,6 +108,7 @@ def fake_cuda(devices: int = 1, *, may_wait: bool = False) -> Iterator[Any]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch_cuda_with(devices))
+        stack.enter_context(mock.patch.multiple(torch.Tensor, pin_memory=pin_memory, is_pinned=is_pinned))
         for name in ("tensor", "as_tensor"):  # these bypass the modes below
             stack.enter_context(mock.patch.object(torch, name, _by_way_of_the_host(getattr(torch, name))))
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -128,13 +129,39 @@ def _by_way_of_the_host(make):
     return made
 
 
+_PINNED = set()
+"""Weak references to the storages of pinned tensors. They keep the storages' IDs from being reused."""
+
+
+def _storage(tensor) -> Any:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def pinned(tensor):
+    """Marks a tensor on the host, and all tensors with the same storage, as pinned. Returns the tensor."""
+    _PINNED.add(_storage(tensor))
+    return tensor
+
+
+def is_pinned(tensor, device=None) -> bool:
+    """Replaces Tensor.is_pinned."""
+    return tensor.device.type == "cpu" and _storage(tensor) in _PINNED
+
+
+def pin_memory(tensor, device=None):
+    """Replaces Tensor.pin_memory, which needs a GPU."""
+    return tensor if is_pinned(tensor) else pinned(tensor.clone())
+
+
 class Waits(Exception):
     """Error raised when the host waits for the device, which leaves the device idle.
 
     Raised for reading a value (item(), bool(), tolist()), shapes that depend on values (nonzero, reading or writing
-    with a mask, repeat_interleave, bincount), copies between host and device without non_blocking, synchronization
-    with the device or a stream, empty_cache, and synchronization with an event that was followed by fewer than LEAD
-    kernels.
+    with a mask, repeat_interleave, bincount), copies between host and device without non_blocking or without pinned
+    memory, synchronization with the device or a stream, empty_cache, and synchronization with an event that was
+    followed by fewer than LEAD kernels.
     """
 
 
@@ -204,8 +231,13 @@ def _mode_that_refuses_waits() -> type:
                 is_write = func is aten.copy_.default
                 other = args[1].device if is_write else kwargs.get("device") or args[0].device
                 blocks = not (kwargs.get("non_blocking") or (is_write and len(args) > 2 and args[2]))
-                if blocks and {device, torch.device(other).type} == {"cpu", "cuda"}:
-                    raise Waits(f"{func} between host and device without non_blocking")
+                if {device, torch.device(other).type} == {"cpu", "cuda"}:
+                    if blocks:
+                        raise Waits(f"{func} between host and device without non_blocking")
+                    if device == "cuda" and not is_write:
+                        return pinned(func(*args, **kwargs))  # torch allocates pinned memory for the copy
+                    if not any(map(is_pinned, args[:2] if is_write else args[:1])):
+                        raise Waits(f"{func} between the device and host memory that is not pinned")
             return func(*args, **kwargs)
 
     return RefusesWaits

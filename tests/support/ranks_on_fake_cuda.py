@@ -358,9 +358,6 @@ def fake_devices() -> Iterator[FakeTensorMode]:
         mock.patch.object(torch.nn.Module, "_apply", apply_in_place),
         mock.patch.object(FakeTensor, "tolist", even_rows),
         mock.patch("torch.distributed.fsdp._fully_shard._fsdp_init._move_states_to_device", move_states),
-        mock.patch.multiple(
-            torch.Tensor, pin_memory=lambda tensor: tensor, is_pinned=lambda tensor: tensor.device.type == "cpu"
-        ),
         mock.patch.multiple(torch.cuda, get_rng_state=lambda *_: RNG_STATE, set_rng_state=mock.Mock()),
         mock.patch("torch.nn.parallel.distributed._BucketCapacityConfig.compute_bucket_size_limits", final_limits),
         # These access tensor memory directly.
@@ -373,7 +370,10 @@ def fake_devices() -> Iterator[FakeTensorMode]:
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        yield stack.enter_context(fake_cuda(RANKS, may_wait=True))
+        fake = stack.enter_context(fake_cuda(RANKS, may_wait=True))
+        all_pinned = {"pin_memory": lambda tensor: tensor, "is_pinned": lambda tensor: tensor.device.type == "cpu"}
+        stack.enter_context(mock.patch.multiple(torch.Tensor, **all_pinned))
+        yield fake
 
 
 def read_config(folder: Path, launch: Launch) -> RunConfig:

@@ -26,7 +26,7 @@ from pretrain.config import RunConfig, WindowSpec
 from pretrain.errors import InputError
 from pretrain.hardware import DTYPES
 from pretrain.model import loss
-from pretrain.model.attention import FLASH_PACKAGES, HostBatch, choose_attention, document_layout
+from pretrain.model.attention import FLASH_PACKAGES, HostBatch, choose_attention, document_layout, host_batch
 from pretrain.model.build import build_meta_model
 from pretrain.model.own_code import register_all
 from pretrain.model.routers import router_losses
@@ -34,7 +34,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.training.build import build_training
 from pretrain.training.prefetch import ReadAhead
 from pretrain.training.step_reports import Consensus
-from support.fake_cuda import LEAD, fake_cuda, refuse_waits
+from support.fake_cuda import LEAD, fake_cuda, pinned, refuse_waits
 from support.flash_packages import flash_packages
 from support.tiny_models import TINY, TINY_LLAMA
 
@@ -222,6 +222,11 @@ def flex_attention(query, key, value, *, score_mod, block_mask, enable_gqa, scal
     return out, SimpleNamespace(lse=query.new_empty(batch, heads, length))
 
 
+def a_host_batch(window: WindowSpec) -> HostBatch:
+    """Builds a micro-batch as the prefetching thread does."""
+    return host_batch(host_arrays(False)[0], window, end_of_document_id=0, device=torch.device("cuda"))
+
+
 def host_arrays(document_mask: bool) -> tuple[np.ndarray, Mapping[str, torch.Tensor] | None]:
     """Returns token IDs for 41-token documents, (2, WINDOW + 1), and their layout."""
     ids = (np.arange(2 * (WINDOW + 1)).reshape(2, -1) % 41).astype(np.uint16)
@@ -236,20 +241,18 @@ def train_a_step(choice: Mapping[str, object], model: Mapping[str, object] = TIN
     plan = SimpleNamespace(model_config=AutoConfig.for_model(**model), attention=attention, from_hidden_states=True)
     plan.active_parameters, plan.parameters = 10**6, 10**6
     plan.router_losses = router_losses(config.loss, build_meta_model(plan.model_config))
-    ids, layout = host_arrays(config.data.document_mask)
-    with replacements(), fake_cuda(may_wait=True) as fake:
+    with replacements(), fake_cuda(may_wait=True):
         strategy = Strategy(config.precision, config)
         built = build_training(config, plan, strategy, learning_rate=1e-3)
         built.model.train()
-        layout = layout and {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
-        host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        watch = NoWholeScores(len(ids), plan.model_config.num_attention_heads, WINDOW)
+        batch_on_host = a_host_batch(config.data.window)
+        watch = NoWholeScores(len(batch_on_host.ids), plan.model_config.num_attention_heads, WINDOW)
         is_watched = choice["attention"] not in ("eager", *FLASH_PACKAGES)
         with refuse_waits(), watch if is_watched else contextlib.nullcontext():
             strategy.begin_step(1e-3, 2)
             step_loss = torch.zeros((), device=strategy.device)
             for micro_step in range(2):
-                batch = host_batch.on_device(strategy.device, attention)
+                batch = batch_on_host.on_device(strategy.device, attention)
                 with strategy.accumulate(is_last=micro_step == 1):
                     micro_loss, cross_entropy = built.model(**batch)
                     strategy.backward(micro_loss / 2)
@@ -280,18 +283,16 @@ def train_four_steps() -> None:
         batches=SimpleNamespace(read=lambda *_, **__: host_arrays(False)[0], end_of_document_id=0),
     )
     no_values = mock.patch.object(FakeTensor, "tolist", values_that_arrived)
-    no_lock = mock.patch("pretrain.checkpoint.tensor_files.lock", return_value=False)
+    locks = mock.patch("pretrain.checkpoint.tensor_files.lock", locked)
     compiles = functools.partial(torch.compile, backend=aot_eager)
-    with replacements(), fake_cuda(may_wait=True) as fake, no_values, no_lock, pageable(), compiled_by(compiles):
+    with replacements(), fake_cuda(may_wait=True), no_values, locks, empty_is_pinned(), compiled_by(compiles):
         strategy = Strategy(config.precision, config)
         compiled = config.model_copy(update={"compile": "regional"})
         built = build_training(compiled, model_plan, strategy, learning_rate=1e-3)
         built.model.train()
         read_ahead = ReadAhead(strategy)
-        ids, layout = host_arrays(config.data.document_mask)
-        layout = {name: fake.from_tensor(tensor) for name, tensor in layout.items()}
-        host_batch = HostBatch(fake.from_tensor(torch.from_numpy(ids)), layout)
-        read_ahead._host_batch = lambda *_: host_batch  # only this thread can create fake tensors
+        batch_on_host = a_host_batch(config.data.window)
+        read_ahead._host_batch = lambda *_: batch_on_host  # only this thread can create fake tensors
         consensus = Consensus(strategy)
         weights = strategy.weights()
         memory = HostMemory({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()})
@@ -323,11 +324,21 @@ def values_that_arrived(tensor: FakeTensor) -> list[float]:
 
 
 @contextlib.contextmanager
-def pageable() -> Iterator[None]:
-    """Makes torch.empty ignore pin_memory, which needs a GPU."""
+def empty_is_pinned() -> Iterator[None]:
+    """Replaces pin_memory in torch.empty, which needs a GPU."""
     empty = torch.empty
-    with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more)):
+
+    def make(*size, pin_memory=False, **more):
+        return pinned(empty(*size, **more)) if pin_memory else empty(*size, **more)
+
+    with mock.patch.object(torch, "empty", make):
         yield
+
+
+def locked(memory: torch.Tensor, device: torch.device) -> bool:
+    """Replaces `lock`. Returns False, because fake memory has no address by which it could be unlocked."""
+    pinned(memory)
+    return False
 
 
 @contextlib.contextmanager
@@ -403,6 +414,12 @@ def awaits_the_step_before(weight: torch.Tensor) -> None:
     event.synchronize()
 
 
+def copies_after_pinning(weight: torch.Tensor) -> None:
+    pageable = torch.ones(4)
+    pageable.pin_memory()
+    pageable.to("cuda", non_blocking=True)
+
+
 WAITS = {
     "item": lambda weight: weight.sum().item(),
     "truth": lambda weight: bool(weight.sum() > 0),
@@ -412,6 +429,10 @@ WAITS = {
     "comparison": lambda weight: torch.equal(weight, weight),
     "copy to the host": lambda weight: weight.cpu(),
     "copy from the host": lambda weight: weight.detach().copy_(torch.ones(4, 4)),
+    "copy of pageable memory": lambda weight: torch.ones(4).to("cuda", non_blocking=True),
+    "write of pageable memory": lambda weight: weight.detach().copy_(torch.ones(4, 4), non_blocking=True),
+    "copy to pageable memory": lambda weight: torch.ones(4, 4).copy_(weight.detach(), non_blocking=True),
+    "pinned copy that is not used": copies_after_pinning,
     "number to the device": lambda weight: torch.tensor(1.0, device=weight.device),
     "synchronize": lambda weight: torch.cuda.synchronize(),
     "stream": lambda weight: torch.cuda.current_stream().synchronize(),
@@ -428,7 +449,14 @@ MIXES = {"product": lambda weight: weight @ torch.ones(4, 4), "sum": lambda weig
 RUNS = {
     "backward": lambda weight: (weight @ weight).sum().backward(),
     "scalar of the host": lambda weight: weight * torch.tensor(2.0),
-    "copy without waiting": lambda weight: torch.ones(4).to("cuda", non_blocking=True) + weight,
+    "copy without waiting": lambda weight: torch.ones(4).pin_memory().to("cuda", non_blocking=True) + weight,
+    "copy of a pinned row": lambda weight: weight.detach()[0].copy_(
+        torch.ones(2, 4).pin_memory()[1], non_blocking=True
+    ),
+    "copy to the host without waiting": lambda weight: (
+        torch.ones(4, 4).pin_memory().copy_(weight.detach().to("cpu", non_blocking=True))
+    ),
+    "write to pinned memory": lambda weight: torch.ones(4, 4).pin_memory().copy_(weight.detach(), non_blocking=True),
     "number on the device": lambda weight: torch.full((), 1.0, device=weight.device),
     "write of a number": lambda weight: weight.detach()[0].fill_(1.0),
     "number to a mask": lambda weight: weight.detach().__setitem__(weight > 0, 0.0),

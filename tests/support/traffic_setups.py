@@ -58,7 +58,7 @@ TYPICAL = {
     "gpt2_124m": ("ddp",),
     "llama_125m": ("ddp",),
     "llama_1b": ("ddp", "fsdp2", "tp"),
-    "qwen3_0.6b": (),
+    "qwen3_0.6b": ("fsdp2",),
     "qwen3_moe_500m": ("ddp",),
     "nanochat_d12": ("single",),
 }
