@@ -35,7 +35,6 @@ from pretrain.config import MemoryBudget, WindowSpec
 from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
-from pretrain.model.cpu_attention import has_kernel
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
 
 
@@ -210,8 +209,6 @@ class ForwardPass:
 
 def trace_activations(model_config: Any, call: ForwardPass) -> Activations:
     """Traces one process's activations. Results are cached per model config and call."""
-    if call.attention == "groundwork_sdpa":
-        has_kernel(call.half if call.autocast else call.weights)  # its first call can't run in a trace, without values
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return _trace(KeyedConfig.of(model_config), call)

@@ -124,7 +124,7 @@ def test_a_traced_layer_keeps_what_autograd_keeps(model_config):
     assert act.hidden(2) == hidden.nbytes
 
 
-def test_attention_kernels_for_cpus_are_checked_before_a_trace(model_config):
+def test_a_trace_can_be_the_first_to_use_the_attention_kernel(model_config):
     bf16_cpu_attention.why_not.cache_clear()
     call = ForwardPass(WindowSpec(96, False), torch.float32, autocast=True, attention="groundwork_sdpa")
     assert trace_activations(model_config, call).per_layer(1) > 0
