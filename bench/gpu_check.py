@@ -355,7 +355,7 @@ def speed_checks(
         reason = uncompiled or refused_attention(label[1], label[0] == "on", device)
         return Check(speed_name(shape, label), partial(speed, shape, gpu.measure_own, *given), reason)
 
-    def beside(shape: str, peer: str) -> Check:
+    def baseline(shape: str, peer: str) -> Check:
         # If Groundwork needs special settings to fit, the baselines' fp32 AdamW doesn't fit either.
         large = "fp32 weights with AdamW are too large for this shape" if shape in gpu.SETTINGS else None
         given = (peer, scale.shapes[shape], REPORTS, scale.report_every)
@@ -381,7 +381,7 @@ def speed_checks(
     several += [on_all(shape, "fsdp2", "on") for shape in scale.several]
     variants = [varied(shape, variant) for shape in scale.varied for variant in gpu.VARIANTS]
     first = [own(*one) for one in labels]
-    return first + several + [beside(*one) for one in peers] + variants + [own(*one) for one in crossed]
+    return first + several + [baseline(*one) for one in peers] + variants + [own(*one) for one in crossed]
 
 
 def speed_name(shape: str, label: tuple[str, str, str]) -> str:
@@ -484,7 +484,7 @@ def verdict(
         if published_check(shape) in names
     ]
     below = sum(line.startswith("finding:") for line in lines)
-    lines += [beside_default(check, results) for check in checks if check.default and not check.why_not]
+    lines += [ratios_to_default(check, results) for check in checks if check.default and not check.why_not]
     lines += [f"failed: {name}: {said}" for name, said in by_word[FAILED]]
     reasons: dict[str, list[str]] = {}
     for name, said in by_word[NOT_RUN]:
@@ -518,12 +518,12 @@ def published_check(shape: str) -> str:
     return several_speed(shape, "fsdp2") if shape in gpu.SETTINGS else main_speed(shape)
 
 
-def beside_default(check: Check, results: Results) -> str:
+def ratios_to_default(check: Check, results: Results) -> str:
     """Formats a check's speed and memory as ratios to those of `check.default`."""
     name = check.name.removeprefix("speed ")
     rows = [(results.of(each) or {}).get("row") or {} for each in (check.name, check.default)]
     if not all(row.get("tokens_per_second") and row.get("peak_memory_bytes") for row in rows):
-        return f"{name}: not measured beside the default settings"
+        return f"{name}: no ratios yet, because this check or the default settings haven't been measured"
     speed, memory = (rows[0][key] / rows[1][key] for key in ("tokens_per_second", "peak_memory_bytes"))
     return f"{name}: {speed:.3f} x the tokens/s and {memory:.3f} x the peak memory of the default settings"
 

@@ -341,7 +341,7 @@ def test_segments_in_blocks_of_queries_equal_dense_attention(keys):
 @pytest.mark.parametrize("has_kernel", [True, False])
 @pytest.mark.parametrize("length", [32, 300, 1100])
 def test_windows_in_bf16_equal_dense_attention(monkeypatch, length, has_kernel):
-    """Without the kernel for bf16, windows are computed in fp32."""
+    """bf16 attention matches dense attention with the kernel, and in fp32 if the kernel isn't available."""
     if not has_kernel:
         monkeypatch.setattr(bf16_cpu_attention, "is_available", lambda: False)
     assert cpu_attention.serves_windows(torch.bfloat16, length)

@@ -83,7 +83,7 @@ def test_kubernetes_starts_all_machines_again_or_none(file, machines):
 
 
 def test_kubernetes_with_infiniband_has_its_devices_and_may_lock_memory():
-    """Without these fields, NCCL uses TCP. All other fields must match clusters/kubernetes.yaml."""
+    """The file differs from clusters/kubernetes.yaml only in the fields that NCCL needs for InfiniBand."""
     jobset, plain = (document(f"clusters/{name}.yaml") for name in ("kubernetes_infiniband", "kubernetes"))
     (job,), (plain_job,) = jobset["spec"]["replicatedJobs"], plain["spec"]["replicatedJobs"]
     spec, plain_spec = (each["template"]["spec"] for each in (job, plain_job))

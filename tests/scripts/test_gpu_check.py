@@ -148,7 +148,7 @@ def test_a_complete_name_selects_only_its_check():
 
 
 def test_the_whole_command_trains_on_a_cpu(tmp_path):
-    """Two processes stand in for two GPUs."""
+    """The command trains in two CPU processes instead of on two GPUs."""
     command = ["bench/gpu_check.py", "--device", "cpu", "--output", tmp_path, "--only"]
     first = ["train single", "strategy ddp", "strategy fsdp2"]
     done = run_script(*command, *first, check=False, CUDA_VISIBLE_DEVICES="")
@@ -245,11 +245,17 @@ def test_settings_are_compared_with_the_defaults(tmp_path, monkeypatch):
     assert list(seen.items()) == [(("deterministic=true",), ("off", "auto", "chunked_compiled"))]
     assert results.of(names[0])["row"]["name"] == "groundwork, deterministic"
     lines, _ = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
-    assert lines[0] == "124m deterministic: not measured beside the default settings"
+    assert (
+        lines[0]
+        == "124m deterministic: no ratios yet, because this check or the default settings haven't been measured"
+    )
     results.add(checks[0].default, gpu_check.speed("124m", lambda: measure(None, [], ("off", "auto", "logits"))), 60.0)
     lines, _ = verdict(checks, results, GPU_SHAPES, 1e15, "h100")
     assert lines[0] == ("124m deterministic: 0.900 x the tokens/s and 1.000 x the peak memory of the default settings")
-    assert lines[1] == "124m memory_budget 0.5: not measured beside the default settings"
+    assert (
+        lines[1]
+        == "124m memory_budget 0.5: no ratios yet, because this check or the default settings haven't been measured"
+    )
     assert lines[2] == f"not run: {names[1]}: needs fp8 tensor cores"
 
 

@@ -173,7 +173,7 @@ def leave(tmp_path, rank) -> list:
 
 
 def in_processes(count, function) -> None:
-    """Calls the function with each rank, in a process of its own."""
+    """Calls the function with each rank in a separate process."""
     children = []
     for rank in range(count):
         if (child := os.fork()) == 0:
