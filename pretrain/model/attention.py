@@ -6,8 +6,8 @@ token in the input. No targets are masked, so each step has the same number of t
 
 transformers' models call the function registered under config._attn_implementation with their keyword arguments. We
 register no mask functions, so transformers doesn't build a (B, 1, T, T) mask from position_ids that restart. Models
-receive the segments as cumulative lengths instead, padded to a fixed size to avoid recompilation and device
-synchronization.
+receive the segments as cumulative lengths instead, which avoids device synchronization. Their number differs in every
+batch, so compiled code treats it as a dynamic size.
 
 Shapes: B windows, T positions, H query heads, G key heads, E head dimension, S segments.
 """
@@ -34,12 +34,6 @@ IGNORED = -100
 """Target that the loss ignores."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 UNKNOWN_TO_FLASH = ("s_aux", "position_bias", "attention_mask")
-SEGMENTS_PER_WINDOW = 8
-"""Capacity of cu_seq_lens in segments per window.
-
-If a batch has more segments, the capacity is doubled, which causes one recompilation. The capacity is small because
-GPU kernels launch as many blocks for an unused segment as for a full window.
-"""
 VARLEN_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 """True if varlen attention supports grouped-query attention. torch 2.11 doesn't support it."""
 INDUCTOR_KEEPS_OFFSETS = torch.__version__ >= (2, 13)
@@ -52,8 +46,8 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     """Computes position IDs and segment boundaries for a batch of windows, as CPU tensors.
 
     Returns position_ids (B, T), int64, which restart at each segment, and the cumulative segment lengths over the
-    flattened batch as cu_seq_lens_q and cu_seq_lens_k, the same int32 tensor (S + 1,). They are padded with B x T to a
-    fixed S, which is B x SEGMENTS_PER_WINDOW, doubled until all segments fit.
+    flattened batch as cu_seq_lens_q and cu_seq_lens_k, the same int32 tensor (S + 1,). They aren't padded, because GPU
+    kernels would launch as many blocks for an empty segment as for a full window.
     """
     batch, length = input_ids_BT.shape
     starts_BT = input_ids_BT == end_of_document_id
@@ -61,15 +55,10 @@ def document_layout(input_ids_BT: np.ndarray, end_of_document_id: int) -> dict[s
     starts_BT[:, 0] = True
     starts_S = np.flatnonzero(starts_BT)
     tokens = batch * length
-    capacity = batch * SEGMENTS_PER_WINDOW
-    while capacity < len(starts_S):
-        capacity *= 2
-    cu_seq_lens = np.full(capacity + 1, tokens, dtype=np.int32)
-    cu_seq_lens[: len(starts_S)] = starts_S
-    lengths_S = np.diff(starts_S, append=tokens)
-    position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, lengths_S)
+    bounds = np.append(starts_S, tokens)
+    position_ids = np.arange(tokens, dtype=np.int64) - np.repeat(starts_S, np.diff(bounds))
     position_ids = torch.from_numpy(position_ids).view(batch, length)
-    cu_seq_lens = torch.from_numpy(cu_seq_lens)
+    cu_seq_lens = torch.from_numpy(bounds.astype(np.int32))
     return {"position_ids": position_ids, "cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
 
 
@@ -88,7 +77,7 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
         rows = DocumentRows.of(layout["cu_seq_lens_q"], tuple(layout["position_ids"].shape), device)
         return {**attention_arguments(layout, without_rows(attention), device), "document_rows": rows}
     position_ids = layout["position_ids"].to(device, non_blocking=True)
-    cu_seq_lens = layout["cu_seq_lens_q"].to(device, non_blocking=True)
+    cu_seq_lens = of_any_size(layout["cu_seq_lens_q"].to(device, non_blocking=True))
     batch, length = position_ids.shape
     if attention == "flex_attention":
         return {"position_ids": position_ids, "attention_mask": _flex_block_mask(cu_seq_lens, batch, length)}
@@ -99,6 +88,12 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
     # The longest segment's length would change in every step and cause recompilation, so we pass the window's length.
     segments = {"cu_seq_lens_q": cu_seq_lens, "cu_seq_lens_k": cu_seq_lens}
     return {"position_ids": position_ids, **segments, "max_length_q": length, "max_length_k": length}
+
+
+def of_any_size(cu_seq_lens: Tensor) -> Tensor:
+    """Makes compiled code accept any number of segments without recompilation, and returns the tensor."""
+    torch._dynamo.maybe_mark_dynamic(cu_seq_lens, 0)
+    return cu_seq_lens
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pretrain.model.attention import of_any_size
 from pretrain.model.build import KeyedConfig, once_per_config
 from pretrain.model.compile import layers_of
 from pretrain.model.loss import LanguageModelLoss
@@ -76,8 +77,8 @@ def split_micro_batch(
         part = {}
         for name, value in arguments.items():
             if name.startswith("cu_seq_lens"):
-                # Segments from other rows become empty, which kernels accept, so the tensor keeps its shape.
-                part[name] = (value - first * length).clamp(0, rows * length)
+                # Dropping segments of other rows would synchronize with the device. Kernels accept empty segments.
+                part[name] = of_any_size((value - first * length).clamp(0, rows * length))
             elif isinstance(value, dict):  # one mask per layer type
                 part[name] = {kind: rows_of(mask, here) for kind, mask in value.items()}
             else:

@@ -32,7 +32,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import moe
 
 from pretrain.config import MemoryBudget, WindowSpec
-from pretrain.model.attention import SEGMENTS_PER_WINDOW, with_rows
+from pretrain.model.attention import with_rows
 from pretrain.model.build import KeyedConfig, attention_width, build_meta_model
 from pretrain.model.compile import checkpoint_activations, layers_of
 from pretrain.model.document_rows import MAX_CELLS_PER_TOKEN, DocumentRows
@@ -362,7 +362,7 @@ def _inputs(model_config: Any, sequences: int, call: ForwardPass) -> dict[str, A
     inputs = {"inputs_embeds": torch.empty(shape, dtype=dtype, requires_grad=True)}
     if not call.window.document_mask:
         return inputs
-    segments = torch.empty(sequences * SEGMENTS_PER_WINDOW + 1, dtype=torch.int32)
+    segments = torch.empty(sequences + 1, dtype=torch.int32)
     layout = {"cu_seq_lens_q": segments, "cu_seq_lens_k": segments, "max_length_q": length, "max_length_k": length}
     inputs |= {"position_ids": torch.empty(sequences, length, dtype=torch.long), **layout}
     if call.mixers:

@@ -151,9 +151,19 @@ def test_a_part_of_a_micro_batch_has_its_own_segments():
         found = part.attention_arguments
         assert set(found) == set(arguments)
         assert torch.equal(found["position_ids"], expected["position_ids"])
-        assert found["cu_seq_lens_q"].shape == arguments["cu_seq_lens_q"].shape, "the shape must not change"
         assert set(found["cu_seq_lens_q"].tolist()) == {*expected["cu_seq_lens_q"].tolist()}
         assert torch.equal(part.targets_BT, targets[rows])
+
+
+def test_parts_with_different_numbers_of_segments_share_one_compilation():
+    ids, targets, _ = batch()
+    lengths = torch.compile(torch.diff, dynamic=False, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for ids_BT in (ids, torch.ones_like(ids), torch.full_like(ids, END)):
+            arguments = attention_arguments(document_layout(ids_BT.numpy(), END), "groundwork_sdpa", "cpu")
+            for part in split_micro_batch(targets, targets, arguments, 2):
+                segments = part.attention_arguments["cu_seq_lens_q"]
+                assert torch.equal(lengths(segments), torch.diff(segments))
 
 
 def test_a_part_of_a_micro_batch_has_its_own_masks():
