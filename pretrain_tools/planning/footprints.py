@@ -335,10 +335,11 @@ def by_deepspeed(work: Work) -> Memory:
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
     # The optimizer runs on the CPU, so gradients are also offloaded.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
-    on_host = FP32 * sizes.total * share
+    accumulated = FP32 * sizes.total * share
+    optimized = states + accumulated  # the optimizer has its own copy of the gradients
     on_disk = optimizer.get("device") == "nvme"
-    host = (0.0 if on_disk else states) + on_host + (weights if parameters else 0.0)
-    disk = states + on_host if on_disk else 0.0
+    host = (0.0 if on_disk else optimized) + accumulated + (weights if parameters else 0.0)
+    disk = optimized if on_disk else 0.0
     return at_peak(moments, 0.0 if parameters else weights, 0.0, host=host, disk=disk)
 
 

@@ -93,8 +93,8 @@ class MemorySetup:
         )
 
 
-def zero(stage: int, micro_steps: int, precision: str = "bf16") -> MemorySetup:
-    """Returns a ZeRO setup, which runs 16 tokens uncompiled on the CPU."""
+def zero(stage: int | str, micro_steps: int, precision: str = "bf16") -> MemorySetup:
+    """Returns a ZeRO setup, which runs 16 tokens uncompiled on the CPU. stage: the strategy's name after `zero`."""
     settings = (("precision", precision),)
     sizes = {"layers": 2, "sequences": 1, "length": 16}
     return MemorySetup(f"zero{stage}", "llama_125m", False, micro_steps, settings=settings, **sizes)
@@ -106,7 +106,10 @@ TYPICAL = [
     MemorySetup("cp", "llama_125m", layers=3, size=4),
     MemorySetup("tp", "llama_125m", layers=3, size=4, checkpointing=MemoryBudget(memory_budget=0.6)),
     # On the CPU, a whole vocabulary would take most of the time.
-    *(replace(zero(stage, micro_steps), vocabulary=4096) for stage, micro_steps in ((1, 2), (2, 1), (3, 1))),
+    *(
+        replace(zero(stage, micro_steps), vocabulary=4096)
+        for stage, micro_steps in ((1, 2), (2, 1), (3, 1), ("3_offload", 1))
+    ),
 ]
 """Setups to test in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
@@ -136,8 +139,8 @@ FURTHER = [
         for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble")
         for size in (2, 4)
     ),
-    *(zero(stage, micro_steps, "fp32") for stage in (1, 2, 3) for micro_steps in (1, 2)),
-    *(zero(stage, micro_steps) for stage, micro_steps in ((1, 1), (2, 2), (3, 2))),
+    *(zero(stage, micro_steps, "fp32") for stage in (1, 2, 3, "3_offload") for micro_steps in (1, 2)),
+    *(zero(stage, micro_steps) for stage, micro_steps in ((1, 1), (2, 2), (3, 2), ("3_offload", 2))),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
