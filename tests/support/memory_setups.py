@@ -32,6 +32,8 @@ class MemorySetup:
     """Number of layers; None: the model's default."""
     size: int | None = None
     """Size of the strategy's mesh dimension; None: the default in its accelerate config."""
+    offloads: bool = False
+    """Keep the sharded states in CPU memory (`fsdp_offload_params`)."""
     vocabulary: int | None = None
     """Number of token IDs; None: the model's default."""
 
@@ -43,6 +45,7 @@ class MemorySetup:
         words += [value for _, value in self.settings]
         words += [f"{self.layers} layers"] if self.layers else []
         words += [f"size {self.size}"] if self.size else []
+        words += ["offloaded"] if self.offloads else []
         return ", ".join(words)
 
     @property
@@ -76,14 +79,17 @@ class MemorySetup:
 
     @property
     def layout(self) -> Layout:
-        return layout(self.strategy, self.ranks, size=self.size)
+        return replace(layout(self.strategy, self.ranks, size=self.size), offloads=self.offloads)
 
     def launch(self, rank: int) -> Launch:
         values = self.model_config()
         return Launch(
             self.strategy,
             rank,
-            ((variable(self.strategy), str(self.size)),) if self.size else (),
+            (
+                *(((variable(self.strategy), str(self.size)),) if self.size else ()),
+                ("FSDP_OFFLOAD_PARAMS", str(self.offloads).lower()),
+            ),
             layers=values.get("num_hidden_layers") or values["n_layer"],
             model=self.model,
             settings=self.recipe,
@@ -129,6 +135,11 @@ FURTHER = [
         for compiled, micro_steps in ((False, 1), (False, 2), (True, 2))
     ),
     *(replace(setup, micro_steps=micro_steps) for setup in DIVIDED for micro_steps in (1, 2)),
+    *(
+        MemorySetup(strategy, "llama_125m", layers=3, compiled=False, micro_steps=micro_steps, offloads=True)
+        for strategy in ("fsdp2", "fsdp_tp")
+        for micro_steps in (1, 2)
+    ),
     *(MemorySetup("pp", "llama_125m", size=4, micro_steps=micro_steps) for micro_steps in (1, 2)),
     *(
         MemorySetup("pp", "llama_125m", size=2, settings=(("pipeline.schedule", schedule),))
