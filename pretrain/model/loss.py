@@ -254,11 +254,12 @@ def _save_for_backward(ctx, inputs, output):
 
 def _backward(ctx, grad_sums, *_):
     # To save memory, we scale the gradients in place, unless the graph is retained for a second backward pass, as in
-    # zero-bubble pipelines. The gradients would then be scaled twice.
+    # zero-bubble pipelines. The gradients would then be scaled twice. They are detached because saved outputs refer to
+    # their graph, so a zero-bubble pipeline's sum of gradients would keep the activations of all microbatches.
     in_place = not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
     scaled = [
         (gradient.mul_(grad_sums[0]) if in_place else (gradient * grad_sums[0]).to(gradient.dtype)) if needed else None
-        for gradient, needed in zip(ctx.saved_tensors, ctx.needs, strict=True)
+        for gradient, needed in zip((saved.detach() for saved in ctx.saved_tensors), ctx.needs, strict=True)
     ]
     return *scaled, *[None] * 7
 

@@ -187,6 +187,11 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     beside = (work.held.total - sizes.total + (work.padding - 1) * work.held.experts) / sizes.layers * layers
     held = (elements + beside) / shards
     states = work.parameter_bytes * held
+    optimizer = work.optimizer_bytes(held / work.held.total)
+    host = 0.0
+    if layout.offloads:
+        host = 2 * states + optimizer
+        states = optimizer = 0.0
     resident = at_loss = states if work.accumulates else 0.0
     # The last reduced gradients stay in memory until the step's last backward pass.
     is_held = work.accumulates and shards > 1 and layout.pp == 1 and not work.run.config.batch.no_sync
@@ -235,7 +240,7 @@ def part_of_mesh(work: Work, root: int, place: Place | None = None) -> Memory:
     holders = shards * layout.tp
     form = "sharded" if holders > 1 else "stage"  # a stage's matrices aren't sharded
     moments["update"] = (states, work.update_bytes(form, holders, work.whole if layout.tp > 1 else None), layer)
-    return at_peak(moments, states, work.optimizer_bytes(held / work.held.total), act["traveling"])
+    return at_peak(moments, states, optimizer, act["traveling"], host=host)
 
 
 def activations_of_stages(work: Work, place: Place) -> dict[str, float]:
@@ -335,10 +340,11 @@ def by_deepspeed(work: Work) -> Memory:
         return at_peak({**moments, "update": (gradients, updated)}, weights, states)
     # The optimizer runs on the CPU, so gradients are also offloaded.
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
-    on_host = FP32 * sizes.total * share
+    accumulated = FP32 * sizes.total * share
+    optimized = states + accumulated  # the optimizer has its own copy of the gradients
     on_disk = optimizer.get("device") == "nvme"
-    host = (0.0 if on_disk else states) + on_host + (weights if parameters else 0.0)
-    disk = states + on_host if on_disk else 0.0
+    host = (0.0 if on_disk else optimized) + accumulated + (weights if parameters else 0.0)
+    disk = optimized if on_disk else 0.0
     return at_peak(moments, 0.0 if parameters else weights, 0.0, host=host, disk=disk)
 
 

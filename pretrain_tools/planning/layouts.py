@@ -12,7 +12,16 @@ import yaml
 from accelerate.utils import patch_environment
 
 from pretrain.files import ROOT
-from pretrain.mesh_sizes import DIMENSIONS, DROPPED, Sizes, launched_sizes, processes_launched, setting, variable
+from pretrain.mesh_sizes import (
+    DIMENSIONS,
+    DROPPED,
+    Sizes,
+    environment_flag,
+    launched_sizes,
+    processes_launched,
+    setting,
+    variable,
+)
 from pretrain.parallel.launcher import LAUNCHES, deepspeed_file
 
 DIMENSION_OF = {"hsdp": "dp_replicate", "tp": "tp", "fsdp_tp": "tp", "cp": "cp", "pp": "pp", "ep": "ep"}
@@ -47,6 +56,8 @@ class Layout:
     """Reason why this number of processes isn't supported."""
     zero: dict[str, Any] = field(default_factory=dict)
     """The zero_optimization section of the DeepSpeed JSON."""
+    offloads: bool = False
+    """True if a mesh's sharded weights, gradients and optimizer state are in CPU memory (`fsdp_offload_params`)."""
 
     @classmethod
     def of(cls, sizes: Sizes, machines: int = 1, name: str | None = None) -> "Layout":
@@ -216,7 +227,7 @@ def layouts(name: str, ranks: int, machines: int = 1) -> list[Layout]:
 def launched_layout(name: str) -> Layout:
     """Returns the current launch's layout, based on the launcher's environment variables."""
     if not name.startswith("zero"):
-        return Layout.of(launched_sizes(), name=name)
+        return replace(Layout.of(launched_sizes(), name=name), offloads=environment_flag("FSDP_OFFLOAD_PARAMS"))
     launched = layout(name, processes_launched())
     given = deepspeed_file().get("zero_optimization") or launched.zero
     return replace(launched, zero={key: value for key, value in given.items() if value != "auto"})

@@ -1,6 +1,7 @@
 """Tests memory predictions against real tensors, a measured peak and each other."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,9 +203,16 @@ def test_offload_moves_the_states_away(model_config, model_file):
     memory = need(run_config(model_file), model_config, "zero3_offload", ranks=2)
     total = sizes_of(model_config).total
     assert memory.parameters == memory.optimizer == memory.gradients == 0
-    assert memory.host == total * (2 + 4 + 4 + 8) / 2
+    assert memory.host == total * (2 + 4 + 4 + 4 + 8) / 2
     on_disk = need(run_config(model_file), model_config, "zero3_offload_nvme", ranks=2)
     assert on_disk.disk > 0 and on_disk.host < memory.host
+
+
+def test_fsdp_offload_moves_the_states_away(model_config, model_file):
+    run = PlannedRun(run_config(model_file), model_config, "bf16")
+    memory = footprint(run, replace(layout("fsdp2", 2), offloads=True), 8)
+    assert memory.parameters == memory.optimizer == memory.gradients == 0
+    assert memory.host == sizes_of(model_config).total * (4 + 4 + 8) / 2
 
 
 STATES = {
@@ -215,7 +223,7 @@ STATES = {
     "zero1": (2 + 4 + (4 + 8) / 2, 0, 0),
     "zero2": (2 + 4 + (4 + 8) / 2, 0, 0),
     "zero3": ((2 + 4 + 4 + 8) / 2, 0, 0),
-    "zero3_offload": (0, (2 + 4 + 4 + 8) / 2, 0),
+    "zero3_offload": (0, (2 + 4 + 4 + 4 + 8) / 2, 0),  # DeepSpeed keeps two copies of the gradients
     "zero3_offload_nvme": (0, (2 + 4) / 2, (4 + 4 + 8) / 2),
     "cp": ((4 + 4 + 8) / 2, 0, 0),
     "ep": ((4 + 4 + 8) / 2, 0, 0),

@@ -32,6 +32,8 @@ class MemorySetup:
     """Number of layers; None: the model's default."""
     size: int | None = None
     """Size of the strategy's mesh dimension; None: the default in its accelerate config."""
+    offloads: bool = False
+    """Keep the sharded states in CPU memory (`fsdp_offload_params`)."""
     vocabulary: int | None = None
     """Number of token IDs; None: the model's default."""
 
@@ -43,6 +45,7 @@ class MemorySetup:
         words += [value for _, value in self.settings]
         words += [f"{self.layers} layers"] if self.layers else []
         words += [f"size {self.size}"] if self.size else []
+        words += ["offloaded"] if self.offloads else []
         return ", ".join(words)
 
     @property
@@ -76,14 +79,17 @@ class MemorySetup:
 
     @property
     def layout(self) -> Layout:
-        return layout(self.strategy, self.ranks, size=self.size)
+        return replace(layout(self.strategy, self.ranks, size=self.size), offloads=self.offloads)
 
     def launch(self, rank: int) -> Launch:
         values = self.model_config()
         return Launch(
             self.strategy,
             rank,
-            ((variable(self.strategy), str(self.size)),) if self.size else (),
+            (
+                *(((variable(self.strategy), str(self.size)),) if self.size else ()),
+                ("FSDP_OFFLOAD_PARAMS", str(self.offloads).lower()),
+            ),
             layers=values.get("num_hidden_layers") or values["n_layer"],
             model=self.model,
             settings=self.recipe,
@@ -93,8 +99,8 @@ class MemorySetup:
         )
 
 
-def zero(stage: int, micro_steps: int, precision: str = "bf16") -> MemorySetup:
-    """Returns a ZeRO setup, which runs 16 tokens uncompiled on the CPU."""
+def zero(stage: int | str, micro_steps: int, precision: str = "bf16") -> MemorySetup:
+    """Returns a ZeRO setup, which runs 16 tokens uncompiled on the CPU. stage: the strategy's name after `zero`."""
     settings = (("precision", precision),)
     sizes = {"layers": 2, "sequences": 1, "length": 16}
     return MemorySetup(f"zero{stage}", "llama_125m", False, micro_steps, settings=settings, **sizes)
@@ -106,7 +112,10 @@ TYPICAL = [
     MemorySetup("cp", "llama_125m", layers=3, size=4),
     MemorySetup("tp", "llama_125m", layers=3, size=4, checkpointing=MemoryBudget(memory_budget=0.6)),
     # On the CPU, a whole vocabulary would take most of the time.
-    *(replace(zero(stage, micro_steps), vocabulary=4096) for stage, micro_steps in ((1, 2), (2, 1), (3, 1))),
+    *(
+        replace(zero(stage, micro_steps), vocabulary=4096)
+        for stage, micro_steps in ((1, 2), (2, 1), (3, 1), ("3_offload", 1))
+    ),
 ]
 """Setups to test in every run of the test suite."""
 DIVIDED = [MemorySetup(strategy, "llama_125m", layers=3, size=4) for strategy in ("tp", "cp")]
@@ -126,6 +135,11 @@ FURTHER = [
         for compiled, micro_steps in ((False, 1), (False, 2), (True, 2))
     ),
     *(replace(setup, micro_steps=micro_steps) for setup in DIVIDED for micro_steps in (1, 2)),
+    *(
+        MemorySetup(strategy, "llama_125m", layers=3, compiled=False, micro_steps=micro_steps, offloads=True)
+        for strategy in ("fsdp2", "fsdp_tp")
+        for micro_steps in (1, 2)
+    ),
     *(MemorySetup("pp", "llama_125m", size=4, micro_steps=micro_steps) for micro_steps in (1, 2)),
     *(
         MemorySetup("pp", "llama_125m", size=2, settings=(("pipeline.schedule", schedule),))
@@ -136,8 +150,8 @@ FURTHER = [
         for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble")
         for size in (2, 4)
     ),
-    *(zero(stage, micro_steps, "fp32") for stage in (1, 2, 3) for micro_steps in (1, 2)),
-    *(zero(stage, micro_steps) for stage, micro_steps in ((1, 1), (2, 2), (3, 2))),
+    *(zero(stage, micro_steps, "fp32") for stage in (1, 2, 3, "3_offload") for micro_steps in (1, 2)),
+    *(zero(stage, micro_steps) for stage, micro_steps in ((1, 1), (2, 2), (3, 2), ("3_offload", 2))),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
