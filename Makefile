@@ -57,7 +57,7 @@ test-strategies: .venv/requirements-dev
 	STRATEGIES=all $(BIN)/python -m pytest tests/parallel/test_strategies.py tests/parallel/test_model_parallel.py tests/parallel/test_mesh.py \
 		tests/parallel/test_kill_strategies.py tests/parallel/test_muon_and_adafactor.py tests/parallel/test_nvme.py \
 		tests/parallel/test_product_features.py tests/parallel/test_term_strategies.py tests/planning/test_step_memory.py \
-		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py tests/model/test_gpu_traffic.py \
+		tests/training/test_expert_strategies.py tests/training/test_experts.py tests/model/test_compile.py \
 		tests/data/test_dispatch.py
 
 # Injects every fault in docs/faults.md: kills at 200 points during a save, 20 kills with each of five strategies, and
@@ -71,7 +71,7 @@ test-faults: .venv/requirements-dev
 
 # Checks that plan.py still prints the plans in the recipes and in docs/memory.md, including memory.
 test-plans: .venv/requirements-dev
-	PLANS=all STRATEGIES=all $(BIN)/python -m pytest tests/model/test_gpu_traffic.py
+	PLANS=all $(BIN)/python -m pytest tests/model/test_gpu_traffic.py
 	PLANS=all $(BIN)/python -m pytest tests/scripts/test_recipes.py tests/scripts/test_plan.py
 
 # Checks correctness, then speed, on a GPU with an existing Python: make gpu PYTHON=python. Installs nothing and needs

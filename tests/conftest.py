@@ -26,7 +26,7 @@ LONGEST = (
     "training/test_expert_strategies.py", "scripts/test_train.py", "scripts/test_evaluate.py",
     "preparation/cleaning/test_near_duplicates.py", "parallel/test_muon_and_adafactor.py",
     "experiments/test_parity.py", "parallel/test_kill_strategies.py", "scripts/test_publish.py", "test_extending.py",
-    "test_closure.py",
+    "test_closure.py", "model/test_gpu_traffic.py",
 )  # fmt: skip
 """The slowest test files, which run first."""
 

@@ -1,8 +1,8 @@
 """Tests for a compiled layer's memory traffic and the bytes it saves for backward, compared with the theoretical
 minimum.
 
-Traffic excludes matmuls and attention. No GPU is needed; see support/traffic_on_fake_cuda.py. STRATEGIES=all tests
-every model under every strategy, PLANS=all tests every plan, and TRAFFIC=1 prints every kernel.
+Traffic excludes matmuls and attention. No GPU is needed; see support/traffic_on_fake_cuda.py. PLANS=all tests every
+plan, and TRAFFIC=1 prints every kernel.
 """
 
 import importlib.util

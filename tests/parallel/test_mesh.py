@@ -103,6 +103,8 @@ if EVERYTHING:
         "tp2 dp_shard2": ("adamw", "dense", Sizes(tp=2, dp_shard=2)),
     }
 BEST_FIT = ["--data.sampling", "best_fit", *ONLY_TRAIN]
+COMPILED = {"dense pp2 dp_shard2": "mesh", "dense dp_replicate2 tp2": "tp", "dense dp_shard2 cp2": "cp"}
+"""{combination: strategy}, trained with compiled layers too."""
 COMPILED_CLIP = [*CLIP, "--precision", "bf16", "--compile", "regional"]
 MIXTRAL = MODELS["dense"] | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """MoE model without query and key norms, as QK-clip requires."""
@@ -398,10 +400,9 @@ def runs(trainer) -> Path:
     single += [run_alone(in_bf16, "bf16 alone", *bf16), run_alone(rounded, "rounded alone", *ROUNDED)]
     special = [
         run(in_bf16, "bf16", "mesh", *bf16, *exported),
-        run(
-            ("adamw", "dense", Sizes(pp=2, dp_shard=2)),
-            *("compiled", "mesh", "--compile", "regional", *exported),
-            **compiled,
+        *(
+            run(cases(4)[name], f"compiled {name}", strategy, "--compile", "regional", *exported, **compiled)
+            for name, strategy in COMPILED.items()
         ),
         run(rounded, "rounded", "mesh", *ROUNDED, *exported),
         run(copies, "copies", "ddp", *ONLY_TRAIN, steps=STEPS),
@@ -448,10 +449,10 @@ def norms(run: Path) -> dict[int, float]:
         # Sharded matmuls round different partial sums to bf16. After four steps, losses differ by 4e-5 and norms by
         # 2e-3.
         ("bf16", "bf16 alone", 2e-4, 1e-2),
-        ("compiled", "adamw dense of 4 alone", 1e-6, 1e-5),
+        *((f"compiled {name}", name, 1e-6, 1e-5) for name in COMPILED),
     ],
 )
-def test_bf16_and_compiled_meshes_match_one_process(runs, name, reference, loss, norm):
+def test_bf16_matches_one_process_and_compiled_meshes_match_uncompiled_ones(runs, name, reference, loss, norm):
     assert losses(runs / name) == pytest.approx(first(losses(runs / reference), SHORT), rel=loss)
     assert norms(runs / name) == pytest.approx(first(norms(runs / reference), SHORT), rel=norm)
     assert validations(runs / name) == pytest.approx(first(validations(runs / reference), SHORT), rel=loss)

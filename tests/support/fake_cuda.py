@@ -269,7 +269,7 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
         "current_stream": _Stream.now,
         "default_stream": _Stream.now,
         "device_count": lambda: devices,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": _capability,
         "get_device_name": lambda *_: properties["name"],
         "get_device_properties": lambda *_: type("Properties", (), properties),
         "is_available": lambda: True,
@@ -282,6 +282,11 @@ def torch_cuda_with(devices: int) -> Iterator[None]:
     }
     with mock.patch.multiple(torch.cuda, **replaced):
         yield
+
+
+def _capability(*_) -> tuple[int, int]:
+    """Replaces torch.cuda.get_device_capability. Always the same function, because compiled graphs may call it."""
+    return 9, 0
 
 
 def _wait(function: str) -> None:

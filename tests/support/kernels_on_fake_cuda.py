@@ -57,14 +57,12 @@ class Driver:
         return torch.device("cuda", 0)
 
 
-@contextlib.contextmanager
-def inductor(compiled: Callable[[str, torch.fx.GraphModule, GraphLowering], Callable | None]) -> Iterator[None]:
-    """Makes torch.compile lower graphs for CUDA, but run them without its kernels.
+def lowered(compiled: Callable[[str, torch.fx.GraphModule, GraphLowering], Callable | None]) -> Callable:
+    """Returns a torch.compile backend that lowers graphs for CUDA, but runs them without their kernels.
 
     compiled: called with 'forward' or 'backward', each partitioned graph, and its lowered version, for `schedule` or
         `codegen`. May return a function to run instead of the graph.
     """
-    compile_with = torch.compile
 
     def write_kernels(direction, graph_module, inputs):
         graph = copy.deepcopy(graph_module)
@@ -77,12 +75,18 @@ def inductor(compiled: Callable[[str, torch.fx.GraphModule, GraphLowering], Call
                 run = compiled(direction, graph_module, lowering)
         return make_boxed_func(run or graph_module.forward)
 
-    backend = aot_autograd(
+    return aot_autograd(
         fw_compiler=functools.partial(write_kernels, "forward"),
         bw_compiler=functools.partial(write_kernels, "backward"),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
+
+
+@contextlib.contextmanager
+def inductor(backend: Callable) -> Iterator[None]:
+    """Makes torch.compile use a backend from `lowered`."""
+    compile_with = torch.compile
     joint_graph.lazy_init(*[None] * len(inspect.signature(inspect.unwrap(joint_graph.lazy_init)).parameters))
     triton.runtime.driver.set_active(Driver())
     state = torch.zeros(16, dtype=torch.uint8)
@@ -136,7 +140,7 @@ def of_run(run: Callable[[], None]) -> list[dict[str, object]]:
         code, _ = lowering.codegen()
         sources.append(code.value)
 
-    with inductor(write_code):
+    with inductor(lowered(write_code)):
         run()
     # Most pointwise kernels (triton_poi) are the same on all architectures, so one is enough.
     return [

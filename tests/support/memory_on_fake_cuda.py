@@ -22,7 +22,7 @@ import pretrain.model.loss
 from pretrain.model.compile import checkpoint_activations, compile_model
 from pretrain.model.loss import LanguageModelLoss
 from support import ranks_on_fake_cuda
-from support.kernels_on_fake_cuda import inductor, schedule
+from support.kernels_on_fake_cuda import inductor, lowered, schedule
 from support.memory_setups import SETUPS, MemorySetup
 from support.products_on_fake_cuda import LiveBytes
 from support.ranks_on_fake_cuda import MODELS, prepared
@@ -81,7 +81,7 @@ def compiled_as(live: PeakOfStep, needs: list[int]) -> Iterator[None]:
         needs.append(peak - sum(buffer.mpi_buffer.size_free for buffer in inputs.values()))
         return live.graph(graph.forward, needs[-1])
 
-    with inductor(plan):
+    with inductor(lowered(plan)):
         yield
 
 

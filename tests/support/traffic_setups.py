@@ -1,12 +1,10 @@
 """Setups for tests/model/test_gpu_traffic.py."""
 
 import json
-import os
 from dataclasses import dataclass
 
 from support.project import ROOT
 
-EVERYTHING = os.environ.get("STRATEGIES") == "all"
 TP_RANKS = 4
 """Number of tensor-parallel ranks."""
 
@@ -54,18 +52,9 @@ BATCHES = {
 STRATEGIES = ("single", "ddp", "fsdp2", "tp")
 WITHOUT_PLAN = ("gpt2_124m", "nanochat_d12")
 """Models without a tensor-parallel plan in transformers."""
-TYPICAL = {
-    "gpt2_124m": ("ddp",),
-    "llama_125m": ("ddp",),
-    "llama_1b": ("ddp", "fsdp2", "tp"),
-    "qwen3_0.6b": ("fsdp2",),
-    "qwen3_moe_500m": ("ddp",),
-    "nanochat_d12": ("single",),
-}
-"""{model: strategies to test by default}. STRATEGIES=all tests all of them."""
 SETUPS = [
     Setup(model, strategy, *BATCHES[model])
     for model in BATCHES
     for strategy in STRATEGIES
-    if (strategy != "tp" or model not in WITHOUT_PLAN) and (EVERYTHING or strategy in TYPICAL[model])
+    if strategy != "tp" or model not in WITHOUT_PLAN
 ]
