@@ -6,6 +6,8 @@ are the most sensitive to it (Peng et al., arXiv 2310.18313).
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +33,8 @@ def fp8_problem(device_type: str) -> str | None:
     return None
 
 
-def use_fp8(causal_lm: PreTrainedModel, *, tp: int = 1, emulate: bool = False) -> int:
-    """Converts the blocks' linear layers to fp8 in place, and returns the number of converted layers.
+def use_fp8(causal_lm: PreTrainedModel, *, tp: int = 1, emulate: bool = False) -> list[torch.nn.Linear]:
+    """Converts the blocks' linear layers to fp8 in place, and returns the converted layers.
 
     Works on the meta device and doesn't change names.
 
@@ -47,7 +49,7 @@ def use_fp8(causal_lm: PreTrainedModel, *, tp: int = 1, emulate: bool = False) -
     chosen = set(fp8_layers(causal_lm, tp))
     for layer in layers_of(causal_lm):
         convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, name: module in chosen)
-    return sum(isinstance(module, Float8Linear) for module in causal_lm.modules())
+    return [module for module in causal_lm.modules() if isinstance(module, Float8Linear)]
 
 
 def fp8_layers(causal_lm: PreTrainedModel, tp: int = 1) -> list[torch.nn.Linear]:
@@ -61,10 +63,40 @@ def fp8_layers(causal_lm: PreTrainedModel, tp: int = 1) -> list[torch.nn.Linear]
     ]
 
 
-def fp8_product(linear: torch.nn.Linear, x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies by this weight as the fp8 layer would multiply by its own weight, without the bias."""
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+def forward_with_parameters(linear: torch.nn.Linear, x: Tensor) -> Tensor:
+    """Computes a converted layer's forward pass like torchao's, but saves the weight itself; see `Product`."""
+    return fp8_linear(linear, x, linear.weight, linear.bias)
 
+
+def fp8_linear(linear: torch.nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes a converted layer's forward pass with another weight and bias, such as slices of its own."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    return matmul_with_hp_or_float8_args.apply(x, weight.t(), linear.linear_mm_config, linear.config)
+    out = Product.apply(x, weight, linear.linear_mm_config, linear.config)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+@torch._dynamo.allow_in_graph  # like torchao's function
+class Product(torch.autograd.Function):
+    """Calls torchao's autograd function, but saves the weight for the backward pass instead of its transposed view.
+
+    A view would keep the gathered weight in memory after ZeRO-3 has freed it.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, linear_mm_config: Any, config: Any) -> Tensor:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        ctx.save_for_backward(x, weight)
+        ctx.settings = {"linear_mm_config": linear_mm_config, "config": config}
+        inner = SimpleNamespace(save_for_backward=lambda *_: None)
+        return matmul_with_hp_or_float8_args.forward(inner, x, weight.t(), linear_mm_config, config)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+        x, weight = ctx.saved_tensors
+        inner = SimpleNamespace(saved_tensors=(x, weight.t()), **ctx.settings)
+        grad_x, transposed, *none = matmul_with_hp_or_float8_args.backward(inner, grad)
+        return grad_x, transposed.t(), *none

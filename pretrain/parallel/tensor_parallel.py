@@ -25,7 +25,7 @@ from pretrain.config import RunConfig
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.attention import IGNORED
 from pretrain.model.build import once_per_config
-from pretrain.model.fp8 import fp8_product
+from pretrain.model.fp8 import fp8_linear
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -279,10 +279,8 @@ def product(linear: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
     most those of the whole tensors. So the slices are rounded at least as precisely as with one process.
     """
     weight = linear.weight.to_local()
-    if not hasattr(linear, "linear_mm_config"):  # not converted by `use_fp8`
-        return F.linear(x, weight, bias)
-    out = fp8_product(linear, x, weight)
-    return out if bias is None else out + bias.to(out.dtype)
+    is_fp8 = hasattr(linear, "linear_mm_config")
+    return fp8_linear(linear, x, weight, bias) if is_fp8 else F.linear(x, weight, bias)
 
 
 def project(linear: nn.Linear, x: Tensor) -> Tensor:

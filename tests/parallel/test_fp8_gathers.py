@@ -1,4 +1,7 @@
-"""Sharded fp8 layers must gather their weights in fp8, with nearly the same losses as with bf16 gathers."""
+"""Sharded fp8 layers must gather their weights in fp8, with nearly the same losses as with bf16 gathers.
+
+ZeRO gathers weights in bf16.
+"""
 
 import importlib.util
 import json
@@ -21,6 +24,7 @@ from support.tiny_models import TINY_LLAMA
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="pip install torchao")
 LAYERS, WIDTH, MLP = 2, MODEL["hidden_size"], MODEL["intermediate_size"]
 MICRO_STEPS = ("micro-step", "last micro-step")
+ZERO = ("zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,9 @@ def runs(tmp_path_factory, shards) -> Path:
         "bf16": ((), {"environment": {"FSDP_OFFLOAD_PARAMS": "true"}}),
         "compiled": (("--compile", "regional"), {"aot_eager": True}),
         "resumed": ((), {"start_from": middle}),
+        **{name: ((), {"strategy": name}) for name in ZERO},
+        "zero3 compiled": (("--compile", "regional"), {"strategy": "zero3", "aot_eager": True}),
+        "zero1 resumed": ((), {"strategy": "zero1", "start_from": str(folder / "zero3/checkpoints/step-00000002")}),
     }
     train(2, runs)
     return folder
@@ -99,6 +106,15 @@ def test_losses_match_one_process_up_to_rounding(runs, name):
     wanted = losses(runs / "alone")
     found = losses(runs / name)
     assert found and all(loss == pytest.approx(wanted[step], abs=5e-3) for step, loss in found.items())
+
+
+@pytest.mark.parametrize("name", [*ZERO, "zero3 compiled", "zero1 resumed"])
+def test_zero_has_the_same_losses_as_fsdp2_with_bf16_gathers(runs, name):
+    """fp8 changes the losses by up to 1e-3."""
+    wanted = losses(runs / "bf16")
+    found = losses(runs / name)
+    assert len(found) == (2 if "resumed" in name else 4)
+    assert all(loss == pytest.approx(wanted[step], abs=1e-5) for step, loss in found.items())
 
 
 def test_one_process_also_trains_in_fp8(runs):
