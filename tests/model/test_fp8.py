@@ -118,7 +118,7 @@ def test_zero_can_free_weights_between_the_passes():
     expected = plain(x)
     expected.square().sum().backward()
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda given: saved.append(given) or given, lambda given: given):
         out = forward_with_parameters(saving, x)
     memory = saving.weight.untyped_storage().data_ptr()
     assert [tensor is saving.weight for tensor in saved if tensor.untyped_storage().data_ptr() == memory] == [True]

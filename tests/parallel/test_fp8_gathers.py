@@ -133,11 +133,13 @@ def test_validation_with_averaged_weights_has_its_own_scales(runs):
     assert of_runs[1] == pytest.approx(of_runs[0], abs=5e-3)
 
 
-@pytest.mark.parametrize("precision", LAUNCHES)
-def test_a_plan_predicts_the_traffic(seen, precision, tmp_path):
-    config = read_config(tmp_path, LAUNCHES[precision])
-    run = PlannedRun(config, load_model_config(config.model.config), precision)
-    (planned,) = flows(Step(run.work(Layout.of(SIZES), SEQUENCES), 2, Links(1.0, 1.0, 8)))
-    collectives = [seen[precision][moment]["collectives"] for moment in MICRO_STEPS]
-    sent = sum(of[kind][1] for of in collectives for kind in ("all-gather of 8 by 1", "reduce-scatter of 8 by 1"))
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_plan_predicts_the_traffic(seen, name, tmp_path):
+    config = read_config(tmp_path, LAUNCHES[name])
+    sizes = SIZES[name]
+    run = PlannedRun(config, load_model_config(config.model.config), config.precision)
+    planned = flows(Step(run.work(Layout.of(sizes), SEQUENCES), 2, Links(1.0, 1.0, 8)))[0]
+    collectives = [seen[name][moment]["collectives"] for moment in MICRO_STEPS]
+    kinds = [f"{kind} of 8 by {sizes.tp}" for kind in ("all-gather", "reduce-scatter")]
+    sent = sum(of[kind][1] for of in collectives for kind in kinds)
     assert planned.sent == pytest.approx(sent * 7 / 8, rel=0.001)

@@ -607,29 +607,16 @@ FP8_CASES = {
 @pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
 def test_fp8_differs_from_one_process_only_by_rounding(trainer):
     """The losses must differ from one process only by rounding: 1e-3 at a loss of 6.2."""
-    compiled = {"aot_eager": True}
-    cases = {
-        **{name: (case, (), {}) for name, case in FP8_CASES.items()},
-        **{
-            f"{name} compiled": (FP8_CASES[name], ("--compile", "regional"), compiled) for name in ("tp", "tp dp_shard")
-        },
-    }
+    in_fp8 = {"emulates_fp8": True}
+    compiled = {"aot_eager": True, **in_fp8}
+    runs = {name: trainer.run(case, f"fp8 {name}", "mesh", *IN_FP8, **in_fp8) for name, case in FP8_CASES.items()}
+    for name in ("tp", "tp dp_shard"):
+        options = (*IN_FP8, "--compile", "regional")
+        runs[f"{name} compiled"] = trainer.run(FP8_CASES[name], f"fp8 {name} compiled", "mesh", *options, **compiled)
     references = {alone(*case): case for case in FP8_CASES.values()}
-    trainer.train(
-        1,
-        [
-            trainer.run_alone(case, f"fp8 {name}", *IN_FP8, emulates_fp8=True) for name, case in references.items()
-        ]
-    )
-    trainer.train(
-        4,
-        [
-            trainer.run(case, f"fp8 {name}", "mesh", *IN_FP8, *options, emulates_fp8=True, **more)
-            for name, (case, options, more) in cases.items()
-        ],
-    )
-    for name, (case, _, _) in cases.items():
-        wanted = losses(trainer.folder / f"fp8 {alone(*case)}")
+    trainer.train(1, [trainer.run_alone(case, f"fp8 {name}", *IN_FP8, **in_fp8) for name, case in references.items()])
+    trainer.train(4, list(runs.values()))
+    for name in runs:
+        wanted = losses(trainer.folder / f"fp8 {alone(*FP8_CASES[name.removesuffix(' compiled')])}")
         found = losses(trainer.folder / f"fp8 {name}")
-        print(name, {step: loss - wanted[step] for step, loss in found.items()})
         assert len(found) == SHORT and all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items()), name
