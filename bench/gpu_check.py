@@ -112,10 +112,13 @@ STRATEGIES = (
     "zero3_offload_nvme",
 )
 DEFAULT_KERNELS = " with default kernels"
+IN_FP8 = " in fp8"
 MOST_PROCESSES = 8
 """Maximum number of processes. It equals the number of layers, and of heads, of MODEL."""
 FEWEST_PROCESSES = {"fsdp_tp": 4}
 """Minimum numbers of processes. The others need two, but with two, fsdp_tp would be the same as tp."""
+FP8_STRATEGIES = ("fsdp2", "tp", "fsdp_tp", "zero3")
+"""Strategies checked in fp8, one for each way to gather or split the weights."""
 WINDOWS = {"off": "whole windows", "on": "documents"}
 WORKER_SECONDS = 600
 REPORTS = 3
@@ -283,7 +286,7 @@ def checks_of(device: str, gpus: int, folder: Path, worker: Worker) -> list[Chec
         Check("train with memory_budget 0.5", runs.check_memory_budget, uncompiled),
         Check("train with fp8", runs.check_fp8, no_fp8 or uncompiled),
         Check("kill -9 with deterministic kernels", runs.check_deterministic, uncompiled),
-        *strategy_checks(runs, gpus, uncompiled),
+        *strategy_checks(runs, gpus, uncompiled, no_fp8),
     ]
     return checks + speed_checks(scale, device, uncompiled, gpus, no_fp8)
 
@@ -300,26 +303,31 @@ def processes_on(gpus: int) -> int:
     return min(MOST_PROCESSES, 1 << (gpus.bit_length() - 1))
 
 
-def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None) -> list[Check]:
+def strategy_checks(runs: Runs, gpus: int, uncompiled: str | None, no_fp8: str | None = None) -> list[Check]:
     """Returns checks that each strategy gives the same losses on all GPUs as a single process.
 
-    They run in fp32 with eager attention, then with the default kernels (half precision and compiled layers). If there
-    is only one GPU, the processes share it.
+    They run in fp32 with eager attention, then with the default kernels (half precision and compiled layers), and some
+    of them also in fp8. If there is only one GPU, the processes share it.
     """
     model = dataclasses.replace(runs.model, architecture="mixtral")
     experts = dataclasses.replace(runs, folder=runs.folder / "experts", model=model)
     no_deepspeed = None if importlib.util.find_spec("deepspeed") else "deepspeed is not installed"
+    refused = {"": None, DEFAULT_KERNELS: uncompiled, IN_FP8: no_fp8 or uncompiled}
     checks = []
-    for kernels in ("", DEFAULT_KERNELS):
-        for name in STRATEGIES:
+    for kernels, names in (("", STRATEGIES), (DEFAULT_KERNELS, STRATEGIES), (IN_FP8, FP8_STRATEGIES)):
+        for name in names:
             chosen = experts if name == "ep" else runs
             fewest = FEWEST_PROCESSES.get(name, 2)
             processes = fewest if gpus == 1 else processes_on(gpus)
             few = None
             if processes < fewest:
                 few = f"needs {fewest} GPUs, or one that {fewest} processes share, but there are {gpus}"
-            check = chosen.check_defaults if kernels else partial(chosen.check_like_single, precision="fp32")
-            reason = few or (no_deepspeed if name.startswith("zero") else None) or (uncompiled if kernels else None)
+            check = {
+                "": partial(chosen.check_like_single, precision="fp32"),
+                DEFAULT_KERNELS: chosen.check_defaults,
+                IN_FP8: chosen.check_fp8,
+            }[kernels]
+            reason = few or (no_deepspeed if name.startswith("zero") else None) or refused[kernels]
             run = f"{name}{kernels.replace(' ', '-')}"
             checks.append(Check(f"strategy {name}{kernels}", partial(check, name, processes, name=run), reason))
     return checks

@@ -359,9 +359,9 @@ export: {{dtype: fp32}}
         precision = half_precision(self.device)
         return self.check_like_single(strategy, processes, *default_kernels(), name=name, precision=precision)
 
-    def check_fp8(self) -> Outcome:
+    def check_fp8(self, strategy: str = REFERENCE, processes: int = 1, name: str = "fp8") -> Outcome:
         """Checks fp8 with the default kernels."""
-        return self.check_like_single(REFERENCE, 1, *default_kernels("fp8"), name="fp8", precision="fp8")
+        return self.check_like_single(strategy, processes, *default_kernels("fp8"), name=name, precision="fp8")
 
     def check_memory_budget(self) -> Outcome:
         """Checks that the default kernels with half of the activations give the same losses."""

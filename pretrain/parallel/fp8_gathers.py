@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pretrain.parallel.mesh_tiles import divided_axes
+
 
 class Fp8Gathers:
     """Sets up fp8 all-gathers for a module sharded with fully_shard, and computes the scales.
@@ -33,8 +35,9 @@ class Fp8Gathers:
             if isinstance(module, Float8Linear):
                 part = module.weight.to_local().detach()
                 # All ranks must send the same number of rows. fully_shard pads shorter shards with zeros.
-                rows, columns = module.weight.shape
-                padded = part.as_strided((math.ceil(rows / group.size()), columns), (columns, 1))
+                mesh, columns = module.weight.device_mesh, part.shape[1]
+                parts = math.prod(mesh.size(axis) for axis, dim in divided_axes(module.weight).items() if dim == 0)
+                padded = part.as_strided((math.ceil(module.weight.shape[0] / parts), columns), (columns, 1))
                 dtype = module.config.cast_config_weight.target_dtype
                 weight = WeightWithDynamicFloat8CastTensor(padded, module.linear_mm_config, dtype)
                 for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):

@@ -202,7 +202,7 @@ class MeshStrategy(Strategy):
         self.loss_terms = model.loss_terms
         self.embeds = model.terms is not None and model.terms.embeds
         if self.precision == "fp8":
-            use_fp8(causal_lm)
+            use_fp8(causal_lm, tp=self.sizes.tp)
         named = [*causal_lm.named_parameters(), *self.loss_terms.named_parameters(prefix=LOSS_TERMS)]
         self.places = {name: place for place, (name, _) in enumerate(named)}
         sizes = self.sizes

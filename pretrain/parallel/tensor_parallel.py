@@ -25,6 +25,7 @@ from pretrain.config import RunConfig
 from pretrain.mesh_sizes import Sizes
 from pretrain.model.attention import IGNORED
 from pretrain.model.build import once_per_config
+from pretrain.model.fp8 import fp8_linear
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.model.model_config import described
 from pretrain.model.small_copy import (
@@ -58,11 +59,6 @@ class TensorParallel(Dimension):
     @classmethod
     def recipe_problems(cls, config: RunConfig, sizes: Sizes) -> list[str]:
         problems = []
-        if config.precision == "fp8":
-            problems.append(
-                "precision: fp8 is not supported with tp, because each slice of a matrix would have its own scale; "
-                "use bf16, or fp8 with dp_shard, dp_replicate, cp, pp or ep"
-            )
         if config.optim.name == "adamw_8bit":
             problems.append(
                 "optim.name: adamw_8bit is not supported with tp: tp splits matrices by columns, but each scale "
@@ -276,15 +272,25 @@ def split_linear(linear: nn.Linear, style: str, mesh: DeviceMesh) -> None:
     linear.tp_group_name = mesh.get_group().group_name
 
 
+def product(linear: nn.Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiplies by this rank's slice, and adds the bias.
+
+    In fp8, each rank scales its slices of the weight, inputs and gradients by their own largest values, which are at
+    most those of the whole tensors. So the slices are rounded at least as precisely as with one process.
+    """
+    weight = linear.weight.to_local()
+    is_fp8 = hasattr(linear, "linear_mm_config")
+    return fp8_linear(linear, x, weight, bias) if is_fp8 else F.linear(x, weight, bias)
+
+
 def project(linear: nn.Linear, x: Tensor) -> Tensor:
     """Computes this rank's slice of the outputs."""
-    bias = None if linear.bias is None else linear.bias.to_local()
-    return F.linear(x, linear.weight.to_local(), bias)
+    return product(linear, x, None if linear.bias is None else linear.bias.to_local())
 
 
 def project_and_sum(linear: nn.Linear, x: Tensor) -> Tensor:
     """Multiplies by this rank's slice, and all-reduces the partial outputs."""
-    out = Sum.apply(F.linear(x, linear.weight.to_local()), linear.tp_group_name)
+    out = Sum.apply(product(linear, x), linear.tp_group_name)
     return out if linear.bias is None else out + linear.bias.to_local().to(out.dtype)
 
 

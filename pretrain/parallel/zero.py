@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from pretrain.deepspeed_build import prepare_extensions_folder
 from pretrain.errors import InputError
 from pretrain.model.build import InitialWeights, build_meta_model, units_of
 from pretrain.model.compile import layers_of
+from pretrain.model.fp8 import forward_with_parameters, use_fp8
 from pretrain.model.loss import LanguageModelLoss
 from pretrain.optim.adafactor import Adafactor
 from pretrain.optim.averaging import WeightAverage
@@ -44,7 +45,7 @@ class Zero(Strategy):
     """Strategy for ZeRO-1, 2 and 3."""
 
     parameter_form = "pieces"  # slices of flat tensors that contain many parameters
-    precisions = ("fp32", "bf16")
+    precisions = ("fp32", "bf16", "fp8")
     compilations = ("auto", "none", "regional")  # every layer's hooks would break a full graph
 
     holds_whole_model = False
@@ -129,6 +130,9 @@ class Zero(Strategy):
     ) -> torch.nn.Module:
         """Prepares the model as described in `Strategy`. In stage 3, at most one layer is unsharded at a time."""
         self.causal_lm = causal_lm = model.causal_lm
+        if self.precision == "fp8":
+            for linear in use_fp8(causal_lm):
+                linear.forward = MethodType(forward_with_parameters, linear)
         self.loss_terms = model.loss_terms
         drawn = {name: parameter.detach().clone() for name, parameter in self.loss_terms.named_parameters()}
         self._fill(causal_lm, weights)
@@ -220,14 +224,14 @@ class Zero(Strategy):
         """Raises RuntimeError if a default in DeepSpeed or accelerate has overridden a derived setting."""
         engine = self.model
         settings = self.settings
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        dtype = torch.float32 if self.precision == "fp32" else torch.bfloat16
         in_effect_and_expected = {
             "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
             **{
                 name: (getattr(engine, name)(), settings[name])
                 for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "gradient_clipping")
             },
-            "bf16.enabled": (engine.bfloat16_enabled(), self.precision == "bf16"),
+            "bf16.enabled": (engine.bfloat16_enabled(), self.precision != "fp32"),
             "fp16.enabled": (engine.fp16_enabled(), False),
             "communication_data_type": (engine.communication_data_type, torch.float32),
             "data_types.grad_accum_dtype": (engine.get_data_types()[1], torch.float32),
@@ -373,7 +377,7 @@ def derived_settings(config: RunConfig, precision: str) -> dict[str, Any]:
         "gradient_accumulation_steps": max(1, micro_steps),
         "train_batch_size": sequences_per_micro_step * max(1, micro_steps),
         "gradient_clipping": config.optim.max_grad_norm or 0.0,
-        "bf16": {"enabled": precision == "bf16"},
+        "bf16": {"enabled": precision != "fp32"},
         "fp16": {"enabled": False},
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -4,11 +4,15 @@ import importlib.util
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from pretrain.model.build import InitialWeights, build_meta_model, build_model
-from pretrain.model.fp8 import fp8_problem, use_fp8
+from pretrain.model.fp8 import forward_with_parameters, fp8_problem, use_fp8
 from pretrain.model.loss import LanguageModelLoss
+from pretrain.parallel.tensor_parallel import split_linear
 from support.tiny_models import TINY_LLAMA
 
 # torchao isn't in the test requirements, because accelerate would then import it in every process.
@@ -28,7 +32,7 @@ def loss_and_gradients(causal_lm):
 def test_only_the_blocks_linear_layers_under_the_same_names():
     model = build_meta_model(CONFIG)
     names = [name for name, _ in model.named_parameters()]
-    assert use_fp8(model, emulate=True) == 7 * TINY_LLAMA["num_hidden_layers"]
+    assert len(use_fp8(model, emulate=True)) == 7 * TINY_LLAMA["num_hidden_layers"]
     assert [name for name, _ in model.named_parameters()] == names
     assert type(model.lm_head) is torch.nn.Linear
 
@@ -55,6 +59,72 @@ def test_loss_and_gradients_match_bf16_within_fp8_rounding():
     assert abs(loss - expected) < 0.01 * expected
     for name, gradient in gradients.items():
         assert (gradient - expected_gradients[name]).norm() < 0.15 * expected_gradients[name].norm(), name
+
+
+@needs_torchao
+def test_only_layers_whose_slices_the_kernels_support():
+    """With tp = 4, the 32 x 64 key and value matrices have slices with 8 rows."""
+    model = build_meta_model(CONFIG)
+    assert model.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
+    converted = set(use_fp8(model, tp=4, emulate=True))
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module in converted}
+    assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def fp8_matrix(weight, bias=None) -> torch.nn.Linear:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    parent = torch.nn.Sequential(torch.nn.Linear(*reversed(weight.shape), bias=bias is not None))
+    parent[0].weight = torch.nn.Parameter(weight.clone())
+    if bias is not None:
+        parent[0].bias = torch.nn.Parameter(bias.clone())
+    return convert_to_float8_training(parent, config=Float8LinearConfig(emulate=True))[0]
+
+
+@pytest.fixture
+def mesh_of_two():
+    """A fake group of two ranks, in which collectives return immediately."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@needs_torchao
+@pytest.mark.parametrize("style", ["colwise", "rowwise"])
+def test_each_tp_rank_multiplies_by_its_slice_with_its_own_scale(style, mesh_of_two):
+    """The other rank's slice is so large that a scale for the whole matrix would round all values here to zero."""
+    weight, bias, x = torch.randn(64, 64), torch.randn(64), torch.randn(16, 64)
+    rows, columns = (slice(32), slice(64)) if style == "colwise" else (slice(64), slice(32))
+    mine = weight[rows, columns].clone()
+    weight *= 1e6
+    weight[rows, columns] = mine
+    split, small = fp8_matrix(weight, bias), fp8_matrix(mine, bias[rows])
+    split_linear(split, style, mesh_of_two)
+    inputs = [x[:, columns].clone().requires_grad_() for _ in range(2)]
+    outputs = [matrix(given) for matrix, given in zip((split, small), inputs, strict=True)]
+    for out in outputs:
+        out.square().sum().backward()
+    assert torch.equal(*outputs) and torch.equal(*(given.grad for given in inputs))
+    assert torch.equal(split.weight.grad.to_local(), small.weight.grad)
+    assert torch.equal(split.bias.grad.to_local(), small.bias.grad)
+    assert not torch.equal(outputs[0], torch.nn.functional.linear(inputs[0], mine, bias[rows]))
+
+
+@needs_torchao
+def test_zero_can_free_weights_between_the_passes():
+    """The backward pass must refer to the parameter. A view would keep the memory that ZeRO-3 wants to free."""
+    plain, saving = (fp8_matrix(torch.eye(32), torch.ones(32)) for _ in range(2))
+    x = torch.randn(16, 32)
+    expected = plain(x)
+    expected.square().sum().backward()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda given: saved.append(given) or given, lambda given: given):
+        out = forward_with_parameters(saving, x)
+    memory = saving.weight.untyped_storage().data_ptr()
+    assert [tensor is saving.weight for tensor in saved if tensor.untyped_storage().data_ptr() == memory] == [True]
+    out.square().sum().backward()
+    assert torch.equal(out, expected)
+    assert torch.equal(saving.weight.grad, plain.weight.grad) and torch.equal(saving.bias.grad, plain.bias.grad)
 
 
 def test_machines_without_fp8_are_rejected(monkeypatch):

@@ -281,13 +281,13 @@ def test_unsupported_precision_is_rejected(sizes, recipe, monkeypatch):
     assert problem.endswith("use fp32 or bf16 or fp8, or a strategy that supports it, such as ddp")
 
 
-def test_fp8_is_rejected_with_tp(sizes, recipe, monkeypatch):
+def test_fp8_is_only_rejected_with_zero_bubble_schedules(sizes, recipe, monkeypatch):
     monkeypatch.setattr("pretrain.parallel.strategy.resolve_precision", lambda requested: requested)
     zero_bubble = [("precision", "fp8"), ("pipeline.schedule", "ZBVZeroBubble")]
     in_fp8 = read_run_config(recipe, zero_bubble)
     for given, reasons in (
         ({"dp_shard": "8"}, []),
-        ({"tp": "2"}, ["precision: fp8 is not supported with tp"]),
+        ({"tp": "2"}, []),
         ({"pp": "2"}, ["precision: fp8 is not supported with pipeline.schedule ZBVZeroBubble"]),
     ):
         sizes(8, **given)
@@ -595,12 +595,29 @@ def test_bf16_weights_round_as_on_one_process(runs):
     assert all((given[key] == expected[key]).float().mean() > 0.6 for key in matrices)
 
 
+FP8_CASES = {
+    "ep": ("adamw", "moe", Sizes(dp_replicate=2, dp_shard=2, ep=2)),
+    "tp": ("adamw", "dense", Sizes(dp_replicate=2, tp=2)),
+    "tp dp_shard": ("adamw", "dense", Sizes(dp_shard=2, tp=2)),
+    "tp cp": ("adamw", "dense", Sizes(cp=2, tp=2)),
+    "tp ep": ("adamw", "moe", Sizes(dp_shard=2, tp=2, ep=2)),
+    "tp pp": ("adamw", "dense", Sizes(pp=2, tp=2)),
+}
+
+
 @pytest.mark.skipif(not HAS_FP8, reason="pip install torchao")
 def test_fp8_differs_from_one_process_only_by_rounding(trainer):
     """The losses must differ from one process only by rounding: 1e-3 at a loss of 6.2."""
-    case = ("adamw", "moe", Sizes(dp_replicate=2, dp_shard=2, ep=2))
-    trainer.train(1, [trainer.run_alone(case, "fp8 alone", *IN_FP8, emulates_fp8=True)])
-    trainer.train(4, [trainer.run(case, "fp8", "mesh", *IN_FP8, emulates_fp8=True)])
-    wanted = losses(trainer.folder / "fp8 alone")
-    found = losses(trainer.folder / "fp8")
-    assert len(found) == SHORT and all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items())
+    in_fp8 = {"emulates_fp8": True}
+    compiled = {"aot_eager": True, **in_fp8}
+    runs = {name: trainer.run(case, f"fp8 {name}", "mesh", *IN_FP8, **in_fp8) for name, case in FP8_CASES.items()}
+    for name in ("tp", "tp dp_shard"):
+        options = (*IN_FP8, "--compile", "regional")
+        runs[f"{name} compiled"] = trainer.run(FP8_CASES[name], f"fp8 {name} compiled", "mesh", *options, **compiled)
+    references = {alone(*case): case for case in FP8_CASES.values()}
+    trainer.train(1, [trainer.run_alone(case, f"fp8 {name}", *IN_FP8, **in_fp8) for name, case in references.items()])
+    trainer.train(4, list(runs.values()))
+    for name in runs:
+        wanted = losses(trainer.folder / f"fp8 {alone(*FP8_CASES[name.removesuffix(' compiled')])}")
+        found = losses(trainer.folder / f"fp8 {name}")
+        assert len(found) == SHORT and all(0 < abs(loss - wanted[step]) < 5e-3 for step, loss in found.items()), name

@@ -108,6 +108,9 @@ def test_what_cannot_run_here_says_why(monkeypatch, tmp_path):
     assert checks["strategy tp"].measure.args == ("tp", 4), (
         "the number of processes must be a power of two, to divide heads and layers"
     )
+    checks = {check.name: check for check in strategy_checks(Runs(tmp_path, "cuda"), 2, None, "no fp8")}
+    assert checks["strategy tp in fp8"].why_not == "no fp8" and checks["strategy tp"].why_not is None
+    assert checks["strategy tp in fp8"].measure.keywords == {"name": "tp-in-fp8"}
     with pytest.raises(InputError, match=r"has no torch, transformers, accelerate, pydantic; install them"):
         gpu_check.require_packages()
     speeds = {check.name: check.why_not for check in speed_checks(SCALES["cuda"], "cpu", None)}

@@ -307,8 +307,8 @@ if __name__ == "__main__":
     Ranks.of_launch = functools.cache(Ranks.of_launch)
     device_mesh.new_group = distributed_c10d.new_group = shared_by_runs(distributed_c10d.new_group)
     Ranks.exit = lambda ranks, code: record_replicas(run.pop("trained_by"), code, run)  # more runs may follow
-    # The mesh module has its own reference to use_fp8.
-    fp8.use_fp8 = mesh.use_fp8 = functools.partial(fp8.use_fp8, emulate=True)
+    # These modules have their own references to use_fp8.
+    fp8.use_fp8 = mesh.use_fp8 = pretrain.parallel.zero.use_fp8 = functools.partial(fp8.use_fp8, emulate=True)
     bucket, missing_bf16 = matrix_exchange.BUCKET_ELEMENTS, muon.missing_bf16
     muon.replace_whole_matrices = count_exchanges(muon.replace_whole_matrices, run)
     for description in json.loads(Path(sys.argv[2]).read_text()):
@@ -320,7 +320,7 @@ if __name__ == "__main__":
             del os.environ[name]
         without_gpu = "fp16_scale" in run or "emulates_fp8" in run
         resolve = (lambda requested: requested) if without_gpu else resolve_precision
-        for module in (registry, pretrain.parallel.strategy, run_plan):
+        for module in (registry, pretrain.parallel.strategy, pretrain.parallel.zero, run_plan):
             module.resolve_precision = resolve
         torch.compile = functools.partial(compile_function, **({"backend": "aot_eager"} if "aot_eager" in run else {}))
         torch._dynamo.utils.counters.clear()
@@ -337,6 +337,8 @@ if __name__ == "__main__":
         print(f"=== {run}", flush=True)
         train.start(command_line)
         assert "aot_eager" not in run or torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        assert "emulates_fp8" not in run or not breaks, f"graph breaks: {dict(breaks)}"
         AcceleratorState._reset_state(True)  # the next run uses another strategy
     sys.stdout.flush()
     os._exit(0)
