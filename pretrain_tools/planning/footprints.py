@@ -302,12 +302,15 @@ def by_deepspeed(work: Work) -> Memory:
     sizes = work.sizes
     compute = work.compute
     share = 1 / processes
+    if stage == 1 and compute == FP32 and not work.accumulates:
+        stage = 2  # DeepSpeed then keeps no gradients for other ranks' partitions
     waiting = compute * sizes.vocabulary * sizes.width if sizes.is_tied else 0.0
     act = work.activation_bytes(work.activations_in_bf16, compute, waiting)
     # The fp32 master weights are a separate copy even if the weights are fp32.
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
-    gradients, buckets, in_flight, copies = zero_gradients(work, stage, share, settings)
+    gradients, buckets, copies = zero_gradients(work, stage, share, settings)
+    in_flight = (compute + FP32) * max(sizes.largest, sizes.layer) if stage == 3 else 0.0
     # Stages 2 and 3 reduce full buckets during the backward pass, and the rest after it.
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
@@ -352,28 +355,24 @@ LARGE_BUCKET = 5e8
 """Number of elements in DeepSpeed's default bucket and in its bf16 optimizer's buckets."""
 
 
-def zero_gradients(
-    work: Work, stage: int, share: float, settings: dict[str, Any]
-) -> tuple[float, float, float, float]:
-    """Returns DeepSpeed's (gradients, buckets, largest gradient in flight, bucket copies) in bytes."""
+def zero_gradients(work: Work, stage: int, share: float, settings: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns DeepSpeed's (gradients, buckets, bucket copies) in bytes."""
     sizes = work.sizes
-    largest = max(sizes.largest, sizes.layer)
     elements = max(settings.get("reduce_bucket_size", LARGE_BUCKET), 0)
     buckets = 2 if settings.get("overlap_comm") else 1
     if stage == 1 and work.compute != FP32:  # a flat fp32 tensor for all gradients, in addition to the bf16 ones
-        return FP32 * sizes.total, work.compute * sizes.total, 0.0, FP32 * min(LARGE_BUCKET, sizes.total)
+        return FP32 * sizes.total, work.compute * sizes.total, FP32 * min(LARGE_BUCKET, sizes.total)
     if stage == 1:
-        return FP32 * sizes.total, buckets * FP32 * elements, 0.0, 0.0
+        return FP32 * sizes.total, buckets * FP32 * elements, 0.0
     filled = min(elements, sizes.total)
     if stage == 2:
-        # Later micro-steps are reduced into a second partition. In fp32, partitions contain whole parameters.
+        # In fp32, partitions contain whole parameters, and later micro-steps are reduced into a second partition.
         partition = FP32 * (sizes.total * share + (sizes.largest if work.compute == FP32 else 0))
-        partitions = 2 if work.accumulates else 1
+        partitions = 2 if work.accumulates and work.compute == FP32 else 1
         # One flat copy, plus an fp32 copy in bf16 training.
         copies = filled * (work.compute + FP32 * (work.compute != FP32))
-        held = buckets * work.compute * elements
-        return partitions * partition, held, work.compute * largest, copies
-    return FP32 * sizes.total * share, FP32 * elements, (work.compute + FP32) * largest, FP32 * filled
+        return partitions * partition, buckets * work.compute * elements, copies
+    return FP32 * sizes.total * share, FP32 * elements, FP32 * filled
 
 
 STATES: dict[str, Callable[[Work], Memory]] = dict.fromkeys(

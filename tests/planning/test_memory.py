@@ -221,7 +221,7 @@ STATES = {
     "fsdp2": ((4 + 4 + 8) / 2, 0, 0),
     "hsdp": (4 + 4 + 8, 0, 0),  # two replicas of one process each
     "zero1": (2 + 4 + (4 + 8) / 2, 0, 0),
-    "zero2": (2 + 4 + (4 + 8) / 2, 0, 0),
+    "zero2": (2 + (4 + 4 + 8) / 2, 0, 0),
     "zero3": ((2 + 4 + 4 + 8) / 2, 0, 0),
     "zero3_offload": (0, (2 + 4 + 4 + 4 + 8) / 2, 0),  # DeepSpeed keeps two copies of the gradients
     "zero3_offload_nvme": (0, (2 + 4) / 2, (4 + 4 + 8) / 2),

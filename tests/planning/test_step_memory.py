@@ -40,13 +40,11 @@ def test_a_plan_predicts_the_peak_of_a_step(outcomes, setup, tmp_path, monkeypat
     planned = memory_of(setup, tmp_path, monkeypatch)
     total = planned.total + planned.host  # ZeRO runs on the CPU
     print(f"{setup.name}: {total / needed:.3f} of {needed / 1e9:.2f} GB", planned)
-    # In the small ZeRO setups, DeepSpeed's buffers, whose size is fixed, are a larger share.
-    within = 0.02 if setup.vocabulary else 0.05
-    assert total == pytest.approx(needed, rel=within)
+    assert total == pytest.approx(needed, rel=0.05)
 
 
 @pytest.mark.parametrize("setup", [setup for setup in SETUPS if "offload" in setup.strategy], ids=lambda s: s.name)
 def test_a_plan_predicts_the_offloaded_memory(outcomes, setup, tmp_path, monkeypatch):
     bucket = 4 * setup.layout.zero["reduce_bucket_size"]  # the only tensor on the device between steps
-    offloaded = outcomes[f"{setup.name}, rank 0"].result["between"] - bucket
+    offloaded = outcomes[f"{setup.name}, rank {setup.looked_at[0]}"].result["between"] - bucket
     assert memory_of(setup, tmp_path, monkeypatch).host == pytest.approx(offloaded, rel=0.02)
