@@ -47,6 +47,14 @@ def cpu_instructions() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()}, AVX-512 BF16 {bf16}, AMX {amx}, oneDNN's limit {limit}"
 
 
+def tag_compiled_code() -> None:
+    """Makes torch cache compiled code separately for each set of CPU instructions. Call it before compiling.
+
+    torch's cache ignores the instructions. Code that was compiled for others can return NaN or corrupt memory.
+    """
+    torch.compiler.config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')} {cpu_instructions()}"
+
+
 @cache
 def missing_bf16(device_type: str) -> str | None:
     """Returns why 'cpu' or 'cuda' emulates bf16 matmuls, or None if bf16 is native.

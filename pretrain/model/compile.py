@@ -15,7 +15,7 @@ from transformers.activations import GELUTanh, NewGELUActivation
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pretrain.config import MemoryBudget, RunConfig
-from pretrain.hardware import cpu_instructions
+from pretrain.hardware import tag_compiled_code
 from pretrain.model.bf16_cpu_attention import cxx_compiler
 
 
@@ -62,9 +62,7 @@ def compile_model(
         lengths: number of different sequence lengths in the run.
         memory_budget: share of the activations that each compiled graph saves.
     """
-    # torch's cache of compiled code ignores the CPU's instructions. Code that was compiled for other instructions can
-    # return NaN or corrupt memory.
-    torch.compiler.config.cache_key_tag = f"{os.environ.get('TORCH_COMPILE_CACHE_KEY_TAG', '')} {cpu_instructions()}"
+    tag_compiled_code()
     # torch documents this setting, although its module is private.
     functorch_config.activation_memory_budget = memory_budget
     # With tp, process groups are graph inputs, and recent torch versions fail to compute their size.

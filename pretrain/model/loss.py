@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretrain.hardware import tag_compiled_code
 from pretrain.model.attention import IGNORED
 from pretrain.model.small_copy import logit_cap, projects_hidden_states
 
@@ -319,6 +320,7 @@ def _compiled_softmax_less_target_(cap: float | None) -> Callable[[Tensor, Tenso
         logits_CV.copy_(gradient_CV if cap is None else gradient_CV * (1.0 - tanh_CV.square()))
         return cross_entropy_C1, lse_C1
 
+    tag_compiled_code()
     return torch.compile(softmax_less_target_, dynamic=False)
 
 

@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from pretrain.config import MemoryBudget
 from pretrain.errors import InputError
+from pretrain.model import loss
 from pretrain.model.compile import (
     checkpointing_problems,
     choose_compile,
@@ -45,6 +46,9 @@ def test_compiled_code_is_cached_for_the_cpus_instructions(monkeypatch, variable
             model = torch.nn.Linear(2, 2)
             compile_model(model, model, "full")
             tags.append(torch.compiler.config.cache_key_tag)
+        with torch.compiler.config.patch(cache_key_tag=""):
+            loss._compiled_softmax_less_target_.__wrapped__(None)
+            assert torch.compiler.config.cache_key_tag == tags[-1]
     assert tags[1] == tags[2] and len(set(tags)) == 3 and all(tag.startswith("own ") for tag in tags)
 
 
