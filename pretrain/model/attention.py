@@ -527,8 +527,10 @@ def _flash(
     tensors = in_one_dtype(query_BHTE, key_BGTE, value_BGTF)
     batch, _, length, width = query_BHTE.shape
     value_width = value_BGTF.shape[-1]
-    # The kernels require equal key and value widths. The padding is removed below.
-    tensors[2] = F.pad(tensors[2], (0, width - value_width))
+    # The kernels require equal key and value widths, in multiples of 8. The padding is removed below.
+    padded = width + -width % 8
+    tensors = [x if x.shape[-1] == padded else F.pad(x, (0, padded - x.shape[-1])) for x in tensors]
+    scaling = width**-0.5 if scaling is None else scaling
     settings = {"softmax_scale": scaling, "causal": True, "softcap": softcap or 0.0}
     # By default, the backward pass uses atomic adds in varying order.
     settings["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -541,7 +543,7 @@ def _flash(
         tensors = [_tokens_first(x) for x in tensors]
         out = packed(*tensors, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings)
     out = out[0] if isinstance(out, tuple) else out  # early FlashAttention 3 releases also return the logsumexp
-    return out.view(batch, length, -1, width)[..., :value_width]
+    return out.view(batch, length, -1, padded)[..., :value_width]
 
 
 def _flex_block_mask(cu_seq_lens: Tensor, batch: int, length: int):

@@ -202,7 +202,9 @@ def test_whole_windows_in_blocks_of_queries_equal_torchs_kernel(length):
 
 
 @pytest.mark.parametrize("name", ["groundwork_fa2", "groundwork_fa3"])
-@pytest.mark.parametrize(("model_type", "changes"), [("llama", {}), ("mistral", {"sliding_window": 4})])
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("llama", {}), ("llama", {"head_dim": 10}), ("mistral", {"sliding_window": 4})]
+)
 @pytest.mark.parametrize("has_documents", [True, False])
 def test_flash_packages_get_arguments_equivalent_to_sdpa(name, model_type, changes, has_documents):
     """The arguments passed to the flash packages give the same results as SDPA. Stand-ins are used because the

@@ -52,6 +52,7 @@ def _rounded(function):
 
     def rounded(q, *arguments, **settings):
         assert settings["causal"], "attention must be causal"
+        assert q.shape[-1] % 8 == 0, "head_size must be a multiple of 8"
         return function(q, *arguments, **settings).to(q.dtype)
 
     return rounded
