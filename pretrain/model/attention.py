@@ -92,6 +92,7 @@ def attention_arguments(layout: Mapping[str, Tensor], attention: str, device: to
 
 def of_any_size(cu_seq_lens: Tensor) -> Tensor:
     """Makes compiled code accept any number of segments without recompilation, and returns the tensor."""
+    # torch documents this function, although its module is private.
     torch._dynamo.maybe_mark_dynamic(cu_seq_lens, 0)
     return cu_seq_lens
 

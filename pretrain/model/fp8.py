@@ -64,12 +64,12 @@ def fp8_layers(causal_lm: PreTrainedModel, tp: int = 1) -> list[torch.nn.Linear]
 
 
 def forward_with_parameters(linear: torch.nn.Linear, x: Tensor) -> Tensor:
-    """Computes a converted layer's forward pass like torchao's, but saves the weight itself; see `Product`."""
+    """Replaces the forward method of torchao's fp8 layer. Saves the weight for the backward pass; see `Product`."""
     return fp8_linear(linear, x, linear.weight, linear.bias)
 
 
 def fp8_linear(linear: torch.nn.Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes a converted layer's forward pass with another weight and bias, such as slices of its own."""
+    """Computes the output of an fp8 layer with the given weight and bias, for example this rank's slices of them."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     out = Product.apply(x, weight, linear.linear_mm_config, linear.config)

@@ -47,7 +47,7 @@ class Measured:
         self.runs: Counter[Graph] = Counter()
 
     def graphs(self) -> list[Graph]:
-        """Returns the graphs that ran, and those that were compiled twice two times."""
+        """Returns the graphs that ran. A graph that was compiled twice appears twice."""
         assert len(set(self.runs.values())) == 1, "forward and backward did not run equally often"
         return [graph for graph in self.runs for _ in range(self.compilations[graph.text])]
 
