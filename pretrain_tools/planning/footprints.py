@@ -345,10 +345,21 @@ def by_deepspeed(work: Work) -> Memory:
     moments = {name: (0.0, *parts[1:]) for name, parts in moments.items()}
     accumulated = FP32 * sizes.total * share
     optimized = states + accumulated  # the optimizer has its own copy of the gradients
-    on_disk = optimizer.get("device") == "nvme"
-    host = (0.0 if on_disk else optimized) + accumulated + (weights if parameters else 0.0)
-    disk = optimized if on_disk else 0.0
+    disk = 0.0
+    if optimizer.get("device") == "nvme":
+        disk = optimized
+        optimized = swap_buffers(sizes, share, settings)
+    host = optimized + accumulated + (weights if parameters else 0.0)
     return at_peak(moments, 0.0 if parameters else weights, 0.0, host=host, disk=disk)
+
+
+def swap_buffers(sizes: Sizes, share: float, settings: dict[str, Any]) -> float:
+    """Returns the bytes of DeepSpeed's buffers in CPU memory for NVMe, each as large as the largest sub-group.
+
+    A sub-group ends with the parameter that reaches `sub_group_size` (default 1e9 elements per process).
+    """
+    sub_group = min(sizes.total, settings.get("sub_group_size", 1e9) / share + sizes.largest)
+    return FP32 * settings["offload_optimizer"].get("buffer_count", 4) * sub_group * share
 
 
 LARGE_BUCKET = 5e8

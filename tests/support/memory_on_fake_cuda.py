@@ -7,10 +7,14 @@ tensor values.
 """
 
 import contextlib
+import copy
 import functools
 import gc
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,6 +37,11 @@ class PeakOfStep(LiveBytes):
 
     runs_graph = False
 
+    def __init__(self, device_type: str):
+        self.host = LiveBytes("cpu")
+        """Live bytes in CPU memory, such as offloaded states."""
+        super().__init__(device_type)
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True  # otherwise compiled code would run uncompiled
@@ -43,7 +52,10 @@ class PeakOfStep(LiveBytes):
         if func is torch.ops.groundwork.chunked_loss.default:
             with self:
                 return pretrain.model.loss._chunked_loss._init_fn(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self.host.add_all(result)
+        return result
 
     def graph(self, run: Callable, beyond_inputs: int) -> Callable:
         """Wraps a compiled graph that needs `beyond_inputs` bytes in addition to its inputs."""
@@ -56,9 +68,7 @@ class PeakOfStep(LiveBytes):
             finally:
                 self.runs_graph = False
             self.peak = max(self.peak, before + beyond_inputs)
-            for value in _pytree.tree_leaves(results):
-                if isinstance(value, torch.Tensor) and value.device.type == "cuda":
-                    self.add(value.untyped_storage())
+            self.add_all(results)
             return results
 
         return called
@@ -90,8 +100,22 @@ def softmax_in_place(cap: float | None) -> Callable:
     return lambda logits_CV, target_C1, z_loss: (logits_CV.new_zeros(len(logits_CV), 1, dtype=torch.float32),) * 2
 
 
-def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
-    """Returns {phase: peak bytes} for a step after the first."""
+def zero_settings(setup: MemorySetup, stack: ExitStack) -> tuple[dict[str, Any], Path]:
+    """Returns the setup's DeepSpeed settings, and a temporary folder that they offload to if they use NVMe."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    settings = copy.deepcopy(setup.layout.zero)
+    if setup.strategy == "zero3_offload_nvme":
+        settings["offload_optimizer"]["nvme_path"] = str(folder)
+    return {"zero_optimization": settings}, folder
+
+
+def peak(setup: MemorySetup, rank: int) -> dict[str, Any]:
+    """Measures the memory of a step after the first, in bytes.
+
+    device: {phase: peak}.
+    host: peak in CPU memory during the update.
+    disk: size of DeepSpeed's swap files.
+    """
     MODELS[setup.model] = setup.model_config()
     launch = setup.launch(rank)
     even_loss = functools.partial(LanguageModelLoss, backend="chunked_compiled")
@@ -100,8 +124,9 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
         # ZeRO-3 replaces F.linear permanently, which would change the saved activations of other strategies.
         stack.enter_context(mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear))
         stack.enter_context(mock.patch.object(pretrain.model.loss, "_compiled_softmax_less_target_", softmax_in_place))
+        disk = None
         if launch.on_host:
-            settings = {"zero_optimization": setup.layout.zero}
+            settings, disk = zero_settings(setup, stack)
             stack.enter_context(mock.patch("pretrain.parallel.zero.deepspeed_file", lambda: settings))
             # ZeRO-3 compares the order of its layers with rank 0's, which a fake process group doesn't send.
             compare = "deepspeed.runtime.zero.partitioned_param_coordinator.assert_ints_same_as_other_ranks"
@@ -133,11 +158,12 @@ def peak(setup: MemorySetup, rank: int) -> dict[str, float]:
                     run.strategy.backward(loss / setup.micro_steps)
                     del loss
                     moments[f"backward {micro_step}"] = live.peak
-            live.peak = 0
+            live.peak = live.host.peak = 0
             run.strategy.update(1.0)
             moments["update"] = live.peak
         moments["between"] = live.now()
-        return moments
+        on_disk = sum(file.stat().st_size for file in disk.rglob("*.swp")) if disk else 0
+        return {"device": moments, "host": live.host.peak, "disk": on_disk}
 
 
 # ZeRO comes last, because later launches would destroy the process groups that DeepSpeed keeps.

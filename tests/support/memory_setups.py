@@ -7,6 +7,7 @@ from typing import Any
 
 from pretrain.config import MemoryBudget
 from pretrain.mesh_sizes import variable
+from pretrain.parallel.zero import missing_for_nvme
 from pretrain_tools.planning.layouts import Layout, layout
 from support.project import ROOT
 from support.ranks_on_fake_cuda import RANKS, Launch
@@ -114,7 +115,7 @@ def zero(stage: int | str, micro_steps: int, precision: str = "bf16") -> MemoryS
 
 
 BUCKETS = {"reduce_bucket_size": 11_400_000, "stage3_prefetch_bucket_size": 2_900_000}
-BUCKETS["stage3_max_live_parameters"] = 20_000_000
+BUCKETS |= {"stage3_max_live_parameters": 20_000_000, "sub_group_size": 2_000_000}
 """The defaults in ds_configs/, scaled to the models in these tests, whose layers are about 20 times too small."""
 
 
@@ -130,6 +131,7 @@ def in_small_buckets(setup: MemorySetup) -> MemorySetup:
 ZERO_STAGES = (1, 2, 3, "3_offload")
 TYPICAL_ZERO = ((1, 2), (2, 1), (3, 1), ("3_offload", 1))
 """(stage, micro-steps)."""
+NVME = EVERYTHING and not missing_for_nvme()
 TYPICAL = [
     MemorySetup("ddp", "llama_125m", layers=2),
     MemorySetup("fsdp2", "gpt2_124m", micro_steps=2, layers=2, sequences=16, length=1024),
@@ -161,6 +163,10 @@ FURTHER = [
         for strategy in ("fsdp2", "fsdp_tp")
         for micro_steps in (1, 2)
     ),
+    *(
+        MemorySetup("pp", "llama_125m", False, 2, size=2, offloads=True, settings=(("pipeline.schedule", schedule),))
+        for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    ),
     *(MemorySetup("pp", "llama_125m", size=4, micro_steps=micro_steps) for micro_steps in (1, 2)),
     *(
         MemorySetup("pp", "llama_125m", size=2, settings=(("pipeline.schedule", schedule),))
@@ -179,6 +185,7 @@ FURTHER = [
         for precision in ("fp32", "bf16")
         if precision == "fp32" or (stage, micro_steps) not in TYPICAL_ZERO
     ),
+    *(in_small_buckets(zero("3_offload_nvme", n)) for n in (1, 2) if NVME),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),

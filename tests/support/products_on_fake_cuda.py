@@ -105,14 +105,18 @@ class LiveBytes(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # torch calls this again with the inner tensors
         result = func(*args, **(kwargs or {}))
-        for value in _pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.device.type == self.device_type:
-                self.add(value.untyped_storage())
-        self.peak = max(self.peak, self.now())
+        self.add_all(result)
         return result
 
     def now(self) -> int:
         return self.total
+
+    def add_all(self, result: Any) -> None:
+        """Adds the storages of all tensors in an operator's result."""
+        for value in _pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.device.type == self.device_type:
+                self.add(value.untyped_storage())
+        self.peak = max(self.peak, self.now())
 
     def add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
