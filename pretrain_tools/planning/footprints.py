@@ -4,6 +4,7 @@ Covers weights, gradients and optimizer state (ZeRO: Rajbhandari et al., arXiv 1
 overhead. docs/measurements_memory.md compares the predictions with measurements (bench/memory.py).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -310,7 +311,7 @@ def by_deepspeed(work: Work) -> Memory:
     states = FP32 * sizes.total * share + work.optimizer_bytes(share)
     weights = compute * sizes.total * (share if stage == 3 else 1.0)
     gradients, buckets, copies = zero_gradients(work, stage, share, settings)
-    in_flight = (compute + FP32) * max(sizes.largest, sizes.layer) if stage == 3 else 0.0
+    in_flight = compute * max(sizes.largest, sizes.layer) if stage == 3 else 0.0
     # Stages 2 and 3 reduce full buckets during the backward pass, and the rest after it.
     fills_bucket = stage > 1 and sizes.total > settings.get("reduce_bucket_size", LARGE_BUCKET)
     in_pass = buckets + (copies if fills_bucket else 0.0)
@@ -358,8 +359,13 @@ def swap_buffers(sizes: Sizes, share: float, settings: dict[str, Any]) -> float:
 
     A sub-group ends with the parameter that reaches `sub_group_size` (default 1e9 elements per process).
     """
-    sub_group = min(sizes.total, settings.get("sub_group_size", 1e9) / share + sizes.largest)
-    return FP32 * settings["offload_optimizer"].get("buffer_count", 4) * sub_group * share
+    largest = sub_group = 0.0
+    for shape in sizes.shapes.shapes.values():
+        sub_group += math.prod(shape) * share
+        largest = max(largest, sub_group)
+        if sub_group >= settings.get("sub_group_size", 1e9):
+            sub_group = 0.0
+    return FP32 * settings["offload_optimizer"].get("buffer_count", 4) * largest
 
 
 LARGE_BUCKET = 5e8

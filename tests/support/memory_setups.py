@@ -114,18 +114,30 @@ def zero(stage: int | str, micro_steps: int, precision: str = "bf16") -> MemoryS
     return MemorySetup(f"zero{stage}", "llama_125m", False, micro_steps, settings=settings, **sizes)
 
 
-BUCKETS = {"reduce_bucket_size": 11_400_000, "stage3_prefetch_bucket_size": 2_900_000}
-BUCKETS |= {"stage3_max_live_parameters": 20_000_000, "sub_group_size": 2_000_000}
-"""The defaults in ds_configs/, scaled to the models in these tests, whose layers are about 20 times too small."""
+BUCKETS = (
+    "reduce_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "sub_group_size",
+)
 
 
 def in_small_buckets(setup: MemorySetup) -> MemorySetup:
-    """Returns a ZeRO setup with six layers and a few buckets, instead of one bucket that holds all gradients.
+    """Returns a ZeRO setup whose buckets are as small, relative to a layer, as those of a model with 7B parameters.
 
-    The vocabulary is small, because most of the time would go into the logits.
+    Otherwise, one bucket would hold all gradients. The vocabulary is small, because most of the time would go into the
+    logits.
     """
-    buckets = {name: size for name, size in BUCKETS.items() if name in setup.layout.zero}
-    return replace(setup, layers=6, vocabulary=4096, buckets=tuple(buckets.items()))
+    shrink = {"llama_125m": 17.5, "llama_1b": 4.6}[setup.model]
+    buckets = {name: int(size / shrink) for name, size in setup.layout.zero.items() if name in BUCKETS}
+    layers = 6 if setup.strategy in ("zero1", "zero2", "zero3_offload_nvme") else 12
+    return replace(setup, layers=layers, vocabulary=4096, buckets=tuple(buckets.items()))
+
+
+def on_nvme(micro_steps: int) -> MemorySetup:
+    """Returns a setup whose gradients are large enough for DeepSpeed to write them to disk."""
+    return in_small_buckets(replace(zero("3_offload_nvme", micro_steps), model="llama_1b"))
 
 
 ZERO_STAGES = (1, 2, 3, "3_offload")
@@ -185,7 +197,7 @@ FURTHER = [
         for precision in ("fp32", "bf16")
         if precision == "fp32" or (stage, micro_steps) not in TYPICAL_ZERO
     ),
-    *(in_small_buckets(zero("3_offload_nvme", n)) for n in (1, 2) if NVME),
+    *(on_nvme(micro_steps) for micro_steps in (1, 2) if NVME),
     MemorySetup("cp", "llama_125m", layers=2, size=4),
     MemorySetup("ep", "qwen3_moe_500m", compiled=False, layers=3),
     MemorySetup("ep", "qwen3_moe_500m", layers=3, checkpointing="full"),
