@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 from torch._inductor.graph import GraphLowering
 from torch._inductor.memory import estimate_peak_memory, prepare_planning_info
-from torch.utils import _pytree
 
 import pretrain.model.loss
 from pretrain.model.compile import checkpoint_activations, compile_model
