@@ -28,7 +28,7 @@ def resolve_auto(config: RunConfig, processes: int | None = None) -> RunConfig:
     if "auto" not in (config.batch.tokens_per_step, optim.learning_rate, optim.weight_decay, optim.warmup_steps):
         return config
     try:
-        model_config = planned_model_config(config.model, config.data)
+        model_config = planned_model_config(config)
         parameters = count_parameters(model_config)
         active = active_parameters(model_config)
     except InputError:  # `derive` reports this error

@@ -265,7 +265,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
     config = resolve_auto(config)
     problems = reference_problems(config)
     data = config.data
-    model_config = problems.attempt(planned_model_config, config.model, config.data)
+    model_config = problems.attempt(planned_model_config, config)
     if config.init == "pretrained":
         from pretrain.model.pretrained import find_weights
 
