@@ -438,6 +438,11 @@ class Cadence(Section):
     every_tokens: Count | None = None
     """Interval in training tokens. Use it instead of every_steps."""
 
+    @property
+    def is_set(self) -> bool:
+        """True if there is an interval."""
+        return bool(self.every_steps or self.every_tokens)
+
     @model_validator(mode="after")
     def at_most_one_cadence(self):
         if self.every_steps and self.every_tokens:

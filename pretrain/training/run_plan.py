@@ -448,7 +448,7 @@ def reference_problems(config: RunConfig) -> Problems:
         problems += mirror_problems(config.output, config.checkpoint)
     if config.branch_from is not None and (output or not checkpoint_folders(config.output)):
         problems.attempt(trunk_checkpoint, config.branch_from)
-    if benchmarks.every_steps or benchmarks.every_tokens:
+    if benchmarks.is_set:
         from pretrain.training.background_jobs import evaluation_problems
 
         problems += evaluation_problems(benchmarks)
@@ -584,9 +584,7 @@ def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
 
 def sampling_problems(settings: Samples, model: PreTrainedModel) -> list[str]:
     """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
-    if not any(settings.model_dump(include={"every_steps", "every_tokens"}).values()):
-        return []
-    if model.can_generate():
+    if not settings.is_set or model.can_generate():
         return []
     return [
         f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, or "

@@ -325,7 +325,7 @@ def unusual_learning_rate(config: RunConfig, plan: RunPlan, overridden: frozense
 def benchmarks_without_steps(config: RunConfig) -> str | None:
     """Returns a warning if benchmarks are configured without an interval, or None."""
     benchmarks = config.benchmarks
-    if benchmarks.every_steps or benchmarks.every_tokens or benchmarks == type(benchmarks)():
+    if benchmarks.is_set or benchmarks == type(benchmarks)():
         return None
     return "benchmarks: nothing is evaluated during training; set every_steps or every_tokens"
 

@@ -21,7 +21,7 @@ from pretrain.training.guard import Finding, SpeedGuard, StepGuard
 from pretrain.training.metrics import Throughput
 from pretrain.training.probe import no_gradient
 from pretrain.training.run import Run
-from pretrain.training.run_plan import due_after, steps_between
+from pretrain.training.run_plan import due_after
 from pretrain.training.run_records import announce, machine_warnings
 from pretrain.training.step_reports import Consensus, StepReport
 from pretrain.training.time_budget import TimeBudget
@@ -67,18 +67,17 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
 
         run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
     benchmarks = config.benchmarks
-    evaluates = steps_between(benchmarks, run.plan, config.interval_scale) is not None
-    if evaluates and benchmarks.where == "in_loop":
+    if benchmarks.is_set and benchmarks.where == "in_loop":
         from pretrain.training.benchmarks import Benchmarks
 
         run.benchmarks = Benchmarks(config.output, benchmarks, run.tokenizer)
         if run.strategy.ranks.is_main:
             run.benchmarks.begin()
-    elif evaluates or (config.output / EVALUATIONS).exists():  # a crash may have left folders to remove
+    elif benchmarks.is_set or (config.output / EVALUATIONS).exists():  # a crash may have left folders to remove
         from pretrain.training.background_jobs import Evaluations
 
         run.evaluations = Evaluations(config.output, run.log, threads_beside(device))
-    if steps_between(config.diagnostics, run.plan, config.interval_scale) is not None:
+    if config.diagnostics.is_set:
         from pretrain.training.diagnostics import Diagnostics
 
         run.diagnostics = Diagnostics(run.strategy)
