@@ -293,6 +293,11 @@ class Batch(Section):
     """Keep gradients unsharded and reduce them once per step instead of after every micro-step. Needs 4 bytes per
     parameter. Applies to fsdp2, hsdp, cp and, in fp32, ZeRO-2 and ZeRO-3; the others always reduce once per step."""
 
+    @property
+    def ramp_levels(self) -> int:
+        """Number of batch sizes in the ramp, including the full size."""
+        return round(1 / self.ramp.start) if self.ramp else 1
+
 
 class MuonSettings(Section):
     """Used only with optim.name: muon."""

@@ -200,26 +200,24 @@ class MirrorStore:
             self.unseal(name)
         entries = json.loads(manifest)["files"]
         for file, entry in entries.items():
-            path = f"{name}/{file}"
-            self.put_file(folder / file, path, entry)
+            self.put_file(folder / file, f"{name}/{file}", entry)
         before_seal()
         self.write(f"{name}/{SEAL_FILE}", manifest)
         if self.read(f"{name}/{SEAL_FILE}") != manifest:
             raise DamagedCopyError(f"{SEAL_FILE} was changed during the upload")
         return sum(entry["bytes"] for entry in entries.values())
 
-    def put_file(self, file: Path, path: str, entry: dict[str, Any]) -> bool:
-        """Uploads a file unless the mirror already has it. Returns True if it was uploaded.
+    def put_file(self, file: Path, path: str, entry: dict[str, Any]) -> None:
+        """Uploads a file unless the mirror already has it.
 
         Raises DamagedCopyError if the uploaded file doesn't match `entry`, the file's size and hash.
         """
         if self._holds(path, entry):
-            return False
+            return
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.system.put_file(str(file), path)
         if not self._holds(path, entry):
             raise DamagedCopyError(f"{file.name} has the wrong sha256 after the upload")
-        return True
 
     def _holds(self, path: str, entry: dict[str, Any]) -> bool:
         """Returns True if a file on the mirror has the size and hash in `entry`. Reads the whole file."""

@@ -39,7 +39,6 @@ IDX_SUFFIX = ".idx"
 IDX_MAGIC = b"MMIDIDX\x00\x00"
 IDX_HEADER = struct.Struct("<9sQBQQ")
 # Megatron has no uint32. All IDs are below 2^31, so int32 and uint32 have the same bits.
-IDX_CODES = {"uint16": 8, "uint32": 4}
 IDX_DTYPES = {8: "uint16", 4: "uint32"}
 USUAL_HDF5_NAME = "tokens"
 COUNTED_IDS = 1 << 20

@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from pretrain.config import (
-    Batch,
     Budget,
     Cadence,
     CurriculumStage,
@@ -45,7 +44,6 @@ from pretrain.optim.learning_rate import (
     Annealing,
     Schedule,
     cooldown_steps_of_infinite,
-    learning_rate_for_batch,
 )
 from pretrain.optim.optimizers import optimizer_problems
 from pretrain.parallel.registry import parts_of_micro_batch
@@ -53,7 +51,7 @@ from pretrain.parallel.strategy import device_type, resolve_precision
 from pretrain.registry import LOADED_CODE
 from pretrain.runs.run_folder import checkpoint_folders, output_problem, setting, trunk_checkpoint
 from pretrain.terminal import say_stage
-from pretrain.training.auto_settings import resolve_auto
+from pretrain.training.auto_settings import peak_learning_rate, resolve_auto
 from pretrain.training.probe import probe
 
 BUDGET = ("budget.tokens_per_parameter", "budget.tokens", "budget.steps", "budget.minutes")
@@ -371,7 +369,7 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
     """
     length = config.data.windows[number].sequence_length
     most = config.as_stage(number).batch.sequences_per_micro_batch
-    per_rank = config.batch.tokens_per_step // (length * ranks * ramp_levels(config.batch))
+    per_rank = config.batch.tokens_per_step // (length * ranks * config.batch.ramp_levels)
     return max(n for n in range(parts, most + 1, parts) if per_rank % n == 0)
 
 
@@ -482,7 +480,7 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
     tokens = config.batch.tokens_per_step
     micro_batch = config.batch.sequences_per_micro_batch
     length = config.data.sequence_length
-    levels = ramp_levels(config.batch)
+    levels = config.batch.ramp_levels
     if micro_batch % parts:
         below = micro_batch // parts * parts
         above = below + parts
@@ -524,11 +522,6 @@ def sequences_of(config: RunConfig, ranks: int, parts: int = 1) -> int:
             )
     problems.stop_if_any()
     return tokens // length
-
-
-def ramp_levels(batch: Batch) -> int:
-    """Returns the number of batch sizes in the ramp."""
-    return round(1 / batch.ramp.start) if batch.ramp else 1
 
 
 def target_sequences(budget: Budget, length: int, active: int) -> int | None:
@@ -573,13 +566,6 @@ def schedule_of(
         anneal_steps=round(optim.anneal_fraction * steps) if optim.schedule == "infinite" else 0,
         first_step=first_step,
     )
-
-
-def peak_learning_rate(optim: Optim, sequences_per_step: int) -> float:
-    """Returns the peak learning rate, scaled to the batch if the recipe sets it per sequence."""
-    if optim.learning_rate_per_sequence is not None:
-        return learning_rate_for_batch(optim.learning_rate_per_sequence, sequences_per_step)
-    return optim.learning_rate
 
 
 def sampling_problems(settings: Samples, model: PreTrainedModel) -> list[str]:

@@ -18,7 +18,7 @@ from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
 from pretrain.energy import EnergyMeter
-from pretrain.files import IS_CHECKOUT, write_durably
+from pretrain.files import IS_CHECKOUT, ROOT, write_durably
 from pretrain.hardware import (
     DTYPES,
     describe_machine,
@@ -38,7 +38,7 @@ from pretrain.registry import LOADED_CODE, digest_of
 from pretrain.runs.run_folder import read_json
 from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
-from pretrain.units import count_text, counted
+from pretrain.units import count_text, counted, table
 
 RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
@@ -115,8 +115,7 @@ def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: It
     """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
     data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
     packages = package_versions(RECORDED_PACKAGES)
-    commit = commit_of(Path(__file__).parent)
-    environment = {"commit": commit, **describe_machine(strategy.device), "packages": packages, "code": LOADED_CODE}
+    environment = {"commit": commit(), **describe_machine(strategy.device), "packages": packages, "code": LOADED_CODE}
     texts = {
         "config.yaml": as_yaml(config),
         "model.json": plan.model_config.to_json_string(),
@@ -172,12 +171,12 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
-def commit_of(folder: Path) -> str | None:
-    """Returns the git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
+def commit() -> str | None:
+    """Returns this code's git commit, with '+changes' if there are uncommitted changes; None outside a checkout."""
     if not IS_CHECKOUT:  # site-packages may be inside another repository
         return None
     # No tag matches, so git describes the commit by its hash.
-    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -228,7 +227,7 @@ def banner(config: RunConfig, plan: RunPlan, built: dict[str, str]) -> str:
         **plan.router_losses.in_words(),
         **built,
     }
-    return in_rows(rows)
+    return table(list(rows.items()))
 
 
 def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabulary: str) -> dict[str, str]:
@@ -256,12 +255,6 @@ def rows_of_model(config: RunConfig, model: ModelPlan, precision: str, vocabular
         "attention": "; rejected ".join([attention, *model.attention_passed_over]),
         **kernels,
     }
-
-
-def in_rows(rows: dict[str, str]) -> str:
-    """Formats {name: value} as lines with aligned values."""
-    width = max(map(len, rows))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def start_warnings(config: RunConfig, plan: RunPlan, overridden: frozenset[str], device: torch.device) -> list[str]:
