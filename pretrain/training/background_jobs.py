@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
@@ -20,9 +20,6 @@ from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import duration_text
-
-if TYPE_CHECKING:
-    from pretrain.checkpoint.mirror_copy import MirrorCopier
 
 THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
 """Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
@@ -104,7 +101,7 @@ class Evaluations:
                     start_new_session=True,  # so that Ctrl-C doesn't reach it
                 )
         except OSError as error:
-            self.metrics.write("warning", message=f"the evaluation of {folder.name} could not be started: {error}")
+            self.metrics.warn(f"the evaluation of {folder.name} could not be started: {error}")
             shutil.rmtree(folder, ignore_errors=True)
         return self._running.get(folder)
 
@@ -116,7 +113,7 @@ class Evaluations:
             del self._running[folder]
             if process.returncode:
                 failed = f"the evaluation of {folder.name} failed with exit code {process.returncode}"
-                self.metrics.write("warning", message=f"{failed}; see {evaluation_log(self.run, folder.name)}")
+                self.metrics.warn(f"{failed}; see {evaluation_log(self.run, folder.name)}")
             else:
                 (model,) = read_json(folder.with_suffix(".json"))["models"]
                 for task, measures in model["tasks"].items():
@@ -149,7 +146,7 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
     """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
     if metrics.is_main and (warning := publish_in_background(config, step)):
-        metrics.write("warning", message=warning)
+        metrics.warn(warning)
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
@@ -171,7 +168,7 @@ def numbers_of(model: dict[str, Any]) -> dict[str, float]:
 
 
 class MirrorCopies:
-    """Copies the run to `checkpoint.mirror` in a background thread on the main rank.
+    """Copies the run to `checkpoint.mirror` in a background thread. Used on the main rank.
 
     Only `settle` and `close` wait for the mirror.
     """
@@ -180,14 +177,10 @@ class MirrorCopies:
         self.run = run
         self.settings = settings
         self.metrics = metrics
-        self._copier: MirrorCopier | None = None
-        self._thread: threading.Thread | None = None
         self._is_silent = False
         """True if the mirror has not responded for STALLED_SECONDS."""
         self._damaged: dict[str, str] = {}
-        if not metrics.is_main:
-            return
-        from pretrain.checkpoint import mirror_copy
+        from pretrain.checkpoint.mirror_copy import MirrorCopier
         from pretrain.checkpoint.mirror_store import CLAIM_FILE, connect
 
         claim = read_json(run / MIRROR_FOLDER / CLAIM_FILE)
@@ -196,28 +189,23 @@ class MirrorCopies:
             figures = {name: found[name] for name in ("bytes", "seconds", "mirror")}
             metrics.write("fetch", step=found["step"], path=checkpoint_name(found["step"]), **figures)
         if problem := claim.get("problem"):
-            self._warn(
+            metrics.warn(
                 f"the mirror {problem}; the run continues from its own folder and reports missing copies at the end"
             )
-        self._copier = mirror_copy.MirrorCopier(run, connect(settings, run), settings)
+        self._copier = MirrorCopier(run, connect(settings, run), settings)
         # A daemon thread, so that an unresponsive mirror can't block the exit.
         self._thread = threading.Thread(target=self._copier.keep_copying, name="mirror", daemon=True)
         self._thread.start()
 
-    def _warn(self, message: str) -> None:
-        self.metrics.write("warning", message=message)
-
     def _warn_of_damage(self, damaged: dict[str, str]) -> None:
         """Warns about newly damaged files, {name: problem}."""
         if fresh := {name: what for name, what in damaged.items() if name not in self._damaged}:
-            self._warn(f"damaged on the mirror: {named(fresh)}; files with a local copy will be copied again")
+            self.metrics.warn(f"damaged on the mirror: {named(fresh)}; files with a local copy will be copied again")
         self._damaged |= damaged
 
     def look(self) -> None:
         """Logs new copies, and warns once about each failure. Doesn't block."""
         copier = self._copier
-        if copier is None:
-            return
         self._warn_of_damage(dict(copier.damaged))
         while copier.notices:
             self.metrics.write(**copier.notices.popleft())
@@ -226,12 +214,10 @@ class MirrorCopies:
         self._is_silent = seconds > STALLED_SECONDS and self._thread.is_alive()
         if self._is_silent and not was:
             silence = f"the mirror {copier.store.address} has not responded for {duration_text(seconds)}"
-            self._warn(f"{silence}. {copier.last_copy} Training does not wait.")
+            self.metrics.warn(f"{silence}. {copier.last_copy} Training does not wait.")
 
     def settle(self, beat: Callable[[], None]) -> None:
         """Waits up to `mirror_wait_seconds` for copying to finish, and reports missing copies."""
-        if self._copier is None:
-            return
         deadline = time.monotonic() + self.settings.mirror_wait_seconds
         self._copier.settle()
         with self.metrics.doing("copying to the mirror"):
@@ -247,7 +233,7 @@ class MirrorCopies:
                 f"Files that exist in {self.run} will be replaced by the next copy; restore or remove the others on "
                 "the mirror."
             )
-            self._warn(f"still damaged on the mirror: {named(left)}. {what_now}")
+            self.metrics.warn(f"still damaged on the mirror: {named(left)}. {what_now}")
         if self._copier.is_settled:
             return
         latest = latest_step(self.run)
@@ -257,14 +243,15 @@ class MirrorCopies:
         missing = f"step {latest:,}" if latest not in (None, self._copier.status["copied_step"]) else "the last files"
         missing += " and final/" if (self.run / "final").exists() else ""
         again = f"python -m pretrain.checkpoint.mirror_copy {self.run} --mirror {self.settings.mirror}"
-        self._warn(f"could not copy {missing} to the mirror {waited}; to copy the files from {self.run}, run {again}")
+        self.metrics.warn(
+            f"could not copy {missing} to the mirror {waited}; to copy the files from {self.run}, run {again}"
+        )
 
     def close(self) -> None:
         """Copies the rest of the log and stops the thread."""
-        if self._copier is not None:
-            seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
-            self._copier.end()
-            self._thread.join(seconds)
+        seconds = LAST_COPY_SECONDS if self._copier.is_settled else 0.0
+        self._copier.end()
+        self._thread.join(seconds)
 
 
 def named(damaged: dict[str, str]) -> str:

@@ -96,7 +96,7 @@ def announce(run: Run, peak_source: str) -> str:
         log.say(run.continues)
     if is_main:
         for warning in start_warnings(config, plan, run.command_line.overridden, strategy.device):
-            log.write("warning", step=step, message=warning)
+            log.warn(warning, step=step)
     start_id = uuid.uuid4().hex
     facts = {"start_id": start_id, **sizes, **dataclasses.asdict(plan.schedule), **dataclasses.asdict(plan.ramp)}
     if len(plan.stages) > 1:

@@ -62,7 +62,7 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
-    if config.checkpoint.mirror is not None:
+    if config.checkpoint.mirror is not None and run.strategy.ranks.is_main:
         from pretrain.training.background_jobs import MirrorCopies
 
         run.mirror = MirrorCopies(config.output, config.checkpoint, run.log)
@@ -99,7 +99,7 @@ def watch_over(run: Run, start_id: str) -> None:
     guard = run.config.guard
     run.consensus = Consensus(run.strategy)
     run.guard = new_guard(run)
-    run.control = Control(output, start_id, warn=run.warn)
+    run.control = Control(output, start_id, warn=run.log.warn)
     run.clock = TimeBudget(run.config.budget.minutes, run.state.seconds, run.log.started)
     here = (socket.gethostname(), pid_namespace())
     # The first process on each machine judges it.
@@ -107,7 +107,7 @@ def watch_over(run: Run, start_id: str) -> None:
     processes = ranks.gather((here, os.getpid(), own_warnings))
     machines = [(host, warnings) for (host, _), _, warnings in processes if warnings is not None]
     for warning in name_machines(machines):
-        run.log.write("warning", step=run.state.step, message=warning)
+        run.log.warn(warning, step=run.state.step)
     run.watch = Watch(
         output,
         ranks.rank,
@@ -282,7 +282,7 @@ def interruptible(run: Run, work: str) -> Iterator[Callable[[], None]]:
         try:
             yield partial(poll_or_interrupt, run)
         except WorkInterruptedError:
-            run.warn(f"{work} skipped because the run is stopping")
+            run.log.warn(f"{work} skipped because the run is stopping")
 
 
 def answer(run: Run) -> None:

@@ -455,7 +455,7 @@ def test_a_run_trains_while_the_hub_is_down_and_completes_its_uploads_later(reci
     for name, value in {**home, **hub.environment}.items():
         monkeypatch.setenv(name, value)
     warnings = []
-    metrics = SimpleNamespace(is_main=True, write=lambda event, **values: warnings.append(values))
+    metrics = SimpleNamespace(is_main=True, warn=warnings.append)
     resume_publishing(read_run_config(run / "config.yaml", []), metrics)
     wait_for(lambda: not list((run / "publish").glob(".*.waiting")), run / "publish/publish.log")
     repository = hub.repositories["models", "me/tiny"]
