@@ -738,14 +738,14 @@ class RunConfig(Section):
         """Converts the old setting `group` to `tracking.group`."""
         if not isinstance(values, dict) or "group" not in values:
             return values
-        group = values["group"]
+        values = dict(values)
+        group = values.pop("group")
         tracking = values.get("tracking") or {}
-        rest = {key: value for key, value in values.items() if key != "group"}
         if group is None or not isinstance(tracking, dict):
-            return rest
+            return values
         if tracking.get("group", group) != group:
             raise ValueError("group is now tracking.group, but both are set; remove group")
-        return {**rest, "tracking": {**tracking, "group": group}}
+        return {**values, "tracking": {**tracking, "group": group}}
 
     @model_validator(mode="before")
     @classmethod
