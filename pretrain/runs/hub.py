@@ -1,20 +1,11 @@
-"""Checks a run's Hub settings, and starts publish.py in the background."""
+"""Checks a run's Hub settings, and finds interrupted uploads."""
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pretrain.errors import did_you_mean
-from pretrain.files import ROOT
-from pretrain.parallel.launcher import environment_alone
-from pretrain.processes import hold_while_open, is_held
+from pretrain.processes import is_held
 from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
-
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
 
 STAGING = "publish"
 """Subfolder of a run for staged models and the log of background publishing."""
@@ -75,44 +66,6 @@ def login_problems() -> list[str]:
     if get_token():
         return []
     return ["not logged in to the Hub: run `hf auth login`, or set HF_TOKEN to a token with write access"]
-
-
-def publish_in_background(config: "RunConfig", step: int | None) -> str | None:
-    """Starts publish.py for a run's checkpoint, or for final/ if `step` is None, and returns immediately.
-
-    publish.py outlives this process, retries failed uploads, logs to RUN/publish/publish.log and records the outcome
-    in metrics.jsonl. The checkpoint must be committed, and must not be pruned during the upload. Returns an error
-    message if publish.py can't be started, otherwise None.
-    """
-    run = config.output
-    repository = config.hub.repository
-    command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
-    command += ["--final"] if step is None else ["--checkpoint", str(step)]
-    command += ["--license", config.publish.license, "--beside_training"]
-    command += ["--language", *config.publish.language] if config.publish.language else []
-    command += ["--private"] if config.hub.private else []
-    command += ["--trust_remote_code"] if config.trust_remote_code else []
-    revision = "main" if step is None else revision_of(step)
-    command = ["nice", "-n", "10", *command] if shutil.which("nice") else command
-    environment = environment_alone()
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    try:
-        (run / STAGING).mkdir(exist_ok=True)
-        with open(run / STAGING / "publish.log", "ab") as log, open(waiting_mark(run, revision), "a+b") as mark:
-            hold_while_open(mark)
-            subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                # Signals to the trainer, and its exit, must not affect publish.py.
-                start_new_session=True,
-                pass_fds=[mark.fileno()],
-            )
-    except OSError as error:
-        return f"publishing to {repository} could not be started ({error}); run publish.py yourself"
-    return None
 
 
 def evaluation_log(run: Path, checkpoint: str) -> Path:

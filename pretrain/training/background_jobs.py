@@ -9,20 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pretrain.config import Benchmarks, Checkpoint, RunConfig
 from pretrain.files import ROOT
 from pretrain.parallel.launcher import ToolError, environment_alone, run_tool
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
-from pretrain.runs.hub import cut_short, evaluation_log, publish_in_background
+from pretrain.runs.hub import STAGING, cut_short, evaluation_log, revision_of, waiting_mark
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import duration_text
 
-THEN_REMOVE = 'renice -n 10 -p $$ >/dev/null 2>&1; "$@"; status=$?; rm -rf -- "$0"; exit $status'
-"""Shell script that runs a command at low priority, then removes the folder $0 and exits with the command's status."""
+THEN_REMOVE = '"$@"; status=$?; rm -rf -- "$0"; exit $status'
+"""Shell script that runs a command, then removes the folder $0 and exits with the command's status."""
 
 STALLED_SECONDS = 1800.0
 """Seconds without a response from the mirror before a warning is logged."""
@@ -52,6 +52,22 @@ def task_arguments(settings: Benchmarks) -> list[str]:
     return arguments
 
 
+def start_beside(command: list[str], log: IO, held: IO, **environment: str) -> subprocess.Popen:
+    """Starts a command at low priority. It outlives this process, and holds `held` open (see processes.py)."""
+    hold_while_open(held)
+    # Not preexec_fn, which can deadlock in a multithreaded process.
+    niceness = ["nice", "-n", "10"] if shutil.which("nice") else []
+    return subprocess.Popen(
+        [*niceness, *command],
+        env=environment_alone() | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[held.fileno()],
+        start_new_session=True,  # so that the trainer's signals, such as Ctrl-C, don't reach it
+    )
+
+
 class Evaluations:
     """Evaluates checkpoints in separate processes started by the main rank.
 
@@ -79,10 +95,9 @@ class Evaluations:
         self.stop(folder)  # from before a rollback
         if is_held(log):
             return None  # still running from before a crash
-        environment = environment_alone()
-        # Empty for the CPU, which hides all GPUs.
-        environment["CUDA_VISIBLE_DEVICES"] = settings.device.removeprefix("cuda:").removeprefix("cpu")
-        environment["OMP_NUM_THREADS"] = self.threads
+        command = ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)]
+        gpu = settings.device.removeprefix("cuda:").removeprefix("cpu")  # empty for the CPU, which hides all GPUs
+        environment = {"CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": self.threads}
         try:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -90,16 +105,7 @@ class Evaluations:
                 if path.is_file() and not path.name.startswith(("optimizer", "MANIFEST")):
                     os.link(path, folder / path.name)
             with open(log, "a+b") as output:
-                hold_while_open(output)
-                # renice runs in the shell because preexec_fn can deadlock in a multithreaded process.
-                self._running[folder] = subprocess.Popen(
-                    ["/bin/sh", "-c", THEN_REMOVE, str(folder.absolute()), *evaluation_command(folder, settings)],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # so that Ctrl-C doesn't reach it
-                )
+                self._running[folder] = start_beside(command, output, output, **environment)
         except OSError as error:
             self.metrics.warn(f"the evaluation of {folder.name} could not be started: {error}")
             shutil.rmtree(folder, ignore_errors=True)
@@ -144,9 +150,29 @@ def evaluation_command(folder: Path, settings: Benchmarks) -> list[str]:
 
 
 def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> None:
-    """Starts publishing the checkpoint of `step`, or final/ if None. Logs a warning if that fails."""
-    if metrics.is_main and (warning := publish_in_background(config, step)):
-        metrics.warn(warning)
+    """Starts publish.py for the checkpoint of `step`, or for final/ if None. Logs a warning if that fails.
+
+    publish.py retries failed uploads, logs to RUN/publish/publish.log and records the outcome in metrics.jsonl. The
+    checkpoint must be committed, and must not be pruned during the upload.
+    """
+    if not metrics.is_main:
+        return
+    run = config.output
+    repository = config.hub.repository
+    command = [sys.executable, str(ROOT / "publish.py"), "--run", str(run), "--repo", repository]
+    command += ["--final"] if step is None else ["--checkpoint", str(step)]
+    command += ["--license", config.publish.license, "--beside_training"]
+    command += ["--language", *config.publish.language] if config.publish.language else []
+    command += ["--private"] if config.hub.private else []
+    command += ["--trust_remote_code"] if config.trust_remote_code else []
+    mark = waiting_mark(run, "main" if step is None else revision_of(step))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        mark.parent.mkdir(exist_ok=True)
+        with open(run / STAGING / "publish.log", "ab") as log, open(mark, "a+b") as held:
+            start_beside(command, log, held, **environment)
+    except OSError as error:
+        metrics.warn(f"publishing to {repository} could not be started ({error}); run publish.py yourself")
 
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
