@@ -66,9 +66,11 @@ Count = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=1, le=
 # By convention, a context of 2k is 2,048 tokens and a batch of 512k is 2^19 tokens, but 2k steps are 2,000.
 BinaryCount = Annotated[Count, BeforeValidator(lambda value: parse_count(value, thousand=1024))]
 CountFromZero = Annotated[int, BeforeValidator(parse_count), NotBoolean, Field(ge=0, le=MOST)]
-Fraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(ge=0, le=1)]
 Names = Annotated[list[str], BeforeValidator(parse_names)]
-PositiveFraction = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, le=1)]
+_Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean]
+Fraction = Annotated[_Share, Field(ge=0, le=1)]
+PositiveFraction = Annotated[_Share, Field(gt=0, le=1)]
+Share = Annotated[_Share, Field(gt=0, lt=1)]
 PositiveFloat = Annotated[float, NotBoolean, Field(gt=0)]
 NonNegativeFloat = Annotated[float, NotBoolean, Field(ge=0)]
 FactorAboveOne = Annotated[float, NotBoolean, Field(gt=1)]
@@ -79,8 +81,6 @@ OrAuto = Annotated[
     Annotated[Number, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
     Discriminator(lambda value: "auto" if value == "auto" else "number"),
 ]
-
-Share = Annotated[float, BeforeValidator(parse_fraction), NotBoolean, Field(gt=0, lt=1)]
 
 
 class Section(BaseModel):

@@ -173,7 +173,7 @@ class MirrorCopier:
         step = self.status["copied_step"]
         return "Nothing has been copied in this session." if step is None else f"The last copy is step {step:,}."
 
-    def pass_once(self, *, everything: bool = False) -> bool:
+    def pass_once(self, *, everything: bool) -> bool:
         """Copies one missing folder. Returns True if there may be more to copy.
 
         everything: also copies small files that have changed.

@@ -247,27 +247,26 @@ class MirrorStore:
         unfinished = target.with_name(f"{UNFETCHED}{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        sealed = {}
         try:
             for file, entry in entries.items():
                 path = unfinished / file
                 path.parent.mkdir(parents=True, exist_ok=True)
-                sealed[file] = self._fetched(f"{name}/{file}", path, entry)
+                self._fetch(f"{name}/{file}", path, entry)
             if problems := check(unfinished):
                 raise DamagedCopyError("; ".join(problems))
         except Exception:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        commit(unfinished, target, sealed)
-        return sum(entry["bytes"] for entry in sealed.values())
+        commit(unfinished, target, entries)
+        return sum(entry["bytes"] for entry in entries.values())
 
-    def _fetched(self, remote: str, path: Path, entry: dict[str, Any]) -> dict[str, Any]:
+    def _fetch(self, remote: str, path: Path, entry: dict[str, Any]) -> None:
         """Downloads a file, with up to FETCH_TRIES attempts."""
         for tries_left in reversed(range(FETCH_TRIES)):
             try:
                 self.system.get_file(remote, str(path))
-                if (found := seal(path)) == entry:
-                    return found
+                if seal(path) == entry:
+                    return
                 problem = DamagedCopyError(f"{path.name} has the wrong sha256")
             except FileNotFoundError:
                 raise DamagedCopyError(f"{path.name} is missing") from None

@@ -177,7 +177,7 @@ class BlockReader:
     disk: on-disk cache, reused after a restart and shared with the machine's other processes.
     """
 
-    def __init__(self, disk: "DiskCache | None" = None):
+    def __init__(self, disk: "DiskCache | None"):
         self._disk = disk
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="object_store")
         self._lock = threading.Lock()

@@ -31,7 +31,7 @@ def open_run(
     asked: CommandLine,
     strategy: Strategy,
     log: Metrics,
-    last_step: int | None = None,
+    last_step: int | None,
 ) -> Run:
     """Opens a run at its newest valid checkpoint, or at the checkpoint in branch_from, or at step 0.
 
