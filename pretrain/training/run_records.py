@@ -32,7 +32,7 @@ from pretrain.model.attention import classes_in_rows, without_rows
 from pretrain.model.build import FORMULA
 from pretrain.model.model_config import padded_vocabulary, rope_in_words
 from pretrain.optim.optimizers import OPTIMIZERS
-from pretrain.parallel.strategy import Strategy, device_type
+from pretrain.parallel.strategy import device_type
 from pretrain.recipe import as_yaml
 from pretrain.registry import LOADED_CODE, digest_of
 from pretrain.runs.run_folder import read_json
@@ -40,7 +40,7 @@ from pretrain.training.run import Run
 from pretrain.training.run_plan import ModelPlan, RunPlan
 from pretrain.units import count_text, counted, table
 
-RECORD_FILES = ("config.yaml", "model.json", DATA_FILE, "strategy.json", "environment.json")
+RECORD_FILES = ("config.yaml", "model.json", "strategy.json", "environment.json")
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "safetensors", "tokenizers", "numpy")
 
 FAR = 5.0
@@ -63,11 +63,10 @@ def announce(run: Run, peak_source: str) -> str:
     log = run.log
     step = run.state.step
     is_main = strategy.ranks.is_main
-    missing = [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]
-    if is_main and missing:
-        write_record(config, plan, strategy, missing)
     if is_main:
-        record_new_sources(config, plan)
+        if missing := [name for name in RECORD_FILES if run.is_new or not (config.output / name).exists()]:
+            write_record(run, missing)
+        record_sources(run)
         copy_extensions(config)
     meter = EnergyMeter(strategy.device, strategy.ranks.count) if is_main else None
     energy = meter.how if meter else None
@@ -111,30 +110,28 @@ def announce(run: Run, peak_source: str) -> str:
     return start_id
 
 
-def write_record(config: RunConfig, plan: RunPlan, strategy: Strategy, names: Iterable[str]) -> None:
+def write_record(run: Run, names: Iterable[str]) -> None:
     """Writes the given RECORD_FILES. Main rank only. Environment variables aren't recorded."""
-    data = {str(shards): data_record(reader) for shards, reader in plan.batches.readers.items()}
+    machine = describe_machine(run.strategy.device)
     packages = package_versions(RECORDED_PACKAGES)
-    environment = {"commit": commit(), **describe_machine(strategy.device), "packages": packages, "code": LOADED_CODE}
+    environment = {"commit": commit(), **machine, "packages": packages, "code": LOADED_CODE}
     texts = {
-        "config.yaml": as_yaml(config),
-        "model.json": plan.model_config.to_json_string(),
-        DATA_FILE: json.dumps(data, indent=1),
-        "strategy.json": json.dumps(strategy.describe(), indent=1),
+        "config.yaml": as_yaml(run.config),
+        "model.json": run.plan.model_config.to_json_string(),
+        "strategy.json": json.dumps(run.strategy.describe(), indent=1),
         "environment.json": json.dumps(environment, indent=1),
     }
-    config.output.mkdir(parents=True, exist_ok=True)
     for name in names:
-        (config.output / name).write_text(texts[name], encoding="utf-8")
+        (run.config.output / name).write_text(texts[name], encoding="utf-8")
 
 
-def record_new_sources(config: RunConfig, plan: RunPlan) -> None:
-    """Adds the sources of a mixture that has changed since the run started to data.json."""
-    known = read_json(config.output / DATA_FILE)
-    new = {str(path): reader for path, reader in plan.batches.readers.items() if str(path) not in known}
-    if new:
-        records = {**known, **{path: data_record(reader) for path, reader in new.items()}}
-        write_durably(config.output / DATA_FILE, json.dumps(records, indent=1))
+def record_sources(run: Run) -> None:
+    """Adds the sources that aren't in data.json yet, as after a change of the mixture. Main rank only."""
+    path = run.config.output / DATA_FILE
+    known = {} if run.is_new else read_json(path)
+    readers = run.plan.batches.readers
+    if new := {folder: data_record(reader) for folder, reader in readers.items() if folder not in known}:
+        write_durably(path, json.dumps(known | new, indent=1))
 
 
 def copy_extensions(config: RunConfig) -> None:
