@@ -93,9 +93,6 @@ class MirrorCopier:
         self.status: dict[str, Any] = {
             "mirror": store.address,
             "copied_step": None,
-            "copied_time": None,
-            "bytes": None,
-            "seconds": None,
             "problem": None,
             "problem_since": None,
             "failures": 0,
@@ -338,7 +335,7 @@ class MirrorCopier:
             shutil.rmtree(held.parent, ignore_errors=True)
         self._copied(name_of(step), manifest)
         seconds = round(time.perf_counter() - started, 3)
-        self.status |= {"copied_step": step, "copied_time": time.time(), "bytes": size, "seconds": seconds}
+        self.status["copied_step"] = step
         latest = latest_step(self.run) or 0
         copied = {"event": "mirror", "step": step, "bytes": size, "seconds": seconds, "latest_step": latest}
         self.notices.append(copied)

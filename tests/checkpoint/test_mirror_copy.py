@@ -229,4 +229,4 @@ def test_a_clock_set_back_skips_no_checkpoint(tmp_path):
     write_checkpoint(run, 8)
     os.utime(run / "checkpoints/LATEST", ns=(written.st_atime_ns, written.st_mtime_ns))
     copy_all(copier)
-    assert steps_there(mirror) == [4, 8] and copier.status["seconds"] >= 0
+    assert steps_there(mirror) == [4, 8] and copier.notices[-1]["seconds"] >= 0
