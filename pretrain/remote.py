@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pretrain.errors import InputError, UnreachableError, one_line
+from pretrain.errors import SMALL_FILE_BYTES, InputError, UnreachableError, one_line
 from pretrain.files import shown
 from pretrain.urls import file_system, patiently
 
@@ -97,12 +97,12 @@ def remote_folder(url: str) -> RemoteFolder:
     return RemoteFolder(url)
 
 
-def read_text(url: str, most_bytes: int = 1 << 20) -> str:
+def read_text(url: str) -> str:
     """Reads a small text file. Otherwise, raises RemoteFolder's errors, or an InputError that omits the URL."""
     place, _, name = url.rpartition("/")
     content = remote_folder(place).read(name)
-    if len(content) > most_bytes:
-        raise InputError(f"is too large: {len(content):,} bytes, but the limit is {most_bytes:,}")
+    if len(content) > SMALL_FILE_BYTES:
+        raise InputError(f"is too large: {len(content):,} bytes, but the limit is {SMALL_FILE_BYTES:,}")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
