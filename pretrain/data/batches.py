@@ -169,15 +169,16 @@ class Batches:
         self._windows_located = []
         self._is_remote = any(reader.manifest.url is not None for reader in self.readers.values())
         self._expected: dict[tuple[int, int, int], ExpectedReads] = {}
-        manifests = [reader.manifest for reader in self.readers.values()]
-        self.dtype = np.dtype(manifests[0].dtype)
-        self.vocabulary_size = manifests[0].vocabulary_size
-        self.end_of_document_id = manifests[0].end_of_document_id
+        self.manifest = next(iter(self.readers.values())).manifest
+        """The first source's manifest. All sources have the same tokenizer."""
+        self.dtype = np.dtype(self.manifest.dtype)
+        self.vocabulary_size = self.manifest.vocabulary_size
+        self.end_of_document_id = self.manifest.end_of_document_id
         self._transform = None
         if data.transformations:
             from pretrain.data.transformations import Transformations
 
-            self._transform = Transformations(data, manifests[0], seed)
+            self._transform = Transformations(data, self.manifest, seed)
         self.packings = self._packed() if data.sampling == "best_fit" else {}
         """{(source index, window length): packed windows}; empty for samplers other than best_fit."""
 

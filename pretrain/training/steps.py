@@ -57,8 +57,7 @@ def begin(run: Run, validation_readers: dict[str, ShardReader]) -> None:
     watch_over(run, start_id)
     if run.state.step < run.plan.total_steps:
         run.log.expect("First step" if config.compile == "none" else "First step, which compiles the model")
-    batches = run.whole_plan.batches
-    run.tokenizer = batches.readers[batches.folders[0]].manifest.tokenizer_folder
+    run.tokenizer = run.whole_plan.batches.manifest.tokenizer_folder
     run.stage = run.plan.stage(max(run.state.step - 1, 0))
     if config.data.stages:
         _take_positions(run)
