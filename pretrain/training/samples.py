@@ -28,13 +28,8 @@ class Sampling:
     """Nucleus sampling (Holtzman et al., arXiv 1904.09751): sample from the top tokens with this total probability."""
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, *, max_new_tokens: int, max_positions: int | None
-) -> torch.Tensor:
-    """Tokenizes a prompt to (1, T), like `pipeline("text-generation")`. An empty prompt starts a new document.
-
-    Raises InputError if the prompt and continuation are longer than `max_positions`.
-    """
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
+    """Tokenizes a prompt to (1, T), like `pipeline("text-generation")`. An empty prompt starts a new document."""
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -43,13 +38,6 @@ def encode_prompt(
                 "--prompt '': this tokenizer has no token to start a document with; pass a non-empty prompt"
             )
         ids = [start]
-    if max_positions is not None and len(ids) + max_new_tokens > max_positions:
-        room = max_positions - len(ids)
-        advice = f"use at most --max_new_tokens {room}" if room > 0 else "shorten the prompt"
-        raise InputError(
-            f"--prompt: {len(ids):,} tokens and --max_new_tokens {max_new_tokens:,} exceed the model's "
-            f"{max_positions:,} positions; {advice}"
-        )
     return torch.tensor([ids])
 
 
@@ -119,7 +107,7 @@ def sample_texts(
         texts = []
         longest = getattr(model_config, "max_position_embeddings", None) or math.inf
         for prompt in settings.prompts:
-            ids_BT = encode_prompt(tokenizer, prompt, max_new_tokens=settings.max_new_tokens, max_positions=None)
+            ids_BT = encode_prompt(tokenizer, prompt)
             # A learned position embedding has no further rows, and a GPU would report only a device-side assert.
             new_tokens = min(settings.max_new_tokens, longest - ids_BT.shape[1])
             if new_tokens < 1:
