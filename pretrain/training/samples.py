@@ -63,11 +63,10 @@ def generate_text(
 
 def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
     """Returns arguments for `model.generate` that override its generation config, except special token IDs."""
-    if not sampling.temperature:
-        choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    else:
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
-        choice["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if sampling.temperature:
+        limits = {"top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
+        choice = {"do_sample": True, "temperature": sampling.temperature, **limits}
     eos = model.generation_config.eos_token_id
     pad = model.generation_config.pad_token_id
     return {
