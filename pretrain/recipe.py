@@ -354,7 +354,7 @@ def read_run_config(
 def recipe_text(path: str | Path) -> str:
     """Reads a recipe from a path or URL. Raises InputError or UnreachableError."""
     if is_url(path):
-        from pretrain.remote import read_text
+        from pretrain.urls import read_text
 
         return read_text(str(path))
     return read_small_file(path and or_shipped(path))

@@ -23,7 +23,7 @@ from pretrain.config import DataCache
 from pretrain.data.manifest import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, Shard, id_dtype, parse_manifest
 from pretrain.errors import InputError
 from pretrain.files import sha256_of
-from pretrain.remote import remote_folder
+from pretrain.urls import remote_folder
 
 BLOCK_BYTES = 1 << 16
 DIGEST_BYTES = 8
