@@ -269,7 +269,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
 
         problems.attempt(find_weights, config.model.config)
         if config.model.changes and model_config is not None:
-            problems += problems.attempt(unfitting_weights, config.model, model_config) or []
+            problems.attempt(require_fitting_weights, config.model, model_config)
     of_data = Problems()
     readers = of_data.attempt(open_training, data)
     device = problems.attempt(device_type) or "cpu"
@@ -310,7 +310,7 @@ def derive(config: RunConfig, ranks: int) -> RunPlan:
                 or []
             )
         if meta_model is not None:
-            problems += sampling_problems(config.samples, meta_model)
+            problems.attempt(require_generation, config.samples, meta_model)
             problems += checkpointing_problems(config, meta_model)
     if problems:
         raise InputError(*dict.fromkeys([*problems, *of_data]))
@@ -373,19 +373,17 @@ def micro_batch_of(config: RunConfig, number: int, ranks: int, parts: int) -> in
     return max(n for n in range(parts, most + 1, parts) if per_rank % n == 0)
 
 
-def unfitting_weights(source: ModelSource, model_config: Any) -> list[str]:
-    """Lists config changes that don't fit the pretrained weights. The vocabulary may grow."""
+def require_fitting_weights(source: ModelSource, model_config: Any) -> None:
+    """Raises InputError if config changes don't fit the pretrained weights. The vocabulary may grow."""
     own = load_model_config(source.config)
     rows = model_config.get_text_config().vocab_size
     if rows > own.get_text_config().vocab_size:  # new rows are initialized
         own = load_model_config(source.config, changes={VOCABULARY_KEY: rows})
-    changes = shape_changes(own, model_config)
-    if not changes:
-        return []
-    return [
-        f"model: {source}: init: pretrained uses the weights of {source.config}, but their shapes do not match "
-        f"the model ({changes}); omit changes that affect shapes, or train from scratch with init: scratch"
-    ]
+    if changes := shape_changes(own, model_config):
+        raise InputError(
+            f"model: {source}: init: pretrained uses the weights of {source.config}, but their shapes do not match "
+            f"the model ({changes}); omit changes that affect shapes, or train from scratch with init: scratch"
+        )
 
 
 def plan_model(config: RunConfig, model_config: Any, losses_of_routers: RouterLosses) -> ModelPlan:
@@ -568,14 +566,13 @@ def schedule_of(
     )
 
 
-def sampling_problems(settings: Samples, model: PreTrainedModel) -> list[str]:
-    """Checks that the model can generate text if samples are enabled. Returns a list of problems."""
-    if not settings.is_set or model.can_generate():
-        return []
-    return [
-        f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, or "
-        "omit samples"
-    ]
+def require_generation(settings: Samples, model: PreTrainedModel) -> None:
+    """Raises InputError if samples are enabled, but the model can't generate text."""
+    if settings.is_set and not model.can_generate():
+        raise InputError(
+            f"samples: {type(model).__name__} has no generate(); inherit from transformers' GenerationMixin as well, "
+            "or omit samples"
+        )
 
 
 def length_problems(model_config: Any, sequence_length: int) -> list[str]:
