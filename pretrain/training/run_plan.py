@@ -241,7 +241,6 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
     is_last = step == plan.total_steps
     pauses = step == config.checkpoint.stop_at_step and not is_last
     evaluates = is_at(config.benchmarks)
-    samples_every = steps_between(config.samples, plan, config.interval_scale)
     return Due(
         logs=step % max(1, round(config.logging.every_steps * config.interval_scale)) == 0 or is_last or pauses,
         validates=is_at(config.validation) or is_last or pauses,
@@ -250,7 +249,7 @@ def due_after(step: int, config: RunConfig, plan: RunPlan) -> Due:
         or (is_last and config.checkpoint.save_final)
         or (evaluates and config.benchmarks.where != "in_loop"),
         evaluates=evaluates,
-        samples=samples_every is not None and (is_last or step % samples_every == 0),
+        samples=config.samples.is_set and (is_last or is_at(config.samples)),
         diagnoses=is_at(config.diagnostics),
         compares_replicas=step % config.guard.replica_check_every_steps == 0,
         pauses=pauses,
