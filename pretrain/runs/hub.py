@@ -1,11 +1,10 @@
-"""Checks a run's Hub settings, and finds interrupted uploads."""
+"""Checks a run's Hub settings, and defines the paths and names used to publish it."""
 
 import re
 from pathlib import Path
 
 from pretrain.errors import did_you_mean
-from pretrain.processes import is_held
-from pretrain.runs.run_folder import EVALUATIONS, checkpoint_name
+from pretrain.runs.run_folder import EVALUATIONS
 
 STAGING = "publish"
 """Subfolder of a run for staged models and the log of background publishing."""
@@ -81,17 +80,3 @@ def revision_of(step: int) -> str:
 def waiting_mark(run: Path, revision: str) -> Path:
     """Returns the path of the marker file that exists while a model is being published."""
     return run / STAGING / f".{revision}{WAITING}"
-
-
-def cut_short(run: Path) -> list[int | None]:
-    """Returns the steps (None for final/) of existing models whose upload was interrupted by a crash."""
-    steps = []
-    for mark in sorted((run / STAGING).glob(f".*{WAITING}")):
-        revision = mark.name.removeprefix(".").removesuffix(WAITING)
-        step = None if revision == "main" else int(revision.removeprefix("step-"))
-        folder = run / "final" if step is None else run / "checkpoints" / checkpoint_name(step)
-        if not folder.is_dir():
-            mark.unlink()
-        elif not is_held(mark):
-            steps.append(step)
-    return steps

@@ -16,7 +16,7 @@ from pretrain.files import ROOT
 from pretrain.parallel.launcher import ToolError, environment_alone, run_tool
 from pretrain.processes import hold_while_open, is_held
 from pretrain.registry import EXTENSIONS, LOADED_CODE, TASKS
-from pretrain.runs.hub import STAGING, cut_short, evaluation_log, revision_of, waiting_mark
+from pretrain.runs.hub import STAGING, WAITING, evaluation_log, revision_of, waiting_mark
 from pretrain.runs.run_folder import EVALUATIONS, MIRROR_FOLDER, checkpoint_name, latest_step, read_json, step_named
 from pretrain.training.metrics import Metrics
 from pretrain.units import duration_text
@@ -177,8 +177,15 @@ def start_publishing(config: RunConfig, step: int | None, metrics: Metrics) -> N
 
 def resume_publishing(config: RunConfig, metrics: Metrics) -> None:
     """Restarts uploads that were interrupted by a machine crash."""
-    if metrics.is_main:
-        for step in cut_short(config.output):
+    if not metrics.is_main:
+        return
+    for mark in sorted((config.output / STAGING).glob(f".*{WAITING}")):
+        revision = mark.name.removeprefix(".").removesuffix(WAITING)
+        step = None if revision == "main" else int(revision.removeprefix("step-"))
+        folder = config.output / ("final" if step is None else f"checkpoints/{checkpoint_name(step)}")
+        if not folder.is_dir():
+            mark.unlink()
+        elif not is_held(mark):
             start_publishing(config, step, metrics)
 
 
