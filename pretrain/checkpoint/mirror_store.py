@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,7 +27,7 @@ from pretrain import config
 from pretrain.checkpoint.run_state import ROLLBACKS, RunStoppedError, parse_rollbacks, recorded_rollbacks
 from pretrain.errors import EXIT_PREEMPTED, InputError, one_line
 from pretrain.files import SEAL_FILE, commit, is_url, seal, sealed_files, shown
-from pretrain.runs.event_log import first_start, first_start_of, parse_lines
+from pretrain.runs.event_log import first_start, parse_lines
 from pretrain.runs.run_folder import METRICS_FILE, checkpoint_name, step_named
 from pretrain.urls import file_system
 
@@ -367,7 +368,9 @@ def connect(settings: config.Checkpoint, run: Path) -> MirrorStore:
 
 def id_of_run(run: Path) -> str | None:
     """Returns the run's ID, or None if the run hasn't started yet."""
-    return first_start_of(run).get("start_id") if (run / METRICS_FILE).is_file() else None
+    with suppress(FileNotFoundError), open(run / METRICS_FILE, "rb") as log:
+        return first_start(log).get("start_id")
+    return None
 
 
 def require_same_run(run: Path, own: str | None, identity: Identity | None, store: MirrorStore) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pretrain.config import RunConfig
-from pretrain.data.data_record import DATA_FILE, contamination_of, hub_datasets_of, preparation_of
+from pretrain.data.data_record import DATA_FILE, contamination_of, is_hub_id, preparation_of
 from pretrain.data.manifest import MANIFEST_FILE, SPLITS, counts_in
 from pretrain.data.shards import ShardReader
 from pretrain.data.vocabulary import vocabulary_text
@@ -146,15 +146,17 @@ def data_record(reader: ShardReader) -> dict:
     """Summarizes a source's manifest, for the model card and in case the shards are deleted."""
     manifest = reader.manifest
     fields = read_json(manifest.folder / MANIFEST_FILE)
+    preparation = preparation_of(fields)
+    datasets = dict.fromkeys(dataset["name"] for dataset in preparation.get("datasets", ()))
     return {
         "manifest_sha256": manifest.sha256,
         "tokenizer": {"name": manifest.tokenizer_name, "sha256": manifest.tokenizer_sha256},
         "vocabulary_size": manifest.vocabulary_size,
         "end_of_document_id": manifest.end_of_document_id,
         "totals": {split: counts_in(manifest.shards, split) for split in SPLITS},
-        "hub_datasets": hub_datasets_of(fields),
+        "hub_datasets": [name for name in datasets if is_hub_id(name)],
         "contamination": contamination_of(fields),
-        "preparation": preparation_of(fields),
+        "preparation": preparation,
         "input_files": len(manifest.source_names),
     }
 
