@@ -208,17 +208,18 @@ class MirrorStore:
             raise DamagedCopyError(f"{SEAL_FILE} was changed during the upload")
         return sum(entry["bytes"] for entry in entries.values())
 
-    def put_file(self, file: Path, path: str, entry: dict[str, Any]) -> None:
-        """Uploads a file unless the mirror already has it.
+    def put_file(self, file: Path, path: str, entry: dict[str, Any]) -> bool:
+        """Uploads a file unless the mirror already has it. Returns True if it was uploaded.
 
         Raises DamagedCopyError if the uploaded file doesn't match `entry`, the file's size and hash.
         """
         if self._holds(path, entry):
-            return
+            return False
         self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.system.put_file(str(file), path)
         if not self._holds(path, entry):
             raise DamagedCopyError(f"{file.name} has the wrong sha256 after the upload")
+        return True
 
     def _holds(self, path: str, entry: dict[str, Any]) -> bool:
         """Returns True if a file on the mirror has the size and hash in `entry`. Reads the whole file."""
