@@ -336,8 +336,6 @@ def run_files(run: Path) -> dict[str, bytes]:
 def mirror_problems(output: Path, settings: config.Checkpoint) -> list[str]:
     """Lists problems with `checkpoint.mirror` that can be detected without connecting."""
     mirror = settings.mirror
-    if mirror is None:
-        return []
     if not mirror.strip():
         return ["checkpoint.mirror: is empty; use a folder, a URL such as s3://BUCKET/runs, or null"]
     if not is_url(mirror):

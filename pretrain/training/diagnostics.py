@@ -42,14 +42,13 @@ class Diagnostics:
         name_of = {module: name for name, module in causal_lm.named_modules(remove_duplicate=False)}
         self.layers = layers_of(causal_lm)
         prefixes = [f"{name_of[layer]}." for layer in self.layers]
-        self.row_of: dict[str, int] = {}
-        """{matrix name: row}. Excludes norms and biases."""
         shapes = {name: shape for name, shape in strategy.model_tensors().shapes.items() if len(shape) > 1}
         places = {name: next((p for p in prefixes if name.startswith(p)), name) for name in shapes}
-        self.names = [place.removesuffix(".weight").removesuffix(".") for place in dict.fromkeys(places.values())]
-        """Row names, in model order: embedding, layers, and the head unless it is tied."""
         rows = {place: row for row, place in enumerate(dict.fromkeys(places.values()))}
+        self.names = [place.removesuffix(".weight").removesuffix(".") for place in rows]
+        """Row names, in model order: embedding, layers, and the head unless it is tied."""
         self.row_of = {name: rows[place] for name, place in places.items()}
+        """{matrix name: row}. Excludes norms and biases."""
         self.rows_of_layers = [rows[prefix] for prefix in prefixes]
         self.elements = [0] * len(rows)
         for name, row in self.row_of.items():

@@ -30,7 +30,7 @@ from pretrain.parallel.strategy import Strategy
 from pretrain.processes import folder_lock
 from pretrain.recipe import leaves
 from pretrain.runs.event_log import read_metrics
-from pretrain.runs.run_folder import LOCK_FILE, METRICS_FILE
+from pretrain.runs.run_folder import LOCK_FILE
 from pretrain.training.metrics import Metrics
 from pretrain.training.watchdog import END_REASON_FILE, record_end_reason, recorded_end_reason
 
@@ -184,7 +184,7 @@ def starts_and_ends(run: Path) -> list[dict]:
     """Returns a run's `start` and `end` events. Each start also has the last logged step after it, as `reached`."""
     found = []
     start = {}
-    for event in read_metrics(run) if (run / METRICS_FILE).exists() else ():
+    for event in read_metrics(run):
         if event["event"] == "train":
             start["reached"] = event["step"]
         elif event["event"] in ("start", "end"):
