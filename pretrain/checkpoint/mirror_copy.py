@@ -292,8 +292,8 @@ class MirrorCopier:
             if manifest is not None and step <= latest:
                 here[step] = manifest
         # Checkpoints that were pruned before they were copied.
-        known = {step for step in self.seen if name_of(step) in self.manifests}
-        dropped = {step for step in self.seen - here.keys() - known if step <= latest}
+        gone = self.seen - here.keys()
+        dropped = {step for step in gone if step <= latest and name_of(step) not in self.manifests}
         self.seen = set(here)
         if dropped and not self.status["dropped"]:
             behind = f"the mirror {self.store.address} cannot keep up with the checkpoints"
