@@ -55,26 +55,26 @@ def generate_text(
     """
     ids_BT = ids_BT.to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(sampling.seed)
-        output_BT = model.generate(ids_BT, streamer=streamer, **generation_arguments(model, ids_BT, sampling))
-    return tokenizer.decode(output_BT[0], skip_special_tokens=True)
-
-
-def generation_arguments(model: PreTrainedModel, ids_BT: torch.Tensor, sampling: Sampling) -> dict:
-    """Returns arguments for `model.generate` that override its generation config, except special token IDs."""
+    # These override the model's generation config, except its special token IDs.
     choice = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if sampling.temperature:
         limits = {"top_p": sampling.top_p or 1.0, "top_k": sampling.top_k or 0}
         choice = {"do_sample": True, "temperature": sampling.temperature, **limits}
     eos = model.generation_config.eos_token_id
     pad = model.generation_config.pad_token_id
-    return {
-        "attention_mask": torch.ones_like(ids_BT, device=model.device),
-        "max_new_tokens": sampling.max_new_tokens,
-        "pad_token_id": pad if pad is not None else eos[0] if isinstance(eos, list) else eos,
-        **choice,
-    }
+    if pad is None:
+        pad = eos[0] if isinstance(eos, list) else eos
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(sampling.seed)
+        output_BT = model.generate(
+            ids_BT,
+            attention_mask=torch.ones_like(ids_BT),
+            max_new_tokens=sampling.max_new_tokens,
+            pad_token_id=pad,
+            streamer=streamer,
+            **choice,
+        )
+    return tokenizer.decode(output_BT[0], skip_special_tokens=True)
 
 
 def sample_texts(
